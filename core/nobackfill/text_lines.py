@@ -1,6 +1,7 @@
 """Texts in lines of JSON: an id, a text, and whatever else is to be kept beside it."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,19 +31,38 @@ class TextLine:
         return kept
 
 
-def read_texts(path: Path, *, key: str = "id", column: str = "text") -> Iterator[TextLine]:
+def read_texts(
+    path: Path, refused: dict[str, str] | None = None, *, key: str = "id", column: str = "text"
+) -> Iterator[TextLine]:
     """The objects of a JSONL file, in order, one line in memory.
 
-    Raises NotFoundError, InvalidInputError naming the first line that is none.
+    `refused` gets the reason of each line that is none, by FILE:LINE, and the next one is read;
+    None: the first such line raises InvalidInputError. Raises NotFoundError.
     """
     try:
         with path.open("rb") as file:
             # Bytes: only a line feed ends a line, JSON may hold other separators of lines.
             for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield read_line(line, f"{path}:{number}", key, column)
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    one = read_line(line, where, key, column)
+                except InvalidInputError as error:
+                    if refused is None:
+                        raise
+                    refused[where] = str(error).removeprefix(f"{where}: ")
+                else:
+                    yield one
     except OSError as error:
         raise NotFoundError(f"{path}: cannot be read ({error})") from error
+
+
+def _is_text(part: object) -> bool:
+    """Whether it is a text, or a number with one way to be written."""
+    if isinstance(part, bool) or (isinstance(part, float) and not math.isfinite(part)):
+        return False
+    return isinstance(part, str | int | float)
 
 
 def read_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
@@ -51,7 +71,7 @@ def read_line(line: bytes, where: str, key: str = "id", column: str = "text") ->
         one = json.loads(line.decode("utf-8-sig"))
         name, text = one[key], one[column]
         notes = {note: value for note, value in one.items() if note not in (key, column)}
-        if not all(isinstance(part, str | int | float) for part in (name, text)):
+        if not all(map(_is_text, (name, text))):
             raise ValueError("no text")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidInputError(

@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from grpc import RpcError
+from typer.testing import CliRunner
 
 from nobackfill.errors import InvalidInputError, NoEncoderError, PreconditionError, TooLargeError
 from nobackfill.release import probes
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.release.publishing.publish import publish
 from nobackfill.server.bulk.filling import fill
+from nobackfill.server.cli import put  # noqa: F401 - puts its command into app
+from nobackfill.server.cli.app import app
 from nobackfill.tokenizing import LARGEST_BYTES
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.adopt.models import WORDS
@@ -165,8 +168,27 @@ def test_a_file_of_texts_is_put(notes: Client, tmp_path: Path) -> None:
     assert (done.stored, list(done.refused)) == (2, ["b"])
     assert notes.get("file", "a").metadata == {"year": 2026}
     path.write_text('{"id": "a", "text": "w1"}\n{"id": "b"}\n')
-    with pytest.raises(InvalidInputError, match=r"notes\.jsonl:2: expected a JSON object"):
-        fill(notes, "file", str(path))
+    done = fill(notes, "file", str(path))
+    assert (done.stored, list(done.refused)) == (1, [f"{path}:2"])
+
+
+def test_bad_lines_of_a_file_are_named_and_the_others_stored(notes: Client, tmp_path: Path) -> None:
+    """One ended a file of a thousand where it stood."""
+    lines = [json.dumps({"id": f"line {number}", "text": "w1"}) for number in range(100)]
+    lines[40] = '{"id": "cut", "text": "w'
+    lines[50] = '{"id": NaN, "text": "w1"}'
+    lines[60] = '{"id": true, "text": "w1"}'
+    lines[70] = '{"id": "endless", "text": Infinity}'
+    file = tmp_path / "lines.jsonl"
+    file.write_text("\n".join(lines))
+    done = fill(notes, "g", str(file))
+    assert done.stored == 96
+    assert {name.rpartition(":")[2] for name in done.refused} == {"41", "51", "61", "71"}
+    assert all("expected a JSON object" in reason for reason in done.refused.values())
+    words = ["put", "g", str(file), f"--server={notes.address}", "--json"]
+    told = CliRunner().invoke(app, words)
+    assert told.exit_code == 65 and "lines.jsonl:41" in told.output
+    notes.delete("g", [f"line {number}" for number in range(100)])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from nobackfill.errors import (
     QuotaExceededError,
     TooLargeError,
 )
-from nobackfill.server.vault import Blob, Vault
+from nobackfill.server.vault import KEPT_S, Blob, Vault
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.limits import LARGEST_BLOB
 from tests.server.support import Client, random_id, refused
@@ -240,6 +241,25 @@ def test_a_name_has_a_quota(vault: Vault, tmp_path: Path) -> None:
     assert again.put("a", first, 0, [data]) == len(data)
     again.delete("a", first.id)
     assert again.put("a", fourth, 2**20, [data[2**20 :]]) == len(data)
+
+
+def test_uploads_that_nobody_ends_make_room(vault: Vault) -> None:
+    """They held the quota for ever, and no call lists them."""
+    data, more = sealed(3 * 2**20), sealed(11 * 2**19)
+    left, going, new = blob_of(data, 1), blob_of(data, 2), blob_of(more, 3)
+    vault.put("a", blob_of(data, 4), 0, [data])
+    for blob in (left, going):
+        vault.put("a", blob, 0, [data[: 2**20]])
+    (part,) = vault._owner("a").glob(f"*/{left.id}.*.part")
+    os.utime(part, (0, time.time() - KEPT_S + 60))
+    with pytest.raises(QuotaExceededError):
+        vault.put("a", new, 0, [more])
+    os.utime(part, (0, time.time() - KEPT_S - 60))
+    assert vault.put("a", new, 0, [more]) == len(more)
+    assert not part.exists()
+    # What is younger stays, and goes on once there is room.
+    vault.delete("a", new.id)
+    assert vault.put("a", going, 2**20, [data[2**20 :]]) == len(data)
 
 
 def test_a_small_blob_counts_what_a_file_takes(tmp_path: Path) -> None:

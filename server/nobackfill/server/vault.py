@@ -6,8 +6,9 @@ The gateway has no key. It checks the age header, the size and the digest, and k
 import hashlib
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from nobackfill.errors import (
 from nobackfill.wire.limits import LARGEST_BLOB
 
 PAGE = 1000
+# Seconds for which an upload that has not ended is kept, where its owner needs the room.
+KEPT_S = 24 * 3600.0
 CHUNK = 256 * 1024
 # A file takes as much of a disk, however small it is.
 _LEAST = 4096
@@ -74,6 +77,10 @@ class Vault:
                     raise AlreadyExistsError("a blob of that id is stored; choose another id")
                 return existing.stat().st_size
             part = self._shard(owner, blob.id) / f"{blob.id}.{blob.sha256}{PART}"
+            with self._lock:
+                full = self._with(owner, part, blob) > self._quota
+            if full:
+                self._expire(owner)
             with self._room(owner, part, blob):
                 return self._receive(part, blob, offset, chunks)
 
@@ -163,7 +170,7 @@ class Vault:
         """Room for all of the blob while it comes; after that, for what there is of it."""
         full = max(blob.size, _LEAST)
         with self._lock:
-            used = self._usage(owner) - _cost(part) + full
+            used = self._with(owner, part, blob)
             if used > self._quota:
                 raise QuotaExceededError(
                     f"the vault keeps {self._quota} bytes under one name, this blob would make it "
@@ -175,6 +182,21 @@ class Vault:
         finally:
             with self._lock:
                 self._used[owner] += (_cost(part) or _cost(part.with_suffix(""))) - full
+
+    def _with(self, owner: str, part: Path, blob: Blob) -> int:
+        """Bytes of an owner once a blob is whole."""
+        return self._usage(owner) - _cost(part) + max(blob.size, _LEAST)
+
+    def _expire(self, owner: str) -> None:
+        """Remove what came of uploads that nobody has gone on with for KEPT_S."""
+        for part in self._owner(owner).glob(f"??/*{PART}"):
+            name = part.name.partition(".")[0]
+            with suppress(BusyError, FileNotFoundError), self._alone(owner, name):
+                if time.time() - part.stat().st_mtime >= KEPT_S:
+                    freed = _cost(part)
+                    durable.remove_tree(part)
+                    with self._lock:
+                        self._used[owner] -= freed
 
     def _usage(self, owner: str) -> int:
         if owner not in self._used:

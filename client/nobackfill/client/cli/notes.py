@@ -25,15 +25,16 @@ def add_texts(context: typer.Context, file: Path, json: bool) -> None:
     from nobackfill.client.notes import add
     from nobackfill.text_lines import read_texts
 
-    output = Output(json)
+    output, refused = Output(json), dict[str, str]()
     with Device(context.obj) as device:
-        done = add(device, read_texts(file))
+        done = add(device, read_texts(file, refused))
         total = device.store.count()
-    for name, reason in done.refused.items():
+    refused |= done.refused
+    for name, reason in refused.items():
         output.note(f"{name}: {reason}")
     output.result(
-        {"added": done.added, "refused": done.refused, "items": total},
-        f"{len(done.added)} added, {len(done.refused)} refused; {total} items",
+        {"added": done.added, "refused": refused, "items": total},
+        f"{len(done.added)} added, {len(refused)} refused; {total} items",
     )
-    if done.refused:
+    if refused:
         raise typer.Exit(InvalidInputError.exit_code)

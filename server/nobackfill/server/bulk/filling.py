@@ -60,7 +60,7 @@ def is_texts(place: str) -> bool:
 
 
 def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
-    for one in read_texts(Path(place)):
+    for one in read_texts(Path(place), unsent):
         try:
             item = pb.PutItem(id=_text(one.id), text=check_text(one.text))
             for key, value in one.metadata().items():
