@@ -65,6 +65,10 @@ class OutOfRangeError(InvalidInputError):
     """An offset past the end of a file."""
 
 
+class UnusableItemsError(InvalidInputError):
+    """Items that a model does not take, or one among them: others may well be taken."""
+
+
 class UnusableRowsError(InvalidInputError):
     """Some of many vectors cannot be used; `rows` are their numbers, the others are good."""
 

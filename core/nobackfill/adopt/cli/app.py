@@ -157,6 +157,9 @@ def embed(
 ) -> None:
     """Embed items by a model; run again after a failure, it embeds what is missing.
 
+    Items that the model does not take are named and left out, and the command ends with exit code
+    65. What was finished is kept, also after Ctrl-C.
+
     How an ONNX file wants pictures is read from FILE.json beside it, or from what transformers,
     open_clip or timm exported there, and told; --fit and what follows say it otherwise.
     """
@@ -166,8 +169,12 @@ def embed(
         fit=fit, size=size, shortest=shortest, interpolation=interpolation, mean=mean, std=std
     )
     how = How(model, model_name, patience, queries, query_encoder, query_model_name, pixels)
-    line = run(items, out, how, column=column, key=key, only=only, batch=batch, show=_progress)
+    line, refused = run(
+        items, out, how, column=column, key=key, only=only, batch=batch, show=_progress
+    )
     print(visible(line))
+    if refused:
+        raise typer.Exit(InvalidInputError.exit_code)
 
 
 @app.command()

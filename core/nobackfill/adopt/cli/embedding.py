@@ -30,14 +30,15 @@ class How:
 def run(
     items: str, out: Path, how: How, *, column: str, key: str | None, only: Path | None,
     batch: int, show: Callable[[int], Callable[[int], None]],
-) -> str:  # fmt: skip
-    """Embed what is missing, and say how many that were; `show` counts up to a total."""
+) -> tuple[str, int]:  # fmt: skip
+    """Embed what is missing; what to say of it, and how many items were refused. `show` counts up
+    to a total."""
     wanted = None if only is None else _ids(only)
     found = read_items(items, column=column, key=key, only=wanted)
     if wanted is not None and (lost := sorted(wanted - set(found.ids))):
         _tell(f"{len(lost)} ids have no item, the first: {lost[0]}")
     if found.others:
-        _tell(f"left out, no JPEG, PNG or WebP by their names: {found.others}")
+        _tell(f"left out, hidden or no pictures by their names: {found.others}")
     embedder: Embedder = open_embedder(
         how.model, name=how.name, patience=how.patience, queries=how.queries, pixels=how.pixels
     )
@@ -47,8 +48,17 @@ def run(
         called = how.query_name or how.name
         encoder = open_embedder(how.query_encoder, name=called, patience=how.patience, queries=True)
         embedder = Asking(embedder, encoder)
-    made = embed_into(out, found, embedder, batch=batch, progress=show(len(found.ids)))
-    return f"{made} embedded, {len(found.ids)} in {out}"
+    refused: dict[str, str] = {}
+    try:
+        made = embed_into(
+            out, found, embedder, batch=batch, progress=show(len(found.ids)),
+            refuse=refused.__setitem__,
+        )  # fmt: skip
+    finally:
+        for name, why in refused.items():
+            _tell(f"{name}: {why}")
+    count = f"{len(refused)} refused, " if refused else ""
+    return f"{made} embedded, {count}{len(found.ids) - len(refused)} in {out}", len(refused)
 
 
 def _tell(line: str) -> None:

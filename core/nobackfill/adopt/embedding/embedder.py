@@ -22,4 +22,5 @@ class Embedder(Protocol):
     reads: str
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        """Vectors [n, dim]. Raises InvalidInputError, UnavailableError, BusyError."""
+        """Vectors [n, dim]. Raises UnusableItemsError where one of the items may be at fault, or
+        their number; InvalidInputError, UnavailableError, BusyError for what no item can help."""

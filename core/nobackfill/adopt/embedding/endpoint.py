@@ -3,6 +3,9 @@
 import hashlib
 import os
 import time
+from collections import Counter
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,11 @@ from nobackfill.errors import (
     BusyError,
     ConfigurationError,
     InvalidInputError,
+    NobackfillError,
     NotPermittedError,
     UnavailableError,
+    UnusableItemsError,
+    UnusableRowsError,
 )
 from nobackfill.items.kind import Kind
 from nobackfill.loopback import is_loopback
@@ -23,8 +29,15 @@ from nobackfill.vectors import Vectors, check_vectors
 
 # The variable that holds the bearer's key.
 KEY = "NOBACKFILL_ENDPOINT_KEY"
-# Statuses after which the same request may be answered later.
-_LATER = {408, 409, 429, 500, 502, 503, 504}
+# Statuses after which the same request may be answered later; a proxy that waited in vain answers
+# 52x.
+_LATER = {408, 409, 425, 429, 500, 502, 503, 504, *range(520, 525), 529}
+# Statuses by which a text, or how many there are, may be refused.
+_OF_ITEMS = {400, 413, 422}
+# A text may bring about a fault of the server: after so many tries that is looked at.
+_TRIES = 3
+# A text that nothing is wrong with.
+_PLAIN = "text"
 # Of an answer, for each text: 16,000 dimensions as decimal numbers take half of it.
 _MOST_BYTES = 1 << 20
 _PIECE = 1 << 16
@@ -41,9 +54,21 @@ class _Answer(BaseModel):
     data: list[_Vector]
 
 
+class _Fault(BaseModel):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Failed(BaseModel):
+    """What an endpoint says instead of an answer, also with status 200."""
+
+    error: _Fault | str
+
+
 class Endpoint:
-    """Texts by an endpoint, `model` its name there; asked again after 429 and faults of the server
-    for at most `patience` seconds a batch. Texts go over TLS, or to this machine."""
+    """Texts by an endpoint, `model` its name there; asked again after 429, faults of the server and
+    answers that are cut off, for at most `patience` seconds a batch, as Retry-After says. Texts go
+    over TLS, or to this machine."""
 
     kind: Kind | None = "text"
     reads = ""
@@ -67,40 +92,63 @@ class Endpoint:
         self._http = urllib3.PoolManager(retries=False, timeout=timeout)
         self._timeout = timeout
         self._dim: int | None = None
+        self._texts_bring_faults = False
         # The weights are out of sight: their name is all that can be told.
         self.fingerprint = hashlib.sha256(f"{url}\n{model}".encode()).hexdigest()
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        answer = self._asked({"model": self._model, "input": [str(item) for item in items]})
-        if sorted(one.index for one in answer.data) != list(range(len(items))):
-            raise InvalidInputError(
-                f"{self._name}: expected {len(items)} vectors, got {len(answer.data)}"
-            )
+        try:
+            return self._embedded([str(item) for item in items])
+        except UnusableItemsError as error:
+            if len(items) == 1 and not self._takes_plain():
+                raise InvalidInputError(f"{error}; no other text is taken either") from error
+            raise
+
+    def _takes_plain(self) -> bool:
+        """Whether a plain text is embedded: others are at fault then."""
+        try:
+            self._embedded([_PLAIN], patient=False)
+        except NobackfillError:
+            return False
+        return True
+
+    def _embedded(self, texts: list[str], *, patient: bool = True) -> Vectors:
+        answer = self._asked({"model": self._model, "input": texts}, patient=patient)
         ordered = [one.embedding for one in sorted(answer.data, key=lambda one: one.index)]
-        vectors = even(ordered, [str(n) for n in range(len(items))], self._name)
+        vectors = even(ordered, [str(n) for n in range(len(texts))], self._name)
         if self._dim is not None and vectors.shape[1] != self._dim:
             raise InvalidInputError(
                 f"{self._name}: expected vectors of dimension {self._dim} as before, got "
                 f"{vectors.shape[1]}; does {self._model!r} name one model?"
             )
         self._dim = vectors.shape[1]
-        return check_vectors(vectors, self._dim, what=self._name)
+        try:
+            return check_vectors(vectors, self._dim, what=self._name)
+        except UnusableRowsError as error:
+            raise UnusableItemsError(str(error)) from error
 
-    def _asked(self, body: dict[str, Any]) -> _Answer:
-        deadline, wait = time.monotonic() + self._patience, _FIRST_WAIT
+    def _asked(self, body: dict[str, Any], *, patient: bool) -> _Answer:
+        deadline, wait, tries = time.monotonic() + self._patience, _FIRST_WAIT / 2, 0
         while True:
-            said, after = self._once(body)
+            said = self._once(body)
             if isinstance(said, _Answer):
                 return said
-            wait = min(_LONGEST_WAIT, after if after is not None else 2 * wait)
-            if time.monotonic() + wait > deadline:
-                raise said
+            if not patient:
+                raise said.error
+            wait = said.after if said.after is not None else min(_LONGEST_WAIT, 2 * wait)
+            over, tries = time.monotonic() + wait > deadline, tries + 1
+            # A fault that these texts bring about would be waited for in vain.
+            look = said.faulty and (over or tries >= _TRIES or self._texts_bring_faults)
+            if look and self._takes_plain():
+                self._texts_bring_faults = True
+                raise UnusableItemsError(f"{self._name}: {said.words}")
+            if over:
+                raise said.error
             time.sleep(wait)
 
-    def _once(
-        self, body: dict[str, Any]
-    ) -> tuple[_Answer | BusyError | UnavailableError, float | None]:
-        """An answer, or what to raise when patience ends and the seconds the server asks for."""
+    def _once(self, body: dict[str, Any]) -> "_Answer | _Refusal":
+        """An answer, or what is to be raised when patience ends. Raises what patience cannot
+        help."""
         key = os.environ.get(KEY)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
@@ -109,23 +157,60 @@ class Endpoint:
             )
             data = self._read(got, _MOST_BYTES * (1 + len(body["input"])))
         except urllib3.exceptions.HTTPError as error:
-            return UnavailableError(f"{self._name}: does not answer ({error})"), None
+            return _Refusal(UnavailableError(f"{self._name}: does not answer ({error})"))
         if got.status in (401, 403):
-            raise NotPermittedError(f"{self._name}: refuses the key; set {KEY}")
-        if got.status in _LATER:
-            after = got.headers.get("Retry-After", "")
-            kind = BusyError if got.status == 429 else UnavailableError
-            refusal = kind(f"{self._name}: still answers {got.status} after {self._patience:g} s")
-            return refusal, float(after) if after.replace(".", "", 1).isdecimal() else None
-        if got.status != 200:
-            raise InvalidInputError(f"{self._name}: answers {got.status}: {data[:200]!r}")
+            raise NotPermittedError(f"{self._name}: refuses the key; set {KEY}{_colon(data)}")
+        if got.status == 200:
+            return self._answer(data, len(body["input"]))
+        return self._refused(got.status, got.status, data, got.headers.get("Retry-After"))
+
+    def _refused(
+        self, status: int, answered: int, data: bytes, after: str | None = None
+    ) -> "_Refusal":
+        """By the status of the answer, or by the code of an error inside an answer of status 200.
+        Raises InvalidInputError, UnusableItemsError."""
+        words, said = f"answers {answered}", _colon(data)
+        if status in _OF_ITEMS:
+            raise UnusableItemsError(f"{self._name}: {words}{said}")
+        if status not in _LATER and answered != 200:
+            raise InvalidInputError(f"{self._name}: {words}{said}")
+        kind, seconds = BusyError if status == 429 else UnavailableError, _seconds(after)
+        more = "" if seconds is None else f"; it asks to wait {seconds:.0f} s, see --patience"
+        error = kind(f"{self._name}: still {words} after {self._patience:g} s{more}{said}")
+        return _Refusal(error, words + said, seconds, faulty=status == 500)
+
+    def _answer(self, data: bytes, count: int) -> "_Answer | _Refusal":
+        """What status 200 came with. Raises InvalidInputError, UnusableItemsError."""
         try:
-            return _Answer.model_validate_json(data), None
+            answer = _Answer.model_validate_json(data)
         except ValidationError as error:
-            raise InvalidInputError(
+            if (fault := _fault(data)) is not None:
+                code = str(fault.code)
+                return self._refused(int(code) if code.isdecimal() else 503, 200, data)
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            why = InvalidInputError(
                 f"{self._name}: expected an answer in the shape of OpenAI's embeddings "
-                f"({error.errors()[0]['msg']})"
-            ) from error
+                f"({f'{place}: ' if place else ''}{first['msg']})"
+            )
+            if first["loc"][2:3] == ("embedding",):
+                raise UnusableItemsError(str(why)) from error
+            if data.startswith(b"{") and first["type"] == "json_invalid":
+                # Cut off.
+                return _Refusal(why)
+            raise why from error
+        found = Counter(one.index for one in answer.data)
+        strange = [n for n in found if not 0 <= n < count or found[n] > 1]
+        if strange:
+            raise InvalidInputError(
+                f"{self._name}: expected each index from 0 to {count - 1} once, got {strange[0]} "
+                f"{found[strange[0]]} times in {len(answer.data)} vectors"
+            )
+        if len(found) != count:
+            return _Refusal(
+                InvalidInputError(f"{self._name}: expected {count} vectors, got {len(found)}")
+            )
+        return answer
 
     def _read(self, got: urllib3.BaseHTTPResponse, most: int) -> bytes:
         """The body, which no server can make endless. Raises InvalidInputError, HTTPError."""
@@ -139,3 +224,42 @@ class Endpoint:
                 got.close()
                 raise urllib3.exceptions.TimeoutError("the answer does not end")
         return bytes(data)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """What is raised when patience ends; `after`: the seconds that the server asks to be left
+    alone; `faulty`: it has failed, maybe because of these texts."""
+
+    error: NobackfillError
+    words: str = ""
+    after: float | None = None
+    faulty: bool = False
+
+
+def _seconds(after: str | None) -> float | None:
+    """Retry-After, in seconds or as a date; None where it is neither."""
+    if after is None:
+        return None
+    if after.isascii() and after.replace(".", "", 1).isdecimal():
+        return float(after)
+    try:
+        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
+
+
+def _fault(data: bytes) -> _Fault | None:
+    try:
+        said = _Failed.model_validate_json(data).error
+    except ValidationError:
+        return None
+    return _Fault(message=said) if isinstance(said, str) else said
+
+
+def _colon(data: bytes) -> str:
+    """What an endpoint says, in a line behind a colon."""
+    fault = _fault(data)
+    text = data[:4096].decode(errors="replace") if fault is None else fault.message
+    line = " ".join(text.split())[:200]
+    return f": {line}" if line else ""

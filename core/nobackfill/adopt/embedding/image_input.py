@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, UnusableItemsError
 from nobackfill.framing import Frame
 from nobackfill.images import decode, decode_file
 from nobackfill.release.publishing.declaration import Declaration
@@ -52,8 +52,11 @@ class ImageInput:
         )
 
     def feed(self, items: list[str] | list[Path] | list[bytes]) -> dict[str, Any]:
-        """The input's value by its name. Raises InvalidInputError for what is no image."""
-        pixels: Any = np.stack([_pixels(item, self._frame) for item in items])
+        """The input's value by its name. Raises UnusableItemsError for what is no image."""
+        try:
+            pixels: Any = np.stack([_pixels(item, self._frame) for item in items])
+        except InvalidInputError as error:
+            raise UnusableItemsError(str(error)) from error
         if self._type is not np.uint8:
             mean, std = np.array(self._declared.mean), np.array(self._declared.std)
             pixels = ((pixels / 255 - mean) / std).astype(self._type)

@@ -8,16 +8,16 @@ from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Source, repeated
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.items.kind import Kind
+from nobackfill.picture_files import is_clutter, is_picture
 from nobackfill.text_lines import read_texts
 
-_IMAGES = {".jpg", ".jpeg", ".png", ".webp"}
 _WINDOW = 1000
 
 
 @dataclass(frozen=True)
 class Items:
     """Ids, each once, and texts or paths in the same order; how many other files a folder of images
-    has."""
+    has, hidden ones among them."""
 
     kind: Kind
     ids: list[str]
@@ -30,16 +30,16 @@ def read_items(
 ) -> Items:
     """What is to be embedded; `only`: ids that are wanted.
 
-    A folder with images: ids are paths below it. FILE.jsonl: objects with `id` (or `key`) and
-    `column`. Else a source of vectors or of texts with that column. Raises NotFoundError,
-    InvalidInputError.
+    A folder with images: ids are paths below it; what is_clutter names is left out. FILE.jsonl:
+    objects with `id` (or `key`) and `column`. Else a source of vectors or of texts with that
+    column. Raises NotFoundError, InvalidInputError.
     """
     path = Path(address)
     if path.suffix == ".jsonl":
         found = [(one.id, one.text) for one in read_texts(path, key=key or "id", column=column)]
-    elif path.is_dir() and any(p.suffix.lower() in _IMAGES for p in path.rglob("*")):
+    elif path.is_dir() and any(_is_picture(p, path) for p in path.rglob("*")):
         every = [p for p in path.rglob("*") if p.is_file()]
-        files = sorted(p for p in every if p.suffix.lower() in _IMAGES)
+        files = sorted(p for p in every if _is_picture(p, path))
         names = [p.relative_to(path).as_posix() for p in files]
         images = _wanted("image", names, files, only, address)
         return replace(images, others=len(every) - len(files))
@@ -50,6 +50,11 @@ def read_items(
             values = source.column(window, column)
             found += zip(values.ids, values.values, strict=True)
     return _wanted("text", [name for name, _ in found], [text for _, text in found], only, address)
+
+
+def _is_picture(file: Path, folder: Path) -> bool:
+    below = file.relative_to(folder).parts
+    return is_picture(file.name) and not any(map(is_clutter, below)) and file.is_file()
 
 
 def _source(address: str, key: str | None) -> Source:

@@ -10,7 +10,12 @@ from pydantic import ValidationError
 from nobackfill.adopt.embedding.embedder import DOCUMENTS, QUERIES
 from nobackfill.adopt.embedding.image_input import ImageInput
 from nobackfill.adopt.maps import normalised
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import (
+    InvalidInputError,
+    NotFoundError,
+    UnusableItemsError,
+    UnusableRowsError,
+)
 from nobackfill.items.kind import Kind
 from nobackfill.release.publishing.declaration import (
     Declaration,
@@ -73,9 +78,14 @@ class OnnxModel:
         try:
             output = np.asarray(self._session.run(wanted, feed)[0], np.float32)
         except Exception as error:
-            raise InvalidInputError(f"{self._path}: does not take these items ({error})") from error
+            raise UnusableItemsError(
+                f"{self._path}: does not take these items ({error})"
+            ) from error
         vectors = self._pooled(output, mask)
-        checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
+        try:
+            checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
+        except UnusableRowsError as error:
+            raise UnusableItemsError(str(error)) from error
         return normalised(checked) if self._declared.normalise else checked
 
     def _reading(self, given: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
@@ -99,7 +109,10 @@ class OnnxModel:
 
     def _texts(self, items: list[str] | list[Path] | list[bytes]) -> tuple[dict[str, Any], Any]:
         assert self._tokenizer is not None
-        known = self._tokenizer.tokens([self._prefix + str(item) for item in items])
+        try:
+            known = self._tokenizer.tokens([self._prefix + str(item) for item in items])
+        except InvalidInputError as error:
+            raise UnusableItemsError(str(error)) from error
         if strangers := set(self._inputs) - set(known):
             raise InvalidInputError(f"{self._path}: unknown inputs {sorted(strangers)}")
         return {name: known[name] for name in self._inputs}, known["attention_mask"]

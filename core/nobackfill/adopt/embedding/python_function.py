@@ -3,6 +3,7 @@
 import importlib
 import re
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -10,7 +11,12 @@ import numpy as np
 
 from nobackfill.adopt.sources.source import even
 from nobackfill.digests import sha256_bytes, sha256_file
-from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.errors import (
+    InvalidInputError,
+    NotFoundError,
+    UnusableItemsError,
+    UnusableRowsError,
+)
 from nobackfill.items.kind import Kind
 from nobackfill.vectors import Vectors, check_vectors
 
@@ -40,7 +46,15 @@ class PythonFunction:
         self.fingerprint = _fingerprint(found, name)
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        made = self._function(items)
+        try:
+            made = self._function(items)
+        except Exception as error:
+            # Anything may come of the user's own code, and of one item of many.
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            raise UnusableItemsError(
+                f"{self._name}: {type(error).__name__} in line {line.lineno} of "
+                f"{Path(line.filename).name} ({error})"
+            ) from error
         try:
             rows = list(made)
             vectors = even(rows, [str(item) for item in items], self._name)
@@ -50,7 +64,10 @@ class PythonFunction:
             ) from error
         if len(rows) != len(items):
             raise InvalidInputError(f"{self._name}: expected {len(items)} vectors, got {len(rows)}")
-        return check_vectors(np.asarray(vectors), vectors.shape[1], what=self._name)
+        try:
+            return check_vectors(np.asarray(vectors), vectors.shape[1], what=self._name)
+        except UnusableRowsError as error:
+            raise UnusableItemsError(str(error)) from error
 
 
 def _fingerprint(module: ModuleType, name: str) -> str:

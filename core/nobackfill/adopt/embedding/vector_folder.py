@@ -1,10 +1,11 @@
 """The folder that `nobackfill embed` writes: Parquet files of ids and vectors, and who made them.
 
-A killed run, or an endpoint that gave up, leaves whole files; the next run embeds the rest.
+A run that is interrupted, or an endpoint that gives up, leaves whole files of what was finished;
+the next run embeds the rest.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.embedding.items import Items
 from nobackfill.adopt.sources.parquet import MODEL, READS, SECONDS, ParquetSource, table_bytes
 from nobackfill.durable import make_dir, sweep, write_file
-from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
+from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, UnusableItemsError
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
 
@@ -22,6 +23,8 @@ with extra("adopt"):
 
 # Items of a file.
 PART = 500
+# Where not one of so many is taken, the items are not at fault.
+_HOPELESS = 1000
 
 
 def embed_into(
@@ -31,11 +34,13 @@ def embed_into(
     *,
     batch: int = 32,
     progress: Callable[[int], None] | None = None,
+    refuse: Callable[[str, str], None] | None = None,
 ) -> int:
     """Embed what is not yet in `folder`; how many that were.
 
-    Raises IncompatibleSpaceError where the folder holds another model's vectors, and what the
-    embedder raises; what was finished before stays.
+    Items that the model does not take are left out: `refuse` is told each id and why. Raises
+    IncompatibleSpaceError where the folder holds another model's vectors, and what the embedder
+    raises that is no item's fault; what was finished before stays.
     """
     if embedder.kind not in (None, items.kind):
         raise InvalidInputError(f"this model reads {embedder.kind}s, the items are {items.kind}s")
@@ -43,24 +48,95 @@ def embed_into(
     sweep(folder)
     done, files = _done(folder, embedder)
     rest = [row for row, name in enumerate(items.ids) if name not in done]
+    run = _Run(items, embedder, batch, refuse)
     for first in range(0, len(rest), PART):
-        rows = rest[first : first + PART]
-        ids, vectors = [items.ids[row] for row in rows], []
+        ids: list[str] = []
+        vectors: list[Vectors] = []
         started = time.perf_counter()
-        for start in range(0, len(rows), batch):
-            some = [items.values[row] for row in rows[start : start + batch]]
-            vectors.append(embedder.embed(some))  # type: ignore[arg-type]
-            if progress is not None:
-                progress(first + min(start + batch, len(rows)))
-        seconds = (time.perf_counter() - started) / len(rows)
-        metadata = {MODEL: embedder.fingerprint.encode(), SECONDS: f"{seconds:.6g}".encode()}
-        if embedder.reads:
-            metadata[READS] = embedder.reads.encode()
-        data = table_bytes("id", pa.array(ids), "vector", _joined(vectors, folder), metadata)
-        # Vectors are private: nobody else reads the file.
-        write_file(folder / f"part-{files:05d}.parquet", data, 0o600)
-        files += 1
-    return len(rest)
+        try:
+            for rows, made in run.embed(rest[first : first + PART]):
+                ids += [items.ids[row] for row in rows]
+                vectors.append(made)
+                if progress is not None:
+                    progress(run.tried)
+        finally:
+            # Also of what is interrupted: it may have been paid for.
+            if ids:
+                seconds = (time.perf_counter() - started) / len(ids)
+                _write(folder / f"part-{files:05d}.parquet", ids, vectors, embedder, seconds)
+                files += 1
+    return run.made
+
+
+class _Run:
+    """Batches of one run: an item that the model does not take is looked for in halves."""
+
+    def __init__(
+        self, items: Items, embedder: Embedder, batch: int,
+        refuse: Callable[[str, str], None] | None,
+    ) -> None:  # fmt: skip
+        self._items, self._embedder, self._refuse = items, embedder, refuse
+        self._batch = batch
+        self._dim: int | None = None
+        self.made = self.tried = 0
+
+    def embed(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], Vectors]]:
+        """Rows and their vectors, a batch at a time; raises what is no item's fault."""
+        start = 0
+        while start < len(rows):
+            some = rows[start : start + self._batch]
+            start += len(some)
+            refused = self.tried - self.made
+            sizes = []
+            for taken, vectors in self._halved(some):
+                sizes.append(len(taken))
+                yield taken, vectors
+            if len(sizes) > 1 and self.tried - self.made == refused:
+                # Each item is taken, only not so many at a time.
+                self._batch = max(sizes)
+
+    def _halved(self, rows: Sequence[int]) -> Iterator[tuple[Sequence[int], Vectors]]:
+        values = [self._items.values[row] for row in rows]
+        try:
+            vectors = self._embedder.embed(values)  # type: ignore[arg-type]
+        except UnusableItemsError as error:
+            if len(rows) == 1:
+                self._refused(rows[0], error)
+                return
+        else:
+            if self._dim not in (None, vectors.shape[1]):
+                raise InvalidInputError(
+                    f"the model gave vectors of dimension {vectors.shape[1]} after such of "
+                    f"{self._dim}; one folder holds those of one model"
+                )
+            self._dim = vectors.shape[1]
+            self.made += len(rows)
+            self.tried += len(rows)
+            yield rows, vectors
+            return
+        half = len(rows) // 2
+        yield from self._halved(rows[:half])
+        yield from self._halved(rows[half:])
+
+    def _refused(self, row: int, error: UnusableItemsError) -> None:
+        self.tried += 1
+        if self._refuse is not None:
+            why = str(error).removeprefix(f"{self._items.values[row]}: ")
+            self._refuse(self._items.ids[row], why)
+        if self.made == 0 and self.tried >= _HOPELESS:
+            raise InvalidInputError(
+                f"none of the first {_HOPELESS} items could be embedded, the last for: {error}"
+            ) from error
+
+
+def _write(
+    path: Path, ids: list[str], vectors: list[Vectors], embedder: Embedder, seconds: float
+) -> None:
+    metadata = {MODEL: embedder.fingerprint.encode(), SECONDS: f"{seconds:.6g}".encode()}
+    if embedder.reads:
+        metadata[READS] = embedder.reads.encode()
+    joined = np.concatenate(vectors)
+    write_file(path, table_bytes("id", pa.array(ids), "vector", joined, metadata), 0o600)
 
 
 def _done(folder: Path, embedder: Embedder) -> tuple[set[str], int]:
@@ -81,10 +157,3 @@ def _done(folder: Path, embedder: Embedder) -> tuple[set[str], int]:
         )
     done = {name for window in source.windows(0) for name in source.read(window).ids}
     return done, int(files[-1].stem.removeprefix("part-")) + 1
-
-
-def _joined(parts: list[Vectors], folder: Path) -> Vectors:
-    dims = {part.shape[1] for part in parts}
-    if len(dims) != 1:
-        raise InvalidInputError(f"{folder}: the model gave vectors of dimensions {sorted(dims)}")
-    return np.concatenate(parts)
