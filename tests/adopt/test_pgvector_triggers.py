@@ -97,6 +97,27 @@ def test_a_generated_vector_is_carried_and_followed(postgres: Server, target: An
         assert stale(connection, target) == []
 
 
+@both
+def test_a_row_that_moves_to_another_partition_takes_no_stale_vector(
+    postgres: Server, target: Any
+) -> None:
+    with postgres.connected() as (address, connection):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute(EMBED)
+        connection.execute(
+            "CREATE TABLE t (id int PRIMARY KEY, body text, "
+            "v vector(24) GENERATED ALWAYS AS (embed(body)) STORED) PARTITION BY RANGE (id);"
+            "CREATE TABLE t0 PARTITION OF t FOR VALUES FROM (0) TO (100);"
+            "CREATE TABLE t1 PARTITION OF t FOR VALUES FROM (100) TO (1000)"
+        )
+        connection.execute("INSERT INTO t SELECT n, 'on ' || n FROM generate_series(1, 60) n")
+        carried(address, target)
+        connection.execute("UPDATE t SET body = 'changed', id = id + 200 WHERE id < 11")
+        assert stale(connection, target) == []
+        assert carried(address, target).written == 10
+        assert stale(connection, target) == []
+
+
 @pytest.fixture
 def role(postgres: Server) -> Iterator[str]:
     """A role without rights."""

@@ -43,6 +43,8 @@ _CHANGED: LiteralString = (
 )
 _BEFORE: LiteralString = "BEFORE" + _CHANGED
 _AFTER: LiteralString = "AFTER" + _CHANGED
+# A row that an update moves to another partition is inserted there.
+_MOVED: LiteralString = "AFTER INSERT ON {table} FOR EACH ROW WHEN (NEW.{new} IS NOT NULL)"
 # AFTER meets what the owner's own triggers and a generated column make of a row. It writes an empty
 # vector, which fires neither again.
 _BODY: LiteralString = """
@@ -268,6 +270,8 @@ class PgvectorSource:
         if not table.generated(self.vector):
             # Most changes are met before the row is written, which is then written once.
             triggers[name] = _BEFORE
+        if table.partitioned:
+            triggers[f"{name}_moved"] = _MOVED
         changes.watch(body, triggers, **names)
 
     def rollback(self, name: str) -> bool:
