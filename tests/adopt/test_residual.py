@@ -154,7 +154,7 @@ def test_fit_and_carry_by_a_trained_map(
     assert told["chosen"] == RESIDUAL
     mapping = load_map(file)
     source = open_source(str(old))
-    target = Target("new", 16, mapping.digest, "cosine", None)
+    target = Target("new", 16, mapping.digest)
     assert carry(source, target, mapping).written == 500
     rows: dict[str, list[float]] = {}
     for path in set(tmp_path.rglob("*.parquet")) - {old, new}:

@@ -281,7 +281,7 @@ def carry(
             then = f"build the index, leave the flip, and search by Dual with carried={to!r}"
         said = [*said, f"the verdict of {mapping} was {way}: {then}"]
     made = loaded.facts.get(NEW_MODEL)
-    target = Target(to, loaded.dims[1], loaded.digest, facts.metric or "cosine", made)
+    target = Target(to, loaded.dims[1], loaded.digest, made)
     if isinstance(opened, WarningSource):
         for warning in opened.warnings(to):
             print(visible(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)

@@ -174,7 +174,7 @@ class QdrantSource:
                 self._client.create_vector_name(
                     self._name, target.name, models.DenseVectorNameConfig(dense=dense)
                 )
-                if diff.model_fields_set and diff != models.VectorParamsDiff():
+                if any(value is not None for _, value in diff):
                     self._client.update_collection(self._name, vectors_config={target.name: diff})
         flipped = marks.get(target.name, {}).get("flipped") == "true"
         return QdrantBeside(self, self._clients, self._name, target, flipped)

@@ -67,7 +67,6 @@ class Target:
     name: str
     dim: int
     mark: str
-    metric: SearchMetric = "cosine"
     model: str | None = None
 
 
