@@ -114,6 +114,13 @@ def test_prompts_stand_before_texts_of_their_role(tmp_path: Path) -> None:
     alike(graph, made.encode_query(TEXTS), queries=True)
 
 
+def test_no_prompts_are_none(tmp_path: Path) -> None:
+    made, graph = saved(tmp_path / "m", [MEAN])
+    file = tmp_path / "m" / "config_sentence_transformers.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"prompts": None}))
+    alike(graph, made.encode(TEXTS))
+
+
 def test_a_default_prompt_has_to_be_declared(tmp_path: Path) -> None:
     """encode() puts it before texts, encode_document() does not: nobody knows which is meant."""
     made, graph = saved(

@@ -287,7 +287,7 @@ class _ModelConfig(BaseModel):
 class _Prompts(BaseModel):
     """config_sentence_transformers.json."""
 
-    prompts: dict[str, str | None] = {}
+    prompts: dict[str, str | None] | None = None
     default_prompt_name: str | None = None
 
 
@@ -376,7 +376,7 @@ def _prefixes(folder: Path, own: Path, said: dict[str, Any], *, pooled: bool) ->
     are pooled with the text's."""
     file = folder / "config_sentence_transformers.json"
     config = _parsed_if_there(file, _Prompts)
-    prompts = config.prompts
+    prompts = config.prompts or {}
     document = prompts.get("document") or prompts.get("passage") or prompts.get("corpus") or ""
     query = prompts.get("query")
     if not pooled and (document or query):
