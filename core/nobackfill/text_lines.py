@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,10 @@ def read_texts(
     """
     try:
         with path.open("rb") as file:
+            kind = os.fstat(file.fileno()).st_mode
+            # A pipe has an end, a device may have none.
+            if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
+                raise InvalidInputError(f"{path}: expected a regular file or a pipe")
             # Bytes: only a line feed ends a line, JSON may hold other separators of lines.
             for number, line in enumerate(file, 1):
                 if not line.strip():

@@ -12,7 +12,7 @@ from nobackfill.client.gallery_file import beside
 from nobackfill.client.output import Output
 from nobackfill.client.sync import installation, sources
 from nobackfill.client.sync.plan import embedding_files
-from nobackfill.errors import AlreadyExistsError, NotFoundError
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from nobackfill.gallery.creation import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Store
@@ -28,9 +28,14 @@ def init(
     """Make an empty gallery at `path` that follows `source`.
 
     Without `root`, the publication's own first root metadata is shown to `confirm`, which raises if
-    it is not to be trusted. The gallery appears as the last step. Raises AlreadyExistsError,
-    NotFoundError (nothing is published), VerificationError, UnavailableError, CannotWriteError.
+    it is not to be trusted. The gallery appears as the last step. Raises InvalidInputError for a
+    name that is not UTF-8, AlreadyExistsError, NotFoundError (nothing is published),
+    VerificationError, UnavailableError, CannotWriteError.
     """
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"{path}: expected a name in UTF-8; choose another") from error
     if path.exists():
         raise AlreadyExistsError(f"{path}: exists already; name another file with --gallery")
     refuse_leftovers(path)

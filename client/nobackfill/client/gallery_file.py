@@ -20,12 +20,13 @@ space), `tried` (version of the trial -> digests of the files that passed it), `
 """
 
 import hashlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from nobackfill import durable
-from nobackfill.errors import NotFoundError, VerificationError
+from nobackfill.errors import DamagedError, NotFoundError, VerificationError
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.gallery.store import Store
 from nobackfill.release import paths
@@ -35,6 +36,32 @@ if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
     from nobackfill.release.trust.fetchers import Fetcher
     from nobackfill.release.trust.trust import Trust
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _of(*kinds: type) -> Callable[[Any], bool]:
+    """Whether a value is an object whose values are of these kinds."""
+    return lambda value: (
+        isinstance(value, dict) and all(isinstance(one, kinds) for one in value.values())
+    )
+
+
+# What values of the state can be; of the others anything is taken.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("source", "root", "cohort", "return_to", "vault", "identity"), _is_text),
+    "floor": _of(int, str, dict, type(None)),
+    "installed": _of(str),
+    "held_back": _of(str),
+    "held_digests": _of(str, type(None)),
+    "carried": _of(dict),
+    "tried": _of(list),
+    "last_sync": _of(int, float, str, bool, type(None)),
+    "keep_original": lambda value: isinstance(value, bool),
+    "recipients": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+}
 
 
 def beside(gallery: Path, what: str) -> Path:
@@ -82,8 +109,13 @@ class GalleryFile:
         return durable.lock(self.models / "change.lock", timeout_s)
 
     def state(self, key: str, default: Any = None) -> Any:
-        """A value of the state that this module's docstring lists, or `default`."""
+        """A value of the state that this module's docstring lists, or `default`.
+
+        Raises DamagedError for a value of another kind.
+        """
         value = self.store.state_get(key)
+        if value is not None and key in _KINDS and not _KINDS[key](value):
+            raise DamagedError(self.path, f"state {key} is not as it was written")
         return default if value is None else value
 
     def trust(self, fetcher: "Fetcher", base_url: str) -> "Trust":
@@ -96,7 +128,10 @@ class GalleryFile:
         from nobackfill.release.trust.trust import Trust
 
         root = str(self.state("root")).encode()
-        floor = Floor.model_validate(self.state("floor"))
+        try:
+            floor = Floor.model_validate(self.state("floor"))
+        except ValueError as error:
+            raise DamagedError(self.path, "state floor is not as it was written") from error
         try:
             return Trust(self.models, fetcher, base_url, root, floor)
         except VerificationError:

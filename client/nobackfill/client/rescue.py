@@ -46,7 +46,13 @@ def _copy(path: Path, to: Path, what: str) -> list[str]:
     """Copy a file or folder beside the gallery; what could not be read of it."""
     source, target = beside(path, what), beside(to, what)
     left = []
+    if source.is_symlink():
+        # It may lead to anybody's files.
+        return [str(source)]
     for name in [source] if source.is_file() else sorted(source.rglob("*")):
+        if name.is_symlink():
+            left.append(str(name))
+            continue
         if not name.is_file() or name.name.endswith("lock"):
             continue
         try:

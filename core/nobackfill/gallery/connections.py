@@ -21,7 +21,7 @@ from nobackfill.errors import (
     NotFoundError,
 )
 from nobackfill.gallery.access import BUSY_TIMEOUT_MS, SHARED, accesses, connect
-from nobackfill.gallery.file_format import FORMAT, format_of, not_a_gallery
+from nobackfill.gallery.file_format import FORMAT, check_tables, format_of, not_a_gallery
 from nobackfill.gallery.file_lock import lock_path, open_lock, share
 from nobackfill.gallery.residents import Residents
 from nobackfill.sqlite_errors import refusal, refusing_sqlite
@@ -94,6 +94,12 @@ class Connections:
             if unclean:
                 check_pages(connection, self.path)
             version = format_of(connection, self.path)
+            if version < FORMAT:
+                from nobackfill.gallery.schema import migrate
+
+                self._access.check_writable()
+                migrate(connection)
+            check_tables(connection, self.path)
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", 0)
             if code & 0xFF in _NO_ROOM and code != sqlite3.SQLITE_IOERR_SHORT_READ:
@@ -104,11 +110,6 @@ class Connections:
             if found is None:
                 raise
             raise found from error
-        if version < FORMAT:
-            from nobackfill.gallery.schema import migrate
-
-            self._access.check_writable()
-            migrate(connection)
         return connection
 
     def _connect(self) -> sqlite3.Connection:

@@ -74,7 +74,7 @@ def item_of(row: tuple[Any, ...]) -> Item:
 def _json(text: Any, what: str) -> Any:
     try:
         return json.loads(text)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError("the gallery file", f"{what} is not as it was written") from error
 
 

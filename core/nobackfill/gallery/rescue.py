@@ -17,6 +17,7 @@ from nobackfill.errors import BusyError, DamagedError, InvalidInputError, Unusab
 from nobackfill.gallery import attributes, reading, writing
 from nobackfill.gallery.access import BUSY_TIMEOUT_MS, SHARED, accesses, connect
 from nobackfill.gallery.creation import make_empty
+from nobackfill.gallery.file_format import check_tables
 from nobackfill.gallery.file_lock import lock_path, open_lock, share
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.gallery.tables import add_space, find_space, from_blobs, read_spaces, vector_table
@@ -25,6 +26,8 @@ from nobackfill.vectors import check_vectors
 
 # Rows asked for, checked and written together.
 _ROWS = 1024
+# Of SQLite's integers.
+_BEYOND = 1 << 63
 Row = tuple[Any, ...]
 
 
@@ -52,6 +55,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> Rescued:
     the tables that say what the gallery is cannot be read, BusyError, CannotWriteError.
     """
     with _source(source) as old:
+        check_tables(old, source)
         try:
             spaces = read_spaces(old)
             state = {
@@ -132,8 +136,10 @@ class _Rescue:
         """Rows of a table up to key `last`, increasing, each once; counts what cannot be read."""
         query = f"SELECT {columns} FROM {table} WHERE {key} BETWEEN ? AND ? ORDER BY {key}"
         before = 0
-        for start in range(1, last + 1, _ROWS):
+        start = 1
+        while (start := self._next(table, key, start)) <= last:
             ranges = [(start, min(start + _ROWS - 1, last))]
+            start += _ROWS
             rows: list[Row] = []
             while ranges:
                 low, high = ranges.pop()
@@ -153,6 +159,17 @@ class _Rescue:
                     else:
                         _count(self._done.refused, table)
             yield rows
+
+    def _next(self, table: str, key: str, start: int) -> int:
+        """The first key from `start` on, so that a gap of any size takes one step; `start` itself
+        where that cannot be read."""
+        query = f"SELECT min({key}) FROM {table} WHERE {key} >= ?"
+        if start >= _BEYOND:
+            return _BEYOND
+        with contextlib.suppress(sqlite3.DatabaseError):
+            found = self._old.execute(query, (start,)).fetchone()[0]
+            return found if isinstance(found, int) else _BEYOND
+        return start
 
     def _items(self, rows: list[Row]) -> None:
         with durable.transaction(self._new):

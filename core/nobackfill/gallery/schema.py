@@ -67,4 +67,5 @@ def migrate(connection: sqlite3.Connection) -> None:
     """Bring a file up to FORMAT, each step with its record in one transaction."""
     migrations.apply(Database(connection))
     found = connection.execute("PRAGMA user_version").fetchone()[0]
-    assert found == FORMAT, f"the migrations lead to format {found}, tables.py says {FORMAT}"
+    if found != FORMAT:
+        raise sqlite3.DatabaseError(f"the migrations lead to format {found}, expected {FORMAT}")

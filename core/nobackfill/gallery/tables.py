@@ -4,14 +4,14 @@ import json
 import sqlite3
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from nobackfill.errors import DamagedError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, State, space_of
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Metric, Vectors
 
 VECTOR_TABLE = (
     "CREATE TABLE {name} (label INTEGER PRIMARY KEY REFERENCES items (label) ON DELETE CASCADE,"
@@ -24,6 +24,8 @@ _MOST_JOINED_BYTES = 1 << 28
 
 _SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
 
+# Far beyond any model's.
+_MOST_DIMS = 1 << 20
 _SPACE_KINDS = (str, int, int, str, int, str, int, str, int, int)
 # Of a release without side-information.
 _SPACE_KINDS_ALONE = (str, int, int, str, int, type(None), int, str, int, int)
@@ -54,12 +56,21 @@ def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
     for row in rows:
         # In the order of _SPACE_COLUMNS.
         kinds = tuple(map(type, row))
-        if kinds not in (_SPACE_KINDS, _SPACE_KINDS_ALONE) or row[7] not in get_args(State):
+        sound = kinds in (_SPACE_KINDS, _SPACE_KINDS_ALONE) and row[7] in get_args(State)
+        if not sound or not _is_possible(row):
             raise DamagedError("the gallery file", "a space is not as it was written")
     return [
         SpaceInfo(SpaceSpec(space, release, dim, metric, bool(unit), side_space, side_dim), *rest)
         for space, release, dim, metric, unit, side_space, side_dim, *rest in rows
     ]
+
+
+def _is_possible(row: Sequence[Any]) -> bool:
+    """Whether a space's numbers and metric, in the order of _SPACE_COLUMNS, can be."""
+    _, release, dim, metric, _, side_space, side_dim, _, number, _ = row
+    dims = 0 < dim <= _MOST_DIMS and 0 <= side_dim <= _MOST_DIMS
+    sides = (side_space is None) == (side_dim == 0)
+    return dims and sides and metric in get_args(Metric) and release > 0 and number > 0
 
 
 def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:

@@ -36,11 +36,12 @@ def init(
     """Make an empty gallery that follows the releases published at SOURCE."""
     from nobackfill.client import ballast
     from nobackfill.client.creation import init as make
+    from nobackfill.images import read_file
 
     try:
-        trusted = None if root is None else root.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"--root {root}: cannot be read ({error.strerror})") from error
+        trusted = None if root is None else read_file(root)
+    except InvalidInputError as error:
+        raise ConfigurationError(f"--root {root}: {error}") from error
     output = Output(json)
     made = make(context.obj, source, trusted, _confirm, output)
     ballast.keep(context.obj)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from nobackfill.errors import CannotWriteError, NobackfillError
+from nobackfill.errors import CannotWriteError, InvalidInputError, NobackfillError
 from nobackfill.terminal import visible
 
 # Met outside the modules that write: the folder of a command's own output, say.
+_NO_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
@@ -29,7 +30,11 @@ def refusing() -> Iterator[None]:
         # Who reads the answer has gone; what is left of it goes nowhere, without a word.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except UnicodeEncodeError as error:
+        _refuse(InvalidInputError(f"{error.object[:80]!r}: expected UTF-8 text; rename it"))
     except OSError as error:
+        if error.errno in _NO_NAMES:
+            _refuse(InvalidInputError(f"{str(error.filename)[:80]}…: {error.strerror}"))
         if error.errno not in _NOT_WRITABLE:
             raise
         named = f"{error.filename}: " if error.filename else ""

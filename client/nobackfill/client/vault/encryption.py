@@ -12,7 +12,8 @@ import pyrage
 from pyrage.x25519 import Identity, Recipient
 
 from nobackfill import durable
-from nobackfill.errors import ConfigurationError, VerificationError
+from nobackfill.errors import ConfigurationError, InvalidInputError, VerificationError
+from nobackfill.images import read_file
 
 MAGIC = b"age-encryption.org/v1\n"
 
@@ -34,8 +35,8 @@ def read_identity(path: Path) -> Identity:
     """
     try:
         mode = path.stat().st_mode
-        lines = path.read_text("ascii").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_file(path).decode("ascii").splitlines()
+    except (OSError, InvalidInputError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the age identity {path}: {error}") from error
     if mode & 0o077:
         raise ConfigurationError(f"{path} can be read by others: chmod 600 {path}")
