@@ -129,10 +129,10 @@ class Canaries:
         if canary is None or canary.shadow:
             return answer(None)
         release = on_trial.query.release
-        if not in_share(digest(release, calls.current().key), canary.share):
+        key = digest(release, calls.current().key)
+        if not in_share(key, canary.share):
             return answer(None)
         comparison = self._comparison(release)
-        key = digest(release, calls.current().key)
         found, failed = _Trial(canary, comparison, on_trial, None, Caller(key)).answer(answer)
         if not failed:
             comparison.batched(canary)
