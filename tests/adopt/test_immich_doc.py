@@ -28,7 +28,8 @@ TABLES = (
     "CREATE EXTENSION vector",
     "CREATE TABLE asset (id uuid PRIMARY KEY DEFAULT gen_random_uuid())",
     'CREATE TABLE asset_file (id uuid PRIMARY KEY DEFAULT gen_random_uuid(), "assetId" uuid NOT '
-    "NULL REFERENCES asset ON DELETE CASCADE, type varchar NOT NULL, path varchar NOT NULL)",
+    "NULL REFERENCES asset ON DELETE CASCADE, type varchar NOT NULL, path varchar NOT NULL, "
+    '"isEdited" boolean NOT NULL DEFAULT false, UNIQUE ("assetId", type, "isEdited"))',
     'CREATE TABLE smart_search ("assetId" uuid PRIMARY KEY REFERENCES asset ON DELETE CASCADE '
     "ON UPDATE CASCADE, embedding vector(24) NOT NULL)",
     "ALTER TABLE smart_search ALTER COLUMN embedding SET STORAGE EXTERNAL",
@@ -91,6 +92,14 @@ def immich(postgres: Server, tmp_path: Path) -> Iterator[tuple[str, psycopg.Conn
             cursor.executemany("INSERT INTO asset VALUES (%s)", [(name,) for name in IDS])
             cursor.executemany(
                 "INSERT INTO asset_file (\"assetId\", type, path) VALUES (%s, 'preview', %s)", rows
+            )
+            # Edited pictures have a second preview, which shows something else.
+            edited = tmp_path / "edited-preview.jpeg"
+            edited.write_text("picture 7 ")
+            cursor.executemany(
+                'INSERT INTO asset_file ("assetId", type, path, "isEdited") VALUES '
+                "(%s, 'preview', %s, true)",
+                [(name, str(edited)) for name in IDS[:40]],
             )
             stored = [(n, str(v.tolist())) for n, v in zip(IDS, MADE.old, strict=True)]
             cursor.executemany(PUT.encode(), stored)
