@@ -116,5 +116,5 @@ def _reported(families: Iterable[Metric]) -> dict[tuple[str, str], float]:
         (sample.labels["release"], sample.labels["failure"]): sample.value
         for family in families
         for sample in family.samples
-        if sample.name == "nobackfill_device_syncs_total"
+        if sample.name == "nobackfill_device_syncs_total" and sample.value
     }
