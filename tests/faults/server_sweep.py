@@ -22,7 +22,7 @@ from nobackfill.server.embedding.models import InProcessModels
 from nobackfill.server.galleries.contents import Put
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.rollout.run import Phase
+from nobackfill.server.rollout.run import Event, Phase, Run
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import Canary, RolloutName
 from nobackfill.server.storage import storage_of
@@ -51,7 +51,17 @@ class Life:
         """What a restarted gateway does by itself."""
         run = self.gateway.activations.resume()
         if run is not None:
-            check(list(run.events())[-1].phase == Phase.DONE, "a resumed activation ends well")
+            check(self.followed(run)[-1].phase == Phase.DONE, "a resumed activation ends well")
+
+    def followed(self, run: Run) -> list[Event]:
+        """All that it reports. A query meets its canary: without one it is not promoted."""
+        events = []
+        for event in run.events():
+            events.append(event)
+            if event.phase == Phase.CANARY:
+                for hosted in self.gateway.galleries.all():
+                    self.gateway.searching.search(hosted, png(PIXELS[0]), 1, None)
+        return events
 
     def close(self) -> None:
         self.gateway.galleries.close()
@@ -73,7 +83,7 @@ def activate(
     there = all(hosted.spec().release == release for hosted in life.gateway.galleries.all())
     if life.gateway.state.now.active == release and there:
         return
-    events = list(life.gateway.activations.start(release, kind, canary=canary).events())
+    events = life.followed(life.gateway.activations.start(release, kind, canary=canary))
     if events[-1].phase == Phase.FAILED:
         raise NobackfillError(events[-1].message)
 
