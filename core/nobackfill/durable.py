@@ -191,10 +191,15 @@ def lock(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
 def _lock_file(path: Path) -> int:
     """A handle that holds the lock, -1 where another process has it or has just removed it."""
     make_dir(path.parent)
-    with _refusing(path), contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo:
+        with _refusing(path):
+            try:
+                handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            except FileNotFoundError:
+                return -1
+        undo.callback(os.close, handle)
         try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            undo.callback(os.close, handle)
+            # A file system without locks raises an OSError, which the caller judges.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A holder may have removed the file, with its folder, after it was opened here.
             if not os.path.samestat(os.fstat(handle), path.stat()):

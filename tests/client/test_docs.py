@@ -23,7 +23,7 @@ PAGE = page("docs/edge.md")
 def test_every_command_and_option_is_documented() -> None:
     group = typer.main.get_command(app)
     commands = group.commands  # type: ignore[attr-defined]
-    assert len(commands) == 15
+    assert len(commands) == 16
     for name, command in commands.items():
         assert re.search(rf"^edge-client {name}\b", PAGE, re.MULTILINE), name
         assert re.search(rf"^### .*\b{name}\b|^edge-client {name}", PAGE, re.MULTILINE), name

@@ -5,7 +5,7 @@ active one.
 
 >>> import numpy as np
 >>> from nobackfill.gallery import NewVectors, SpaceSpec, Store
->>> spec = SpaceSpec("s1", 1, dim=2, metric="l2", unit=False, side_space=None, side_dim=0)
+>>> spec = SpaceSpec("s1", 1, 2, "squared_l2", unit=False, side_space=None, side_dim=0)
 >>> with Store.create(folder / "photos.sqlite", spec) as store:
 ...     vectors = NewVectors("s1", np.eye(2, dtype=np.float32))
 ...     put = store.put(["cat", "dog"], [vectors], metadata=[{"year": 2026}, None])

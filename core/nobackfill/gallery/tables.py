@@ -24,6 +24,8 @@ _MOST_JOINED_BYTES = 1 << 28
 
 _SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
 
+# "l2" stood in examples of earlier commits, whose files are still read; it was never checked.
+_METRICS = (*get_args(Metric), "l2")
 # Far beyond any model's.
 _MOST_DIMS = 1 << 20
 _SPACE_KINDS = (str, int, int, str, int, str, int, str, int, int)
@@ -70,7 +72,7 @@ def _is_possible(row: Sequence[Any]) -> bool:
     _, release, dim, metric, _, side_space, side_dim, _, number, _ = row
     dims = 0 < dim <= _MOST_DIMS and 0 <= side_dim <= _MOST_DIMS
     sides = (side_space is None) == (side_dim == 0)
-    return dims and sides and metric in get_args(Metric) and release > 0 and number > 0
+    return dims and sides and metric in _METRICS and release > 0 and number > 0
 
 
 def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
