@@ -14,14 +14,9 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 
-from nobackfill.server.canary.canaries import Canaries
-from nobackfill.server.canary.series import CanarySeries
-from nobackfill.server.galleries.sizes import IndexSizes
-from nobackfill.server.grpc.interceptor import Interceptor
 from nobackfill.server.grpc.metrics import THREADS, Metrics
-from nobackfill.server.healing.series import HealingSeries
 from nobackfill.server.settings import Settings
-from nobackfill.server.state import StateFile
+from tests.inventory import series
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -30,16 +25,9 @@ OTHERS = {"up"}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def told() -> set[str]:
     """Names of series."""
-    metrics = Metrics()
-    state = StateFile(tmp_path_factory.mktemp("state") / "state.json")
-    metrics.registry.register(CanarySeries(Canaries(state, metrics)))
-    metrics.registry.register(HealingSeries(list))
-    metrics.registry.register(IndexSizes(list))
-    Interceptor(metrics, None, 8, max_call_seconds=60)
-    text = generate_latest(metrics.registry).decode()
-    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)", text, re.MULTILINE))
+    kinds = series()
     parts = ("_bucket", "_sum", "_count")
     histograms = {n + part for n, kind in kinds.items() if kind == "histogram" for part in parts}
     counters = {n for n, kind in kinds.items() if kind == "counter"}
