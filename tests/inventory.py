@@ -1,5 +1,5 @@
-"""What users rely on, read from the code: `python -m tests.inventory` writes tests/inventory.json.
-
+"""Names that users rely on, read from the code: `python -m tests.inventory` writes
+tests/inventory.json.
 Names in it change only together with a table of old and new names in the commit that changes them.
 Help texts and sentences are left out: they may be rewritten at any time.
 """

@@ -1,5 +1,6 @@
-"""What must not be shared by a process and one that it forks: connections, and locks that another
-thread held at that moment. Servers that open things before they fork their workers meet this."""
+"""Resources that a process must not share with one that it forks: connections, and locks that
+another thread held at that moment. Servers that open things before they fork their workers meet
+this."""
 
 import os
 import weakref

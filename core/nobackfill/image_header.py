@@ -28,7 +28,8 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _EXIF = b"Exif\0\0"
 _SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _EOI, _SOS, _APP0, _APP1, _APP14, _APP15, _COMMENT = 0xD9, 0xDA, 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
-# What an ISO file begins with, and its boxes of picture sizes. Sequences have other brands.
+# The brands at the start of an ISO file, and its boxes of picture sizes. Sequences have other
+# brands.
 _BRANDS = {
     b"heic": "HEIF", b"heix": "HEIF", b"heim": "HEIF", b"heis": "HEIF", b"mif1": "HEIF",
     b"avif": "AVIF",

@@ -64,7 +64,7 @@ class _Source:
         self._pieces: queue.Queue[bytes | BaseException] = queue.Queue(_AHEAD)
         self._given_up = threading.Event()
         self._lock = threading.Lock()
-        # What it reads from now, until it has read all.
+        # The stream that it reads now, until its end.
         self._socket: socket.socket | None = None
 
     def read(self) -> None:
@@ -118,7 +118,7 @@ class _Source:
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
-# What the present thread reads.
+# The stream that the present thread reads.
 _reading: ContextVar[_Source | None] = ContextVar("source", default=None)
 
 

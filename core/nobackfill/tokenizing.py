@@ -66,7 +66,7 @@ class Tokenizing:
 
 @contextmanager
 def _contained(what: str) -> Iterator[None]:
-    """What a tokenizer raises, as an error of ours.
+    """Turn whatever a tokenizer raises into an error of ours.
 
     The classes that its compiled code raises have no common base, and a panic of that code is not
     even an Exception: it would pass every handler and end the thread, or the process.

@@ -1,4 +1,4 @@
-"""What the demo says of its own cost, and how it goes on where a gateway is busy."""
+"""The demo's estimate of its own cost, and how it goes on where a gateway is busy."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

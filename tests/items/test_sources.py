@@ -43,7 +43,7 @@ def test_an_end_does_not_wait_for_a_source_that_hangs(tmp_path: Path) -> None:
     began = time.monotonic()
     assert not again.close(0.2)
     assert time.monotonic() - began < 20
-    # What had not begun stays wanted.
+    # Fetches that had not begun stay wanted.
     assert work.wanted == {"b"}
     over.set()
     wait_until(lambda: again.close(0.2), "it has not ended by itself")

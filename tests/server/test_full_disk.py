@@ -27,7 +27,7 @@ def published(stages: Stages, repo: Path, data: Path, **given: str) -> Iterator[
     with running(repo, data, **given) as gateway, Client(gateway.address) as client:
         client.create_gallery("g")
         client.put_images(images(400))
-        # What was deleted leaves the write-ahead log, and that its room.
+        # Deleted rows leave the write-ahead log, which gives its room back.
         client.delete("g", ["i399"])
         publish_stage(repo, stages[2])
         wait_until(lambda: 2 in client.states(), seconds=20, what="release 2 is seen")

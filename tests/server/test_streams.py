@@ -160,7 +160,7 @@ def test_streams_end_with_their_token(guarded: Guarded, tmp_path: Path, expires:
         put = gallery_pb2.PutItemsRequest(gallery="g")
         other = vault_pb2.Blob(id=random_id(2), size=len(blob), sha256=digest)
         begun = vault_pb2.PutBlobRequest(blob=other, chunk=pieces[0])
-        # What comes is not read: it waits for its client.
+        # The answers are not read: the stream waits for its client.
         got = phone.vault.GetBlob(vault_pb2.GetBlobRequest(id=random_id(1)))
         next(got)
         streams = {

@@ -257,7 +257,7 @@ def test_uploads_that_nobody_ends_make_room(vault: Vault) -> None:
     os.utime(part, (0, time.time() - KEPT_S - 60))
     assert vault.put("a", new, 0, [more]) == len(more)
     assert not part.exists()
-    # What is younger stays, and goes on once there is room.
+    # Younger uploads stay, and go on once there is room.
     vault.delete("a", new.id)
     assert vault.put("a", going, 2**20, [data[2**20 :]]) == len(data)
 

@@ -49,7 +49,7 @@ def _of(*kinds: type) -> Callable[[Any], bool]:
     )
 
 
-# What values of the state can be; of the others anything is taken.
+# Allowed types of values of the state, by key; any value is taken for other keys.
 _KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("source", "root", "cohort", "return_to", "vault", "identity"), _is_text),
     "floor": _of(int, str, dict, type(None)),

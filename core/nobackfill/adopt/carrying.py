@@ -73,7 +73,7 @@ def carry(
     if facts.directions:
         # As it will be read back.
         mapping = replace(mapping, unit=True)
-    # What is written after a flip is the writers' own, in some stores also before it.
+    # Vectors written after a flip are the writers' own, in some stores also before it.
     check = not isinstance(beside, Flippable) or not (
         beside.flipped or (flip and beside.put_by_writers)
     )

@@ -128,7 +128,7 @@ def written_by(path: Path, command: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # What zipfile, numpy and json raise at hostile bytes has no common base.
+        # Errors of zipfile, numpy and json at hostile bytes have no common base class.
         raise InvalidInputError(
             f"{path}: expected what `{command}` wrote ({error or type(error).__name__}); "
             "fit it again"

@@ -68,7 +68,7 @@ def read_all(source: Source, only: Collection[str] | None = None) -> Rows:
 
 
 def judged_by(facts: Facts) -> Metric:
-    """What the searches of a store are judged and ranked by. Raises InvalidInputError."""
+    """The metric by which searches of a store are judged and ranked. Raises InvalidInputError."""
     metric = facts.metric or "cosine"
     if metric not in _JUDGED:
         raise InvalidInputError(

@@ -33,8 +33,8 @@ NEEDS_ITEMS = ("lazily", "re-embed")
 
 @dataclass(frozen=True)
 class Cost:
-    """What is known: items of the gallery, seconds to embed one by each model, seconds to carry one
-    (read, map, write and check; None: not measured), seconds to embed a query by the new model,
+    """Measured costs: items of the gallery, seconds to embed one by each model, seconds to carry
+    one (read, map, write and check; None: not measured), seconds to embed a query by the new model,
     where that was measured apart."""
 
     items: int

@@ -22,7 +22,7 @@ from nobackfill.loopback import is_loopback
 from nobackfill.pace import paced, pool_manager
 
 _PIECE = 1 << 16
-# What a host can make the libraries raise: urllib3 lets some of theirs through.
+# Errors that a host can cause: urllib3 lets some of other libraries through.
 _TROUBLE = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
 
 

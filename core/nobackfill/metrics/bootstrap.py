@@ -50,9 +50,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Units:
-    """What is drawn of a run: its classes, or its queries. `names` [u] tell which they are,
-    `sums` [u] and `sizes` [u] are the sum of their queries' differences and how many there are.
-    """
+    """The units that are drawn in a run: its classes, or its queries. `names` [u] tell which they
+    are, `sums` [u] and `sizes` [u] are the sum of their queries' differences and how many there
+    are."""
 
     names: NDArray[Any]
     sums: NDArray[np.float64]

@@ -171,7 +171,7 @@ def _copy_galleries(data: Path, unfinished: Path) -> None:
 
 
 def _gallery_bytes(gallery: Path) -> int:
-    """What a copy takes at most: the write-ahead log is written into it."""
+    """The most bytes that a copy takes: the write-ahead log is written into it."""
     return _size(gallery) + _size(gallery.with_name(f"{_GALLERY}-wal"))
 
 
@@ -235,7 +235,7 @@ def restore(source: Path, data: Path) -> Summary:
         durable.make_dir(data, 0o700)
     with durable.lock(data / "lock"), _undone(*made):
         _refuse_full(data)
-        # What a restore that was killed has left.
+        # Left by a restore that was killed.
         for name in _names(data):
             durable.remove_tree(data / name)
         _need_room(data, summary.bytes)
@@ -252,7 +252,7 @@ def restore(source: Path, data: Path) -> Summary:
 
 
 def _names(data: Path) -> list[str]:
-    """What a folder holds beside what an empty volume and a lock bring."""
+    """List the entries of a folder, without lost+found and a lock."""
     return [path.name for path in data.iterdir() if path.name not in (_LOST_AND_FOUND, "lock")]
 
 
@@ -294,7 +294,7 @@ def verify(folder: Path) -> Summary:
 
 
 def _listing(folder: Path) -> _Listing:
-    """What a backup consists of. Raises VerificationError."""
+    """Read the list of files of a backup. Raises VerificationError."""
     path = folder / LISTING
     try:
         found = _Listing.model_validate_json(path.read_bytes())
@@ -323,7 +323,7 @@ def _copy_database(source: Path, target: Path) -> bool:
 
 
 def _read(path: Path, work: Callable[[sqlite3.Connection], Result]) -> Result | None:
-    """What `work` reads in one snapshot of a gallery, also beside its gateway, which finds nothing
+    """Run `work` in one snapshot of a gallery, also beside its gateway, which finds nothing
     made or removed there; None where it is deleted meanwhile.
 
     `work` is called again where the gateway opened the gallery under it. Raises BusyError,
@@ -362,7 +362,7 @@ def _read_once(
     except sqlite3.Error as error:
         raise refusal(path, error) or error from error
     finally:
-        # What was read without a lock may be of two states: no verdict follows from it.
+        # Reads without a lock may mix two states: no verdict follows from it.
         access.check_unchanged(path)
 
 

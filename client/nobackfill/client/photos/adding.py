@@ -21,8 +21,8 @@ _BATCH = 32
 
 @dataclass
 class Added:
-    """What `add` did: paths added, how many images were held before, why others were refused, and
-    the system's and programs' own files that were passed over."""
+    """The result of `add`: paths added, how many images were held before, why others were refused,
+    and the system's and programs' own files that were passed over."""
 
     added: list[str] = field(default_factory=list)
     held: int = 0
@@ -30,7 +30,7 @@ class Added:
     skipped: list[str] = field(default_factory=list)
 
     def reasons(self) -> dict[str, list[str]]:
-        """What was refused, by the reason that it has in common with others."""
+        """Refused paths, grouped by their common reason."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             by_reason.setdefault(reason, []).append(name)

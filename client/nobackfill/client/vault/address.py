@@ -43,7 +43,7 @@ def check_vault(device: Device, queue: VaultQueue, gateway: Gateway, address: st
 
 
 def vault_problem(device: Device) -> str | None:
-    """What is wrong with the vault; None if it holds all that was pushed, or nothing was.
+    """Tell what is wrong with the vault; None if it holds all that was pushed, or nothing was.
 
     Raises UnavailableError and others where it does not answer.
     """

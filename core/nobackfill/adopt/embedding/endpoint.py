@@ -60,7 +60,7 @@ class _Fault(BaseModel):
 
 
 class _Failed(BaseModel):
-    """What an endpoint says instead of an answer, also with status 200."""
+    """An error that an endpoint reports instead of an answer, also with status 200."""
 
     error: _Fault | str
 
@@ -180,7 +180,8 @@ class Endpoint:
         return _Refusal(error, words + said, seconds, faulty=status == 500)
 
     def _answer(self, data: bytes, count: int) -> "_Answer | _Refusal":
-        """What status 200 came with. Raises InvalidInputError, UnusableItemsError."""
+        """Parse the answer of a request with status 200. Raises InvalidInputError,
+        UnusableItemsError."""
         try:
             answer = _Answer.model_validate_json(data)
         except ValidationError as error:
@@ -228,8 +229,8 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """What is raised when patience ends; `after`: the seconds that the server asks to be left
-    alone; `faulty`: it has failed, maybe because of these texts."""
+    """Make the error that is raised when patience ends; `after`: the seconds that the server asks
+    to be left alone; `faulty`: it has failed, maybe because of these texts."""
 
     error: NobackfillError
     words: str = ""
@@ -258,7 +259,7 @@ def _fault(data: bytes) -> _Fault | None:
 
 
 def _colon(data: bytes) -> str:
-    """What an endpoint says, in a line behind a colon."""
+    """Quote an endpoint's own words on one line, behind a colon."""
     fault = _fault(data)
     text = data[:4096].decode(errors="replace") if fault is None else fault.message
     line = " ".join(text.split())[:200]

@@ -67,7 +67,7 @@ class OnnxModel:
 
     @property
     def told(self) -> str:
-        """What is to be told of how it reads pictures, or texts of which nothing is declared."""
+        """Say how the model reads pictures, or texts without a declaration."""
         return guess(self._path, self._declared) if self._pixels is None else self._pixels.told
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
@@ -89,7 +89,8 @@ class OnnxModel:
         return normalised(checked) if self._declared.normalise else checked
 
     def _reading(self, given: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
-        """What is declared, and how it reads pictures, where it does. Raises InvalidInputError."""
+        """Read the declaration, and how the model reads pictures, if it does. Raises
+        InvalidInputError."""
         if self.kind == "text":
             if given:
                 raise InvalidInputError(

@@ -41,7 +41,7 @@ def open_embedder(
 
 
 def reading(embedder: Embedder) -> str:
-    """What a person is to be told of how it reads its items, which decides what the vectors are
+    """Sentences for a person on how the model reads its items, which decides what the vectors are
     worth; empty where that is declared, or nobody here decides it."""
     from nobackfill.adopt.embedding.onnx_model import OnnxModel
 

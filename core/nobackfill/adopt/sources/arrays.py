@@ -198,7 +198,7 @@ def _array(path: Path) -> Any:
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except Exception as error:
-        # What numpy raises at the header of another file has no common base.
+        # Errors of numpy at the header of another file have no common base class.
         raise InvalidInputError(f"{path}: cannot be read as a numpy array ({error})") from error
 
 

@@ -74,7 +74,7 @@ class ChromaCollection:
         self._path = f"/{found['id']}"
         self._dim: int | None = found.get("dimension")
         noted = found.get("metadata") or {}
-        # What its owner says of it; how clients of before 1.0 describe the index goes with that.
+        # The owner's own metadata; how clients of before 1.0 describe the index goes with that.
         self.noted = {
             name: value for name, value in noted.items() if not name.startswith((_MARK, "hnsw:"))
         }

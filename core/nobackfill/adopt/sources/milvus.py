@@ -197,7 +197,7 @@ class MilvusCollection:
         return records
 
     def partitions(self) -> list[str]:
-        """Those that items are put into by their names, none where there is only the default."""
+        """Names of partitions that items are put into, none where there is only the default."""
         if self.own_partitions:
             return []
         found = asked(self.name, lambda: self._client.list_partitions(self.name))

@@ -61,7 +61,8 @@ def opened(place: str) -> Any:
 
 
 def asked(name: str, work: Callable[[], Result]) -> Result:
-    """What `work` gives; errors of Milvus become ours, and so does a fork since it was opened."""
+    """Run `work` and return its result; errors of Milvus become ours, and so does a fork since it
+    was opened."""
     if os.getpid() != _OPENERS[0]:
         raise ConfigurationError(
             f"{name}: Milvus was opened before this process was forked, which its client does not "

@@ -153,7 +153,8 @@ class ParquetSource:
         return self._inside / str(window.after)
 
     def identity(self, window: Window) -> bytes:
-        """What tells that a window's file is still the same. Raises InvalidInputError."""
+        """The identity by which a window's file is known to be the same. Raises
+        InvalidInputError."""
         file = self.file(window)
         try:
             with file.open("rb") as opened:

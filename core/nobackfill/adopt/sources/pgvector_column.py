@@ -219,7 +219,7 @@ class PgvectorBeside:
                 said=note(model=self._target.model, carried=self._target.mark),
                 **names,
             ),
-            # Who puts an item writes one of both from then on.
+            # From then on a writer sets one of both columns.
             *([demands] if self._table.demands(self._source.vector) else []),
             *moved.before,
             text("ALTER TABLE {table} RENAME COLUMN {old} TO {kept}", kept=kept, **names),
@@ -264,8 +264,8 @@ def unless(table: Table, hindrance: LiteralString, sentence: str, **names: objec
 
 
 def index_of(table: Table, source: Columns, column: sql.Identifier, dim: int) -> sql.Composed:
-    """What an HNSW index is on, in brackets: by the old column's metric, of halves where its own
-    is."""
+    """The bracketed expression of an HNSW index: by the old column's metric, of halves where its
+    own is."""
     kind = "halfvec" if source.halves or dim > _INDEXED_DIM else "vector"
     metric = source.metric or "cosine"
     name = next(name for name, one in METRICS.items() if one == metric and name.startswith(kind))

@@ -93,7 +93,7 @@ def remove(table: Table, vector: str, name: str) -> bool:
     with table.changing() as changes:
         made = table.said_beside(names["beside"])
         ours = made is not None and made.get("of") == names["function"].as_string()
-        # What the store was flipped to is nothing that can be taken back.
+        # A flipped store searches these vectors: they cannot be rolled back.
         if made is None or not ours or "nobackfill" not in made:
             return False
         changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)

@@ -1,4 +1,4 @@
-"""What hangs on a table of PostgreSQL: statements that give the same to another table.
+"""Objects that depend on a table of PostgreSQL: statements that give the same to another table.
 
 Statements are on one line each, with schemas, so that a person may run them by any search path.
 """
@@ -125,7 +125,7 @@ class Moves:
 
 
 def moves(table: Table, column: str, dims: tuple[int | None, int]) -> Moves:
-    """What hangs on a column of vectors, moved to one that takes its name.
+    """Objects that depend on a column of vectors, moved to one that takes its name.
 
     PostgreSQL writes each part by the column's name, so that the same text is of the other column
     afterwards. `dims`: of both."""
@@ -218,7 +218,7 @@ def _resized(statement: str, dims: tuple[int | None, int]) -> str:
 # Each gives oids of what hangs on the column, statements that drop it, and that make it again: none
 # where it is inherited.
 _ON_THE_TABLE: tuple[LiteralString, ...] = (
-    # What PostgreSQL computes of the column. Of another length it is emptied first, as a value of
+    # Columns that PostgreSQL computes from it. Of another length it is emptied first, as a value of
     # the one length is none of the other.
     """
 SELECT d.oid, CASE WHEN own AND sized THEN anew || '(NULL)' END, CASE WHEN own THEN concat(
@@ -299,7 +299,7 @@ concat_ws('; ',
 FROM read JOIN pg_class c ON c.oid = view,
 concat(CASE WHEN relkind = 'm' THEN 'MATERIALIZED ' END, 'VIEW') kind
 GROUP BY view, kind, reloptions, relowner ORDER BY max(depth), 1"""
-# What keeps these views from being dropped.
+# Objects that keep these views from being dropped.
 _ON_VIEWS_ALONE: LiteralString = """
 SELECT DISTINCT pg_describe_object(classid, objid, 0) FROM pg_depend d
 LEFT JOIN pg_class v ON reltype = refobjid AND refclassid = 'pg_type'::regclass

@@ -16,7 +16,7 @@ with extra("adopt"):
 
     from nobackfill.adopt.sources.postgres_connections import Connections
 
-# What a comment of ours says: the digest of the map while its vectors are carried, and after the
+# The content of our comment: the digest of the map while its vectors are carried, and after the
 # flip; the model's fingerprint; the source that the vectors are of.
 _SAID = ("nobackfill", "carried", "model", "of")
 # pgvector's types that are carried.
@@ -524,7 +524,7 @@ class Changes:
         self.owned("FUNCTION", sql.SQL("{}()").format(names["function"]))
 
     def owned(self, kind: LiteralString, name: sql.Composable) -> None:
-        """What was made belongs to the table's owner, and to nobody else, whatever default
+        """Give the made object to the table's owner, and to nobody else, whatever default
         privileges gave. `kind`: TABLE or FUNCTION."""
         names = {"kind": sql.SQL(kind), "name": name}
         heir = self._table.heir()

@@ -181,7 +181,7 @@ class QdrantSource:
 
     def rollback(self, name: str) -> bool:
         marks = self._config()[1]
-        # What the collection was flipped to is nothing that can be taken back.
+        # A flipped collection searches these vectors: they cannot be rolled back.
         if name not in marks or "flipped" in marks[name]:
             return False
         with refused(self._name):
@@ -291,7 +291,7 @@ class QdrantBeside:
         ]
         if not points:
             return
-        # What a writer has put there meanwhile is left as it is.
+        # Vectors that a writer has put there meanwhile stay.
         none = models.Filter(must_not=[models.HasVectorCondition(has_vector=name)])
         # Of points that were deleted meanwhile it says so, and writes the others.
         with suppress(NotFoundError), refused(self._collection):

@@ -45,7 +45,7 @@ class Clients:
 
 
 def _forked() -> None:
-    """What has been opened is the parent's: whoever closes it here would free its lock there."""
+    """Forget the parent's client: closing it in a child would free the parent's lock."""
     for client in _FOLDERS.values():
         # Not closed yet, or a client of tests that locks nothing.
         if (lock := getattr(client._client, "_flock_file", None)) is not None:

@@ -13,7 +13,7 @@ from nobackfill.digests import SPACE
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, few
 from nobackfill.vectors import Vectors
 
-# What stores search by; "inner_product" is larger where it is nearer.
+# Metrics of stores; a larger "inner_product" is nearer.
 SearchMetric = Literal["cosine", "squared_l2", "inner_product", "l1"]
 
 
@@ -119,7 +119,7 @@ class Flippable(Beside, Protocol):
         """Build the indexes of the new vectors that are not there yet."""
 
     def left(self) -> list[str]:
-        """What a flip leaves to the owner, in sentences."""
+        """Sentences that tell the owner what a flip does not do."""
 
     def flip(self) -> AbstractContextManager[None]:
         """Keep everybody else out, for the rest to be carried in the block; then flip. Raises
@@ -166,7 +166,7 @@ class WarningSource(Source, Protocol):
     """A source that knows what else happens in its store when new vectors are written."""
 
     def warnings(self, to: str) -> list[str]:
-        """What does when they are written under this name, in sentences."""
+        """Sentences that warn of side effects of writing vectors under this name."""
 
 
 @runtime_checkable
@@ -261,7 +261,7 @@ def file_name(name: str) -> str:
 
 
 def mode_of(path: Path) -> int:
-    """Who may read and write a file: new vectors are for whom the old ones are."""
+    """The mode of a file: new vectors are readable by the readers of the old ones."""
     return path.stat().st_mode & 0o666
 
 

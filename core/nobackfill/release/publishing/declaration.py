@@ -34,7 +34,7 @@ _WHOLE = "sentence_embedding"
 # Outputs whose tokens are pooled here.
 _TOKENS = ("token_embeddings", "last_hidden_state")
 _MODULES = "modules.json"
-# What may follow a module of sentence-transformers, where its modules are applied here.
+# Modules that may follow each module of sentence-transformers, if applied here.
 _MODULES_AFTER = {
     "": ("Transformer",),
     "Transformer": ("Pooling", "Normalize"),
@@ -136,8 +136,8 @@ def digest(files: Sequence[Path]) -> str:
 def fingerprint(
     weights: Sequence[Path], declared: Declaration, tokenizer: Path | None = None
 ) -> str:
-    """What names a model by all that makes its vectors: its weight_files, the tokenizer, and what
-    is declared."""
+    """Name a model by everything that determines its vectors: its weight_files, the tokenizer, and
+    what is declared."""
     files = [*weights, *(() if tokenizer is None else (tokenizer,))]
     parts = [sha256_file(one) for one in files]
     parts.append(json.dumps(declared.model_dump(), sort_keys=True))
@@ -145,7 +145,7 @@ def fingerprint(
 
 
 def guess(path: Path, declared: Declaration) -> str:
-    """What a person is to be told where nothing beside the ONNX file `path` says how it makes
+    """Sentence for a person if nothing beside the ONNX file `path` says how it makes
     vectors of texts; empty where something does."""
     if _declaring_file(path) is not None:
         return ""
@@ -163,7 +163,7 @@ def _declaring_file(path: Path) -> Path | None:
 
 
 def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
-    """What is declared about the ONNX file `path`, which reads texts; `outputs`: names of its
+    """Read the declaration of the ONNX file `path`, which reads texts; `outputs`: names of its
     graph's.
 
     A graph with an output `sentence_embedding` holds the whole model: that output is used, and no
@@ -182,7 +182,7 @@ def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
 
 
 def read_pixels(path: Path) -> tuple[Declaration, Path | None]:
-    """What is declared about the ONNX file `path`, which reads images, and the file that does; None
+    """Read the declaration of the ONNX file `path`, which reads images, and its file; None
     where none does. Raises InvalidInputError."""
     own = path.with_suffix(".json")
     if own.is_file():
@@ -257,7 +257,7 @@ class _TransformerConfig(BaseModel):
     query_expansion: dict[str, object] | None = None
 
     def unknown(self, *, whole: bool) -> list[str]:
-        """What it asks for and nothing here does; `whole`: the graph makes the vectors."""
+        """List settings that nothing here applies; `whole`: the graph makes the vectors."""
         names = (
             "processing_kwargs", "processor_kwargs", "tokenizer_args", "query_length",
             "document_length", "query_expansion",
@@ -304,7 +304,7 @@ class _Tokenizer(BaseModel):
 
 
 def _of_sentence_transformers(path: Path, file: Path, outputs: Sequence[str]) -> Declaration:
-    """What modules.json and the files that it names say of the graph `path`. Raises
+    """Read what modules.json and its files declare for the graph `path`. Raises
     InvalidInputError for modules, modes and settings that are not applied here."""
     modules = _parsed(file, _Modules).root
     whole, own = _WHOLE in outputs, path.with_suffix(".json")
@@ -372,7 +372,7 @@ def _lowercases(tokenizer: Path) -> bool:
 
 
 def _prefixes(folder: Path, own: Path, said: dict[str, Any], *, pooled: bool) -> dict[str, str]:
-    """What stands before texts of each role, where the model's makers say so; `pooled`: its tokens
+    """Prompts before the texts of each role, where the model's makers say so; `pooled`: its tokens
     are pooled with the text's."""
     file = folder / "config_sentence_transformers.json"
     config = _parsed_if_there(file, _Prompts)

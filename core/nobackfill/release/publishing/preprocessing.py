@@ -29,7 +29,7 @@ _SQUARE = {
     "ConvNext": False, "DINOv3ViT": True, "Flava": True, "MobileNetV1": False,
     "MobileNetV2": False, "PoolFormer": False, "Pvt": True, "Siglip": True, "ViT": True,
 }  # fmt: skip
-# What their names end with, by the version and the backend.
+# Endings of their names, by the version and the backend.
 _END = re.compile(r"(FeatureExtractor|ImageProcessor(Fast|Pil)?)\Z")
 _BLACK = (0, (0, 0, 0))
 

@@ -175,13 +175,13 @@ class _Both:
     comparison: Comparison
 
     def compare(self, found: Found) -> None:
-        """What one pair has found, with what the other one does."""
+        """Return one pair's answer, and compare it with the other pair's."""
         by_new = found.space == self.on_trial.query.space
         try:
             other = self._aside(None if by_new else self.on_trial)
         except NobackfillError as error:
             if not by_new and _is_evidence(error, self.asked.query):
-                # What they share may be away since the old one has answered: not if it does.
+                # A shared part may be away since the old pair answered: not if it answers again.
                 self._aside(None)
                 self.comparison.failed(self.canary)
             return

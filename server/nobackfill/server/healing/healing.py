@@ -77,7 +77,7 @@ class Healing:
         # Held while a gallery's is made, which may wait for a folder on a network.
         self._making: WeakKeyDictionary[Hosted, threading.Lock] = WeakKeyDictionary()
         self._trouble: WeakKeyDictionary[Hosted, float] = WeakKeyDictionary()
-        # Those that another has replaced, and whose batches have not ended yet.
+        # Replaced healers whose batches have not ended yet.
         self._replaced: list[Healer] = []
         # Sources that are being opened.
         self._opening: dict[Source, Future[Items]] = {}

@@ -24,7 +24,7 @@ from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
 from nobackfill.server.upgrades.upgrading import Upgrading
 
-# Who registers a source waits so long for it to be opened: a large file of texts is looked through.
+# Seconds that registering a source waits until it is open: a large file of texts is looked through.
 _OPENED_S = 20.0
 
 

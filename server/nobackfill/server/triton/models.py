@@ -38,7 +38,7 @@ _PROBE_EVERY_S = 0.2
 _INFER_TIMEOUT_S = 1.5
 _FRESH_S = 1.0
 _START_S = 60.0
-# What Triton did not unload is tried again so often.
+# Seconds between tries to unload models that Triton kept.
 _UNLOAD_EVERY_S = 5.0
 # The gateway's start waits so long for a child that neither answers nor ends, or for somebody
 # else's Triton.
@@ -133,7 +133,7 @@ class TritonModels:
         self._unload_leftover()
 
     def _unload_leftover(self) -> None:
-        """What Triton does not unload now is tried again at a later look."""
+        """Unload models; those that Triton keeps are tried again at a later look."""
         with self._lock:
             kept = {name for other in self._wanted.values() for name in model_names(other)}
             self._leftover -= kept

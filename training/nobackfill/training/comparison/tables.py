@@ -154,7 +154,7 @@ def _further(results: Results) -> list[str]:
 
 
 def _said_of(claims: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
-    """What a reader of the claims must know first."""
+    """Sentences that a reader of the claims must know first."""
     if is_withdrawn(claims):
         return [WITHDRAWN, ""]
     few = any(one.bounds is None for figures in claims.values() for one in figures.values())

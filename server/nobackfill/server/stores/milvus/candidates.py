@@ -142,7 +142,7 @@ def _indexed(filtered: Filter) -> Filter | None:
         return All(tuple(parts)) if parts else None
     if isinstance(filtered, AnyOf):
         parts = [found for part in filtered.of if (found := _indexed(part)) is not None]
-        # What one of many values may be is not looked for in an index.
+        # Conditions with many values do not use an index.
         values = sum(len(part.values) for part in parts if isinstance(part, OneOf))
         whole = len(parts) == len(filtered.of) and values <= FEW_VALUES
         return AnyOf(tuple(parts)) if whole else None

@@ -53,7 +53,7 @@ def run(
 
 
 class Reader(Protocol):
-    """Who waits for what is read."""
+    """The caller that waits for a read."""
 
     @property
     def name(self) -> str:
