@@ -149,10 +149,13 @@ def guess(path: Path, declared: Declaration) -> str:
     vectors of texts; empty where something does."""
     if _declaring_file(path) is not None:
         return ""
+    vector = "the graph's own vector"
+    if declared.pooling != "none":
+        vector = f"the {declared.pooling} of its tokens' vectors"
     return (
-        f"{path}: {declared.max_length} tokens of a text, {declared.pooling} of their vectors, "
-        "scaled to norm 1; nothing beside it says so. If its makers did otherwise, write that into "
-        f"{path.with_suffix('.json').name}"
+        f"{path}: no file beside the model says how texts become vectors. Assumed: at most "
+        f"{declared.max_length} tokens of a text, {vector}, scaled to norm 1. If the makers did "
+        f"otherwise, write that into {path.with_suffix('.json').name}"
     )
 
 
