@@ -247,10 +247,12 @@ def test_galleries_move_to_milvus_and_away(
             Client(gateway.address) as client,
         ):
             assert client.find(images(1)[0]).hits[0].id == "i0"
-            assert moved(store, plain) == {"g": (39, 39, 0, True)}
+            # The vault lies in the gateway's data folder.
+            vault = "--from-data", str(tmp_path / "other")
+            assert moved(store, plain, *vault) == {"g": (39, 39, 0, True)}
             client.put_images(images(41)[40:], first=40)
-        assert moved(store, plain) == {"g": (40, 1, 0, True)}
-        assert moved(plain, f"sqlite:{tmp_path / 'back'}") == {"g": (40, 40, 0, True)}
+        assert moved(store, plain, *vault) == {"g": (40, 1, 0, True)}
+        assert moved(plain, f"sqlite:{tmp_path / 'back'}", *vault) == {"g": (40, 40, 0, True)}
 
 
 def test_an_address_names_its_engine_once() -> None:

@@ -78,8 +78,12 @@ class HostedInDatabase(Hosted):
         put() if allowance is None else database.together(put)
 
     def items(self, labels: list[int], space: str) -> list[Item | None]:
-        """Read each time: another gateway may have changed their metadata."""
-        return self._gallery.items(labels, space)
+        """Read each time: another gateway may have changed their metadata. Raises OutdatedError
+        where one has dropped the space since the plan was made: a search then begins anew."""
+        try:
+            return self._gallery.items(labels, space)
+        except (IncompatibleSpaceError, NotFoundError) as error:
+            raise OutdatedError("another gateway has dropped a space; try again") from error
 
     def _count(self, space: str | None) -> int:
         now = time.monotonic()
