@@ -88,7 +88,10 @@ def backup(data: Path, target: Path) -> Summary:
     backup and RESERVE bytes, VerificationError.
     """
     if not (data / _STATE).is_file():
-        raise NotFoundError(f"{data}: expected a gateway's data folder, found no {_STATE}")
+        raise NotFoundError(
+            f"{data}: expected the data folder of a gateway that keeps its galleries in files, "
+            f"found no {_STATE}; galleries in PostgreSQL are backed up with pg_dump"
+        )
     _refuse_taken(target)
     _sweep(target.absolute().parent)
     unfinished = target.with_name(f"{durable.TEMPORARY}{target.name}")

@@ -48,7 +48,10 @@ def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
     if as_json:
         typer.echo(json.dumps(result))
         return
-    table = Table(*rows[0])
+    table = Table()
+    for head in rows[0]:
+        # A narrow terminal breaks a long cell; rich's default would cut it off.
+        table.add_column(head, overflow="fold")
     for row in rows[1:]:
         table.add_row(*(Text(visible(cell)) for cell in row))
     Console().print(table)

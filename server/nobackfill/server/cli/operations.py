@@ -198,14 +198,20 @@ def watch(
             if as_json:
                 typer.echo(json.dumps(plain(job)))
                 continue
-            text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
-            rest = f"{job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
-            typer.echo(visible(f"{text} {rest} {job.message}"))
+            typer.echo(visible(progress(job)))
             if job.HasField("healing"):
                 typer.echo(visible(healed(job.healing)))
             for group in job.quality.subgroups if job.quality != quality else ():
                 typer.echo(visible(_subgroup(group)))
             quality = job.quality
+
+
+def progress(job: upgrade_pb2.UpgradeProgress) -> str:
+    """One line: state, items done, and the rate and the time left while items are carried."""
+    text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
+    if job.items_per_second > 0:
+        text += f" {job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
+    return f"{text} {job.message}".rstrip()
 
 
 def _subgroup(group: upgrade_pb2.Subgroup) -> str:
