@@ -64,6 +64,8 @@ _BY_CODE = {row.code: row for row in reversed(TABLE)}
 _ABOVE_BOUND = "message larger than max"
 # How it begins what it says of a connection that was never made, and what it then means.
 _NEVER_CONNECTED = ("failed to connect", "errors resolving")
+# What it says of a connection that broke while a call was answered.
+_BROKEN = ("Stream removed", "Socket closed", "recvmsg:Connection reset")
 _CONNECTING = (
     (
         "CERTIFICATE_VERIFY_FAILED",
@@ -97,8 +99,16 @@ def error_of(error: grpc.RpcError, asked: str) -> errors.NobackfillError:
     """The error of our taxonomy that a gRPC status stands for; `asked` names the server or call."""
     code = error.code()
     row = _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
+    if _is_broken(error):
+        return errors.UnavailableError(f"{asked}: {sentence(error)}")
     kind = errors.NobackfillError if row is None else row.error
     return kind(f"{asked}: {sentence(error)}")
+
+
+def _is_broken(error: grpc.RpcError) -> bool:
+    """Whether the library, not the gateway, ended a call whose connection broke."""
+    codes = (StatusCode.UNKNOWN, StatusCode.UNAVAILABLE)
+    return error.code() in codes and (error.details() or "").startswith(_BROKEN)
 
 
 def sentence(error: grpc.RpcError) -> str:
@@ -107,6 +117,11 @@ def sentence(error: grpc.RpcError) -> str:
     code, details = error.code(), error.details() or error.code().name
     if code is StatusCode.UNAVAILABLE and details.startswith(_NEVER_CONNECTED):
         return next((said for sign, said in _CONNECTING if sign in details), "cannot be reached")
+    if _is_broken(error):
+        return (
+            "the connection broke before the call was answered; the gateway may have ended. "
+            "`gateway status` tells what was done; then try again"
+        )
     if code is StatusCode.UNAUTHENTICATED and not os.environ.get("NOBACKFILL_TOKEN_FILE"):
         return f"{details}; name the file that holds your token in NOBACKFILL_TOKEN_FILE"
     return details
