@@ -20,7 +20,7 @@ SEARCHES, WORKERS = 60, 3
 
 
 def wrong(source: Searchable, natives: Natives, first: int) -> list[str]:
-    """What a process finds that is not what it asked for."""
+    """Wrong answers that a process gets."""
     found = []
     for number in range(SEARCHES):
         row = (first + 7 * number) % len(MADE.ids)

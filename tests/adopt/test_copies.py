@@ -283,7 +283,7 @@ def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
 
 @every
 def test_what_writers_put_into_the_copy_is_left_alone(store: Chroma | Milvus) -> None:
-    """Who puts to both collections before the flip loses nothing by carrying once more."""
+    """Carrying once more keeps items that a writer puts into both collections before the flip."""
     carry(store.open(), TARGET, MAP, window=100)
     name = "00000000-0000-4000-8000-9" + "0" * 11
     store.put(name, MADE.old[3])

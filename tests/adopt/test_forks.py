@@ -1,4 +1,4 @@
-"""What a server opens before it forks its workers: each process has its own connections."""
+"""A server opens sources before it forks its workers: each process has its own connections."""
 
 import json
 import os
@@ -22,7 +22,7 @@ WORKERS = [f"worker {number}" for number in range(3)]
 
 
 def told(address: str, folder: Path) -> dict[str, list[str]]:
-    """What went wrong in each process; all of the natives are there in the end."""
+    """Errors of each process; all of the natives are there in the end."""
     path = folder / "natives.db"
     ran = subprocess.run(
         [sys.executable, "-m", "tests.adopt.forking", address, path],

@@ -118,7 +118,7 @@ def test_rows_without_a_vector_are_filled_after_the_flip(
     source = open_source(f"{address}#t", vector=vector)
     done = carry(source, again, MAP)
     assert (done.written, done.total, done.steps) == (1, 301, [])
-    # What a writer has made since stays.
+    # Vectors that a writer has made since stay.
     found = connection.execute(f"{FLIPPED[target.name]} WHERE id IN (3, 6000)".encode()).fetchall()
     new = {key: np.array(vector, np.float32) for key, _, vector in found}
     np.testing.assert_allclose(new[3], MADE.new[0], atol=1e-5)

@@ -106,6 +106,6 @@ def test_nothing_is_lost_where_others_write_at_the_flip(store: Qdrant) -> None:
     for name, vector in zip(found.ids, found.vectors, strict=True):
         expected = native.get(name, MAP(vectors[name][None])[0])
         np.testing.assert_allclose(vector, expected, atol=1e-5)
-    # What is in use is nothing that can be taken back.
+    # Vectors in use cannot be rolled back.
     assert not store.open().rollback("new")
     assert carry(store.open(), TARGET, MAP, flip=True).steps == []

@@ -127,7 +127,7 @@ def test_nan_in_the_middle_stops_and_what_was_carried_stays(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
-    # What was mended is another file: all of it is carried anew.
+    # A mended export is another file: all of it is carried anew.
     assert "120 written, 120 carried" in capsys.readouterr().out
 
 

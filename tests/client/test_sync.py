@@ -24,7 +24,7 @@ from tests.support.edge import Setting
 
 
 def remembered_share(gallery: Path) -> float:
-    """What the device remembers, and would tell a gateway."""
+    """The report that the device remembers, and would send to a gateway."""
     with Device(gallery) as device:
         return float(device.state("last_sync")["neighbours_kept"])
 

@@ -131,7 +131,7 @@ def comer(listener: Listener, address: str, sent: bytes = b"") -> socket.socket:
 
 
 def asked(listener: Listener, address: str, path: str = "/") -> bytes:
-    """What somebody is answered who asks at once."""
+    """The answer to a request that is sent at once."""
     with comer(listener, address, b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path.encode()) as one:
         return one.recv(64).split(b"\r\n")[0].removeprefix(b"HTTP/1.1 ")
 

@@ -1,4 +1,4 @@
-"""What a filter costs PostgreSQL, and how long it goes on: no longer than somebody waits."""
+"""The cost of a filter in PostgreSQL, which ends when its caller leaves."""
 
 import threading
 import time

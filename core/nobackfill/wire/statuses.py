@@ -64,7 +64,7 @@ _BY_CODE = {row.code: row for row in reversed(TABLE)}
 _ABOVE_BOUND = "message larger than max"
 # How it begins what it says of a connection that was never made, and what it then means.
 _NEVER_CONNECTED = ("failed to connect", "errors resolving")
-# What it says of a connection that broke while a call was answered.
+# Beginnings of its details for a connection that broke while a call was answered.
 _BROKEN = ("Stream removed", "Socket closed", "recvmsg:Connection reset")
 _CONNECTING = (
     (
