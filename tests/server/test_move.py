@@ -1,6 +1,8 @@
 """`gateway move`: galleries from a folder to a database and back, beside a gateway and after it."""
 
 import hashlib
+import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,29 @@ from nobackfill.server.storage import forget_move
 from nobackfill.v1 import vault_pb2 as pb
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running, settings
-from tests.server.test_cli import run, run_json
+from tests.server.test_cli import command, run, run_json
 from tests.support.postgres import Server
 
 
-def moved(source: str, target: str, *more: str) -> dict[str, tuple[int, int, int, bool]]:
-    """Items, written, deleted, alike, by gallery."""
-    found = run_json("move", "--from", source, "--to", target, *more)
+def move_beside(source: str, target: str) -> dict[str, Any]:
+    """What `move` prints as JSON while a gateway serves `source`."""
+    words = command("move", "--from", source, "--to", target, "--json")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75, done.stderr
+    assert done.stderr.startswith("gateway: the move is not finished: a gateway still serves")
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["finished"] is False
+    return found
+
+
+def moved(
+    source: str, target: str, *more: str, beside: bool = False
+) -> dict[str, tuple[int, int, int, bool]]:
+    """Items, written, deleted, alike, by gallery; `beside` a gateway that serves `source`."""
+    if beside:
+        found = move_beside(source, target)
+    else:
+        found = run_json("move", "--from", source, "--to", target, *more)
     return {
         name: (one["items"], one["written"], one["deleted"], one["alike"])
         for name, one in found["galleries"].items()
@@ -36,11 +54,12 @@ def test_galleries_move_to_a_database_and_back(
             client.put_images(images(8))
             publish_stage(repo, stages[2])
             client.swap(2)
-            assert moved(files, url) == {"empty": (0, 0, 0, True), "g": (8, 8, 0, True)}
+            found = moved(files, url, beside=True)
+            assert found == {"empty": (0, 0, 0, True), "g": (8, 8, 0, True)}
             # What changed since, and nothing else, goes along the next time.
             client.put_images(images(10)[8:], first=8)
             client.delete("g", ["i3"])
-            assert moved(files, url)["g"] == (9, 2, 1, True)
+            assert moved(files, url, beside=True)["g"] == (9, 2, 1, True)
         assert moved(files, url)["g"] == (9, 0, 0, True)
         # A gateway serves there from now on: what it holds is not written over.
         with running(repo, tmp_path / "other", store=url) as gateway:
@@ -76,15 +95,11 @@ def test_the_vault_goes_along_and_the_old_folder_is_not_served_again(
         for n, data in enumerate(sealed)
     ]
 
-    def move(*more: str) -> dict[str, Any]:
-        found = run_json("move", "--from", f"sqlite:{old}", "--to", f"sqlite:{new}", *more)
-        vault: dict[str, Any] = found["vault"]
-        return vault
-
     with running(repo, old) as gateway, Client(gateway.address) as client:
         for blob, data in zip(blobs[:3], sealed, strict=False):
             client.put_blob(blob, [data])
-        assert move() == {"items": 3, "written": 3, "deleted": 0, "alike": True}
+        found = move_beside(f"sqlite:{old}", f"sqlite:{new}")
+        assert found["vault"] == {"items": 3, "written": 3, "deleted": 0, "alike": True}
         client.delete_blob(blobs[0].id)
         client.put_blob(blobs[3], [sealed[3]])
         # Half an upload: its device begins it anew.
@@ -92,7 +107,8 @@ def test_the_vault_goes_along_and_the_old_folder_is_not_served_again(
         # A database has no folder for a vault.
         said = run("move", "--from", f"sqlite:{old}", "--to", "postgresql://nowhere", code=78)
         assert f"{old / 'vault'} holds 3 blobs" in said and "--to-data" in said
-    assert move() == {"items": 3, "written": 1, "deleted": 1, "alike": True}
+    found = run_json("move", "--from", f"sqlite:{old}", "--to", f"sqlite:{new}")
+    assert found["vault"] == {"items": 3, "written": 1, "deleted": 1, "alike": True}
     with running(repo, new) as gateway, Client(gateway.address) as client:
         assert list(client.list_blobs().blobs) == blobs[1:]
         got = [b"".join(client.get_blob(blob.id)) for blob in blobs[1:]]

@@ -20,9 +20,9 @@ def move(
     to_data: Annotated[Path | None, typer.Option(help="the same of --to")] = None,
     as_json: Json = False,
 ) -> None:
-    """Copy every gallery and the vault, also beside a gateway that serves --from. Run again once
-    that has ended: what changed since goes along, the gateway's state too, and both are compared.
-    A folder that was moved is not served again without --force."""
+    """Copy every gallery and the vault, also beside a gateway that serves --from: the exit code is
+    75 then. Run again once that has ended: what changed since goes along, the gateway's state too,
+    and both are compared. A folder that was moved is not served again without --force."""
     with exit_codes():
         from nobackfill.errors import BusyError, ConfigurationError
         from nobackfill.server.storage import Storage, folder_of, mark_moved, need_store
@@ -50,11 +50,14 @@ def move(
             [name, str(one.items), str(one.written), str(one.deleted), "yes" if one.alike else "no"]
             for name, one in shown.items()
         ]
-        if not ended:
-            rows.append(["", "", "", "", "a gateway still serves --from: end it, and move again"])
         result = {
             "finished": ended,
             "galleries": {name: vars(one) for name, one in found.items()},
             "vault": None if vault is None else vars(vault),
         }
         show(as_json, result, rows)
+        if not ended:
+            raise BusyError(
+                "the move is not finished: a gateway still serves --from, and its state stays "
+                "there; end that gateway, and run the same command again"
+            )
