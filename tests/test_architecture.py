@@ -1,10 +1,17 @@
-"""The arrows between the rooms (docs/architecture.md), read from the imports themselves."""
+"""The arrows between the rooms (docs/architecture.md) and the shape of modules, read from the code.
+
+`architecture_exceptions.json` lists what does not pass yet. It only shrinks: an entry that is not
+needed any more fails its test.
+"""
 
 import ast
+import functools
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -75,6 +82,12 @@ SERVER = (
     "grpc.listener",
     "console", "gateway", "backup", "cli",
 )  # fmt: skip
+EXCEPTIONS = json.loads(Path(__file__).with_name("architecture_exceptions.json").read_text("utf-8"))
+UNNEEDED = "take out of tests/architecture_exceptions.json what is not needed any more"
+# A module with fewer lines that are not blank is to have more than one importer.
+SHORT = 80
+# Packages that most of the product loads: a module isolates none of them.
+USUAL = {"google", "grpc", "numpy", "prometheus_client", "pydantic", "structlog", "typer"}
 
 
 def folder(room: str) -> Path:
@@ -94,9 +107,14 @@ def module(path: Path) -> str:
     return name.removesuffix(".__init__")
 
 
+def nodes(path: Path) -> Iterator[ast.AST]:
+    """All nodes of a file's syntax tree."""
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Dotted names of the modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -257,7 +275,7 @@ def test_patterns_end_at_the_end() -> None:
     """`$` also matches before a newline at the end: "photos\\n" was the name of a gallery."""
     seen = 0
     for path in sources(*ARROWS, "demo", "bench", "tests"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             for pattern in patterns(node):
                 seen += 1
                 assert not ends_loosely(pattern), f"{path.relative_to(ROOT)}: {pattern}: write \\Z"
@@ -282,6 +300,134 @@ def ends_loosely(pattern: str) -> bool:
 
 
 def test_the_check_of_patterns_can_fail() -> None:
-    nodes = ast.walk(ast.parse('re.match("^[a-z]+$", name)'))
-    assert [ends_loosely(found) for node in nodes for found in patterns(node)] == [True]
+    tree = ast.walk(ast.parse('re.match("^[a-z]+$", name)'))
+    assert [ends_loosely(found) for node in tree for found in patterns(node)] == [True]
     assert not ends_loosely(r"^[a-z$]+\$\Z")
+
+
+def product() -> dict[str, Path]:
+    """The product's files by module name, compiled modules by their stubs."""
+    rooms = [room for root, some in ROOTS.items() if root != "protos" for room in some]
+    base = sorted((ROOT / "core" / "nobackfill").glob("*.py"))
+    stubs = [path for room in rooms for path in sorted(folder(room).rglob("*.pyi"))]
+    return {module(path): path for path in (*base, *sources(*rooms), *stubs)}
+
+
+@functools.cache
+def import_graph() -> Mapping[str, frozenset[str]]:
+    """The modules of the product that each of them names in an import anywhere: lazy imports and
+    those for annotations count, a package that is only on the way to a module does not."""
+    known = product()
+    return {name: frozenset(modules_named(path, known)) for name, path in known.items()}
+
+
+def modules_named(path: Path, known: Collection[str]) -> Iterator[str]:
+    for node in nodes(path):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in inside]
+        else:
+            continue
+        yield from (name for name in names if name in known)
+
+
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """Modules of which each imports the next and the last is the first; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def without(graph: Mapping[str, Iterable[str]], group: Collection[str]) -> dict[str, set[str]]:
+    """The graph less the imports within a group of modules."""
+    return {
+        name: set(imported) - (set(group) if name in group else set())
+        for name, imported in graph.items()
+    }
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph: Mapping[str, Iterable[str]] = import_graph()
+    for group in EXCEPTIONS["circles"]:
+        inside = {name: set(graph.get(name, ())) & set(group) for name in group}
+        assert circle(inside), f"{group} is no circle: {UNNEEDED}"
+        graph = without(graph, group)
+    assert not circle(graph), f"a circle of imports: {' -> '.join(circle(graph))}"
+
+
+def class_names() -> dict[str, list[str]]:
+    """The modules that define a class, by its name."""
+    modules: dict[str, list[str]] = {}
+    for name, path in product().items():
+        if path.suffix == ".py":
+            classes = [node for node in nodes(path) if isinstance(node, ast.ClassDef)]
+            for class_name in {node.name for node in classes}:
+                modules.setdefault(class_name, []).append(name)
+    return modules
+
+
+def test_class_names_are_unique_in_the_product() -> None:
+    doubled = {name: modules for name, modules in class_names().items() if len(modules) > 1}
+    for name, modules in doubled.items():
+        allowed = EXCEPTIONS["classes"].get(name, 1)
+        assert len(modules) <= allowed, f"class {name} is defined in {modules}: rename the new one"
+    counts = {name: len(doubled.get(name, "-")) for name in EXCEPTIONS["classes"]}
+    assert counts == EXCEPTIONS["classes"], UNNEEDED
+
+
+def importers(graph: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """The modules that import a module, by its name."""
+    found: dict[str, list[str]] = {name: [] for name in graph}
+    for name, imported in graph.items():
+        for one in set(imported) - {name}:
+            found[one].append(name)
+    return found
+
+
+def foreign(path: Path) -> set[str]:
+    """Packages of others that a file imports, less those that most of the product loads."""
+    return packages(path) - sys.stdlib_module_names - USUAL - {"nobackfill"}
+
+
+def fragments() -> Iterator[str]:
+    """Modules below 80 lines that are imported by one module of their folder and by no other,
+    unless they isolate a package that is heavy or optional: their importer does without it.
+
+    A package's own `__init__` is no such importer: it offers the module's names to others.
+    """
+    files = product()
+    for name, imported_by in importers(import_graph()).items():
+        path = files[name]
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if path.name == "__init__.py" or path.suffix == ".pyi" or len(lines) >= SHORT:
+            continue
+        only = files[imported_by[0]] if len(imported_by) == 1 else None
+        if only is None or only.parent != path.parent or only.name == "__init__.py":
+            continue
+        if not foreign(path) - foreign(only):
+            yield name
+
+
+def test_short_modules_are_imported_by_more_than_one() -> None:
+    allowed = [*EXCEPTIONS["short_modules"], *EXCEPTIONS["short_modules_with_a_reason"]]
+    found = set(fragments())
+    new = sorted(found - set(allowed))
+    assert not new, f"{new}: merge each into the one module that imports it"
+    old = [name for name in allowed if name not in found]
+    assert not old, f"{old}: {UNNEEDED}"
+
+
+def test_the_checks_of_modules_can_fail() -> None:
+    assert circle({"a": ["b"], "b": ["c"], "c": ["a"], "d": ["a"]})[0] in "abc"
+    assert not circle({"a": ["b", "c"], "b": ["c"], "c": []})
+    assert importers({"a": ["b"], "b": ["b"], "c": ["b"]}) == {"a": [], "b": ["a", "c"], "c": []}
+    graph = import_graph()
+    # A lazy import, one for annotations, and one of compiled code.
+    assert "nobackfill.client.photos.search" in graph["nobackfill.client.device"]
+    assert "nobackfill.release.manifest" in graph["nobackfill.release.image_model"]
+    compiled = "nobackfill.gallery.search.compiled_search"
+    assert "nobackfill.gallery.search._native" in graph[compiled]
