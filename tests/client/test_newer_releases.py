@@ -8,7 +8,7 @@ import pytest
 from nobackfill.client.device import Device
 from nobackfill.errors import UnfitError
 from nobackfill.release import paths
-from nobackfill.release.image_model import NEWEST_FORMAT
+from nobackfill.release.paths import NEWEST_FORMAT
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support import blocks, edge

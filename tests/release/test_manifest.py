@@ -9,8 +9,9 @@ import pytest
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release import paths
 from nobackfill.release.encoders import Embedder, Format
-from nobackfill.release.image_model import KEYS, NEWEST_FORMAT, ImageModel
+from nobackfill.release.image_model import KEYS, ImageModel
 from nobackfill.release.parsing import parse_manifest
+from nobackfill.release.paths import NEWEST_FORMAT
 from tests.support.releases import draft
 
 

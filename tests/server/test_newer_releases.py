@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import CannotWriteError, VerificationError
-from nobackfill.release.image_model import NEWEST_FORMAT
+from nobackfill.release.paths import NEWEST_FORMAT
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.grpc.metrics import Metrics

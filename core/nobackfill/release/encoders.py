@@ -16,7 +16,7 @@ ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
 TextRole = Literal["query", "document"]
 TEXT_ROLES: tuple[TextRole, ...] = ("query", "document")
 LARGEST_LENGTH = 8192
-# Of manifests; the last is image_model.NEWEST_FORMAT.
+# Of manifests; the last is paths.NEWEST_FORMAT.
 Format = Literal[1, 2, 3, 4]
 
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
 from nobackfill.framing import Frame
+from nobackfill.release.paths import NEWEST_FORMAT
 
 if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
 
 
-# The newest of manifests.
-NEWEST_FORMAT = 4
 # What this program knows of an embedder: a key that it does not may change what a picture becomes.
 KEYS = frozenset(
     (

@@ -3,8 +3,8 @@
 from pydantic import ValidationError
 
 from nobackfill.errors import UnfitError, few
-from nobackfill.release.image_model import NEWEST_FORMAT
 from nobackfill.release.manifest import Manifest
+from nobackfill.release.paths import NEWEST_FORMAT
 
 
 def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:

@@ -1,10 +1,14 @@
-"""Names in the publication folder: every file of release N, and Triton's names of its models.
+"""Names in the publication folder: every file of release N, and Triton's names of its models; and
+the newest format of its manifest.
 
 A model folder is called like its Triton model and holds version 1 only: a release is immutable, so
 a new model is a new name.
 """
 
 import re
+
+# The newest of manifests.
+NEWEST_FORMAT = 4
 
 # No more digits than a manifest may declare.
 _MANIFEST = re.compile(r"release-(0|[1-9][0-9]{0,6})\.json")
