@@ -22,8 +22,8 @@ from nobackfill.gallery.filters import (
     TimeRange,
     microseconds,
 )
+from nobackfill.gallery.spec import MetadataValue
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.writing import MetadataValue
 from nobackfill.server.grpc.services.convert import from_filter
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.wire.expressions import to_expression

@@ -27,8 +27,8 @@ from nobackfill.gallery.filters import (
     TimeRange,
     microseconds,
 )
+from nobackfill.gallery.spec import MetadataValue
 from nobackfill.gallery.store import NewVectors, Store
-from nobackfill.gallery.writing import MetadataValue
 from tests.gallery.making import ids, spec, vectors
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

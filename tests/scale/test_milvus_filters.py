@@ -20,7 +20,8 @@ from nobackfill.gallery.filters import (
 )
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import mask_of
-from nobackfill.gallery.writing import Metadata, MetadataValue, NewVectors
+from nobackfill.gallery.spec import Metadata, MetadataValue
+from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.stores.milvus import candidates
 from nobackfill.server.stores.milvus.expressions import expression_of
 from nobackfill.server.stores.milvus.gallery import MilvusGallery

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.stored_vectors import Item
 from nobackfill.server.canary.comparison import STOPS_AT, Caller, Comparison
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.ranking import Hit

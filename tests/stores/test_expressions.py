@@ -25,7 +25,7 @@ from nobackfill.gallery.filters import (
     TimeRange,
     microseconds,
 )
-from nobackfill.gallery.writing import Metadata
+from nobackfill.gallery.spec import Metadata
 from nobackfill.server.stores.milvus import columns as hashes
 from nobackfill.server.stores.milvus.columns import Columns, columns_of
 from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of

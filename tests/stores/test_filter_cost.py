@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nobackfill.errors import CancelledError, DeadlineError
 from nobackfill.gallery.filters import All, AnyOf, Filter, Not, OneOf, Range, TimeRange
-from nobackfill.gallery.writing import Metadata
+from nobackfill.gallery.spec import Metadata
 from nobackfill.server.grpc import calls
 from nobackfill.server.grpc.calls import Call
 from nobackfill.server.grpc.tokens import Principal, Role

@@ -10,7 +10,8 @@ from nobackfill.gallery.filters import Exists, Not, OneOf, Range
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.listing import Place
 from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.writing import Metadata, NewVectors
+from nobackfill.gallery.spec import Metadata
+from nobackfill.gallery.writing import NewVectors
 from tests.gallery.making import DIM, SIDE_DIM, ids, spec, vectors
 from tests.stores.conftest import Engine
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
         Range as Range,
         TimeRange as TimeRange,
     )
-    from nobackfill.gallery.reading import Item as Item
     from nobackfill.gallery.spec import SpaceInfo as SpaceInfo, SpaceSpec as SpaceSpec
     from nobackfill.gallery.store import Change as Change, Store as Store
+    from nobackfill.gallery.stored_vectors import Item as Item
     from nobackfill.gallery.upgrade import run_upgrade as run_upgrade
     from nobackfill.gallery.writing import NewVectors as NewVectors, PutResult as PutResult
 else:
@@ -41,9 +41,9 @@ else:
             "estimate": "Estimate",
             "filter_engine": "passing_labels",
             "filters": "All AnyOf Exists Not OneOf Range TimeRange",
-            "reading": "Item",
             "spec": "SpaceInfo SpaceSpec",
             "store": "Change Store",
+            "stored_vectors": "Item",
             "upgrade": "run_upgrade",
             "writing": "NewVectors PutResult",
         },

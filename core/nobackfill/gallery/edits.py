@@ -14,8 +14,9 @@ from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.matches import Filtering
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.segment import Segment
+from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import Change, Store
-from nobackfill.gallery.writing import Metadata, metadata_text
+from nobackfill.gallery.writing import metadata_text
 
 # Items a transaction: other writers come in between.
 PIECE = 1000

@@ -17,9 +17,9 @@ from nobackfill.errors import BusyError, NotFoundError
 from nobackfill.gallery.filters import Filter, check
 from nobackfill.gallery.search.index import Labels, Mask, Rows, rows_of
 from nobackfill.gallery.segment import Segment, StoredSegment, read_metadata, segment_of
+from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import Change, Store
 from nobackfill.gallery.stored_columns import find
-from nobackfill.gallery.writing import Metadata
 
 # Of the columns of one gallery.
 MOST_BYTES = 128 << 20

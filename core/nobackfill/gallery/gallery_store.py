@@ -16,12 +16,11 @@ from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.groups import Group
 from nobackfill.gallery.listing import Place
 from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels, Neighbours
-from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.stored_vectors import StoredVectors, Window
+from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
+from nobackfill.gallery.stored_vectors import Item, StoredVectors, Window
 from nobackfill.gallery.upgrade import Carrying, Runner
-from nobackfill.gallery.writing import Metadata, NewVectors, PutResult
+from nobackfill.gallery.writing import NewVectors, PutResult
 from nobackfill.vectors import Vectors
 
 

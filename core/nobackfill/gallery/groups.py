@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Origin
+from nobackfill.gallery.spec import MetadataValue, Origin
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.tables import find_space, vector_table
-from nobackfill.gallery.writing import MetadataValue, storable
+from nobackfill.gallery.writing import storable
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -13,7 +12,7 @@ from nobackfill.errors import DamagedError
 from nobackfill.gallery import drawing
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo
-from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.gallery.tables import (
     all_labels,
     among,
@@ -23,24 +22,11 @@ from nobackfill.gallery.tables import (
     label_column,
     vector_table,
 )
-from nobackfill.gallery.writing import Metadata
 from nobackfill.vectors import Vectors
 
 _ORIGINS = (None, *get_args(Origin))
 # Rows fetched at once: their Python objects stay small beside the array they end in.
 FETCH_ROWS = 4096
-
-
-@dataclass(frozen=True)
-class Item:
-    """`origin` and `uncertainty` are those of its vector in the space asked for, if any."""
-
-    label: int
-    id: str
-    digest: str | None
-    metadata: Metadata
-    origin: Origin | None = None
-    uncertainty: float | None = None
 
 
 def items(

@@ -10,8 +10,9 @@ from nobackfill.gallery import columns, reading, stored_columns
 from nobackfill.gallery.columns import Column, column_of
 from nobackfill.gallery.filters import Filter, Scalar
 from nobackfill.gallery.search.index import Labels, Mask
+from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import Store
-from nobackfill.gallery.writing import Metadata, storable
+from nobackfill.gallery.writing import storable
 
 
 class Segment:

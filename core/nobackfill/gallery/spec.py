@@ -1,6 +1,6 @@
-"""What a vector space is to a gallery, and the state it is in there."""
+"""What a vector space is to a gallery, and the state it is in there; an item's metadata."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -15,7 +15,21 @@ if TYPE_CHECKING:
 # as the original that a later direct upgrade reads.
 State = Literal["active", "staging", "previous"]
 
-__all__ = ["Metric", "Origin", "SpaceInfo", "SpaceSpec", "State", "side_passes", "space_of"]
+# Of an item. bool is a kind of its own: True is not 1. Integers have 64 bits, lists hold texts.
+MetadataValue = str | int | float | bool | Sequence[str]
+Metadata = Mapping[str, MetadataValue]
+
+__all__ = [
+    "Metadata",
+    "MetadataValue",
+    "Metric",
+    "Origin",
+    "SpaceInfo",
+    "SpaceSpec",
+    "State",
+    "side_passes",
+    "space_of",
+]
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.groups import Group
 from nobackfill.gallery.listing import Place
 from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.spec import Metadata, SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.gallery.stored_vectors import StoredVectors, Window
+from nobackfill.gallery.stored_vectors import Item, StoredVectors, Window
 from nobackfill.gallery.tables import find_space
 from nobackfill.gallery.upgrade import Runner
-from nobackfill.gallery.writing import Metadata, labels_of
+from nobackfill.gallery.writing import labels_of
 from nobackfill.vectors import Vectors
 
 

@@ -23,12 +23,12 @@ from nobackfill.gallery import reading, writing
 from nobackfill.gallery.change import Change
 from nobackfill.gallery.connections import Connections, check_pages
 from nobackfill.gallery.creation import create_file
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
+from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec
+from nobackfill.gallery.stored_vectors import Item
 from nobackfill.gallery.tables import find_space, read_spaces
-from nobackfill.gallery.writing import Metadata, NewVectors, PutResult
+from nobackfill.gallery.writing import NewVectors, PutResult
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:

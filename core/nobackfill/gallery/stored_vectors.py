@@ -1,18 +1,27 @@
-"""Vectors of a space with all that is kept beside them, as one store gives them to another."""
+"""Items, and vectors of a space with all that is kept beside them, as one store gives them to
+another."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Origin
+from nobackfill.gallery.spec import Metadata, Origin
 from nobackfill.vectors import Vectors
 
-if TYPE_CHECKING:
-    from nobackfill.gallery.reading import Item
+
+@dataclass(frozen=True)
+class Item:
+    """`origin` and `uncertainty` are those of its vector in the space asked for, if any."""
+
+    label: int
+    id: str
+    digest: str | None
+    metadata: Metadata
+    origin: Origin | None = None
+    uncertainty: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,5 +57,5 @@ class StoredVectors:
 class Window:
     """Items by increasing label, and for each space asked for the rows of those that have one."""
 
-    items: "list[Item]"
+    items: list[Item]
     stored: list[StoredVectors]

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.errors import UnusableOutputError, few
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
+from nobackfill.gallery.stored_vectors import Item
 from nobackfill.release.models import CHUNK
 from nobackfill.vectors import Vectors
 

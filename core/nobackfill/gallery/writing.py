@@ -16,7 +16,7 @@ from nobackfill.gallery import attributes
 from nobackfill.gallery.change import Change
 from nobackfill.gallery.filters import LARGEST_INTEGER, LEAST_INTEGER
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Origin, SpaceInfo
+from nobackfill.gallery.spec import Metadata, MetadataValue, Origin, SpaceInfo
 from nobackfill.gallery.tables import label_column, live_labels, to_blobs, vector_table
 from nobackfill.vectors import Vectors, check_vectors
 
@@ -27,10 +27,6 @@ _NATIVE = "origin IN ('native', 're-embedded')"
 
 # Of one item's metadata, as JSON in UTF-8: what a page of items or an answer can bring many times.
 MOST_METADATA_BYTES = 64 << 10
-
-# bool is a kind of its own: True is not 1. Integers have 64 bits, lists hold texts.
-MetadataValue = str | int | float | bool | Sequence[str]
-Metadata = Mapping[str, MetadataValue]
 
 
 @dataclass(frozen=True)

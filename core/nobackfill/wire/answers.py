@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from nobackfill.gallery.writing import Metadata
+from nobackfill.gallery.spec import Metadata
 
 # Encoded JPEG, PNG or WebP: its bytes, or a file.
 Image = bytes | str | Path

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from nobackfill.errors import AlreadyExistsError, InvalidInputError
 from nobackfill.gallery.filters import Scalar
-from nobackfill.gallery.writing import Metadata
+from nobackfill.gallery.spec import Metadata
 from nobackfill.tokenizing import check_text
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub

@@ -7,7 +7,7 @@ from google.protobuf.internal.containers import MessageMap
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import LARGEST_INTEGER, LEAST_INTEGER, Scalar
-from nobackfill.gallery.writing import Metadata, MetadataValue
+from nobackfill.gallery.spec import Metadata, MetadataValue
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Origin
 

@@ -23,10 +23,9 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.listing import Place
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.server.state import State
 from nobackfill.server.storage import Storage
 from nobackfill.server.vault import PART

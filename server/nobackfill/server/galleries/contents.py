@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 
-from nobackfill.gallery.writing import Metadata
+from nobackfill.gallery.spec import Metadata
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from nobackfill.gallery.change import Change
 from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.matches import Filtering, Matches
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.search.view import LiveView, Snapshot
-from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import Store
-from nobackfill.gallery.writing import Metadata, NewVectors
+from nobackfill.gallery.stored_vectors import Item
+from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import local_search, lock_order
 from nobackfill.server.galleries.allowance import Allowance

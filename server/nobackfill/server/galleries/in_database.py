@@ -10,11 +10,11 @@ import numpy as np
 
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search import origins
 from nobackfill.gallery.search.index import Neighbours
-from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
-from nobackfill.gallery.writing import Metadata, NewVectors
+from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.stored_vectors import Item
+from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.galleries.allowance import Allowance
 from nobackfill.server.galleries.graph_wait import WIDTHS, GraphWait
 from nobackfill.server.galleries.hosted import EXACT, ROLLOUT, Hosted

@@ -7,11 +7,10 @@ import numpy as np
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search import distances
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import space_of
-from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.queries import Question, run
 from nobackfill.server.galleries.ranking import rank

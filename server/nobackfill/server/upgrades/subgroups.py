@@ -7,7 +7,7 @@ import numpy as np
 
 from nobackfill.errors import InvalidInputError, ReleaseRetiredError
 from nobackfill.gallery.groups import Group
-from nobackfill.gallery.writing import MetadataValue
+from nobackfill.gallery.spec import MetadataValue
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.galleries.searching import Searching

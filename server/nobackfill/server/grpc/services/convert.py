@@ -16,7 +16,7 @@ from nobackfill.gallery.filters import (
     Test,
     TimeRange,
 )
-from nobackfill.gallery.writing import Metadata
+from nobackfill.gallery.spec import Metadata
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.wire.expressions import NEWER
 from nobackfill.wire.values import Values, fill_value, from_scalar

@@ -26,7 +26,8 @@ from nobackfill.gallery.filters import (
     check,
     microseconds,
 )
-from nobackfill.gallery.writing import Metadata, storable
+from nobackfill.gallery.spec import Metadata
+from nobackfill.gallery.writing import storable
 
 _LOWER, _UPPER = ("at_least", "greater_than"), ("less_than", "at_most")
 # Values that are looked for one by one, in an index.

@@ -12,13 +12,13 @@ from nobackfill.errors import IncompatibleSpaceError
 from nobackfill.gallery.change import Change
 from nobackfill.gallery.edits import described
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.reading import Item, item_of
+from nobackfill.gallery.reading import item_of
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.staging import check_doubt
+from nobackfill.gallery.stored_vectors import Item
 from nobackfill.gallery.writing import (
     Checked,
-    Metadata,
     NewVectors,
     PutResult,
     check,

@@ -12,10 +12,9 @@ from nobackfill.gallery.estimate import Estimate
 from nobackfill.gallery.groups import Group, group_of
 from nobackfill.gallery.listing import Place
 from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.stored_vectors import StoredVectors, Window
+from nobackfill.gallery.stored_vectors import Item, StoredVectors, Window
 from nobackfill.gallery.upgrade import Runner
 from nobackfill.gallery.writing import storable
 from nobackfill.release.models import CHUNK

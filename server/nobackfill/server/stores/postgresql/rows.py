@@ -8,10 +8,10 @@ import numpy as np
 
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery import drawing
-from nobackfill.gallery.reading import Item, item_of
+from nobackfill.gallery.reading import item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
-from nobackfill.gallery.stored_vectors import StoredVectors
+from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.server.stores.postgresql.bulk import from_binary
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.schema import table_of
