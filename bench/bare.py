@@ -14,7 +14,7 @@ from PIL import Image
 from bench.published import Publication
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.release.models import CHUNK
 from nobackfill.release.paths import embedder_path
@@ -50,7 +50,7 @@ class Upgrade:
         return self.read + self.transform + self.write
 
 
-def upgrade(store: Store, pair: Publication, kind: str, threads: int) -> Upgrade:
+def upgrade(store: SqliteGallery, pair: Publication, kind: str, threads: int) -> Upgrade:
     """Release 1 to 2: all rows read, run in batches as ours, written in one transaction."""
     model = session(upgrade_file(pair, kind), threads)
     staging.begin(store, SpaceSpec.of(pair.manifests[2]))

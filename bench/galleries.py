@@ -4,20 +4,21 @@ from pathlib import Path
 
 from bench.data import Vectored
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 
 PUT_ROWS = 2000
 
 
-def fill(path: Path, manifest: Manifest, items: Vectored) -> Store:
+def fill(path: Path, manifest: Manifest, items: Vectored) -> SqliteGallery:
     """A gallery in a release's space with every item's old vector and side-information."""
-    store = Store.create(path, SpaceSpec.of(manifest))
+    store = SqliteGallery.create(path, SpaceSpec.of(manifest))
     put(store, manifest.space, items)
     return store
 
 
-def put(store: Store, space: str, items: Vectored) -> None:
+def put(store: SqliteGallery, space: str, items: Vectored) -> None:
     """Add items, named by their number from the gallery's present count on."""
     first = store.count()
     for start in range(0, len(items.old), PUT_ROWS):

@@ -12,7 +12,7 @@ from bench.commands import Done, edge, size_mib
 from bench.galleries import put
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave
 from bench.published import INNER, SIZE, Publication, publication
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 
 THREADS = 2
 ADDED = (
@@ -87,7 +87,7 @@ def filled(bench: Bench, pair: Publication, size: int) -> Path:
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         gallery, repo = device(folder, pair)
-        with Store.open(gallery) as store:
+        with SqliteGallery.open(gallery) as store:
             put(store, pair.manifests[1].space, data.things(size))
         pair.publish_second(repo)
         (folder / "done").touch()
@@ -196,5 +196,5 @@ def synced(folder: Path, kind: str) -> Done:
 
 
 def _bare(folder: Path, pair: Publication, kind: str) -> float:
-    with Store.open(copied(folder)) as store:
+    with SqliteGallery.open(copied(folder)) as store:
         return bare.upgrade(store, pair, kind, THREADS).sum

@@ -15,7 +15,8 @@ from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.vectors import Vectors
 
 K = 10
@@ -39,7 +40,7 @@ def run(bench: Bench) -> list[Table]:
     """Searches by selectivity; what first filters cost."""
     items = bench.size(10_000, 200_000, 200_000)
     vectors, queries = data.things(items).new, data.things(QUERIES, seed=1).new
-    with Store.create(bench.folder / "gallery.sqlite", SPEC) as store:
+    with SqliteGallery.create(bench.folder / "gallery.sqlite", SPEC) as store:
         _fill(store, vectors)
         view = LiveView(store, SPEC.space)
         view.compact(
@@ -53,7 +54,7 @@ def run(bench: Bench) -> list[Table]:
     return tables
 
 
-def _fill(store: Store, vectors: Vectors) -> None:
+def _fill(store: SqliteGallery, vectors: Vectors) -> None:
     count = len(vectors)
     for start in range(0, count, PUT_ROWS):
         rows = range(start, min(count, start + PUT_ROWS))
@@ -74,7 +75,7 @@ def _fill(store: Store, vectors: Vectors) -> None:
         )
 
 
-def _firsts(store: Store, filtering: FilterEngine, items: int) -> Table:
+def _firsts(store: SqliteGallery, filtering: FilterEngine, items: int) -> Table:
     asked: dict[str, Filter] = {
         "flag": OneOf("flag", (True,)),
         "integers": Range("number", less_than=items // 2),

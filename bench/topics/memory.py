@@ -10,7 +10,8 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.arenas import bound_arenas
 from nobackfill.server.galleries.initial_index import beginning
 from nobackfill.vectors import Vectors
@@ -50,7 +51,7 @@ def _fill(path: Path, items: int, dim: int) -> None:
     latent = rng.standard_normal((items, LATENT))
     mix = rng.standard_normal((LATENT, dim))
     turn = np.linalg.qr(rng.standard_normal((dim, dim)))[0]
-    with Store.create(path, _spec(1, dim)) as store:
+    with SqliteGallery.create(path, _spec(1, dim)) as store:
         staging.begin(store, _spec(2, dim))
         for start in range(0, items, PUT_ROWS):
             piece = latent[start : start + PUT_ROWS] @ mix
@@ -85,7 +86,7 @@ def _row(phase: str, field: str, before: int, size: int) -> Row:
 
 
 def _built(path: Path, size: int) -> list[Row]:
-    with Store.open(path) as store:
+    with SqliteGallery.open(path) as store:
         before = _empty()
         view = LiveView(store, store.active().spec.space)
         view.compact(hnsw.build)
@@ -98,7 +99,7 @@ def _built(path: Path, size: int) -> list[Row]:
 
 
 def _started(path: Path, size: int) -> list[Row]:
-    with Store.open(path) as store:
+    with SqliteGallery.open(path) as store:
         before = _empty()
         view = LiveView(store, store.active().spec.space, beginning(path.with_name("1.hnsw")))
         assert isinstance(view.snapshot().base.index, hnsw.HnswIndex)
@@ -109,7 +110,7 @@ def _started(path: Path, size: int) -> list[Row]:
 
 
 def _upgraded(path: Path, size: int) -> list[Row]:
-    with Store.open(path) as store:
+    with SqliteGallery.open(path) as store:
         before = _empty()
         spaces = [info.spec.space for info in store.spaces()]
         old = LiveView(store, spaces[0], beginning(path.with_name("1.hnsw")))

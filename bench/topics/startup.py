@@ -18,7 +18,7 @@ from bench.serving import GALLERY, copy_filled
 from demo import serve
 from demo.children import Children
 from nobackfill.errors import NobackfillError
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.v1 import release_pb2
 from nobackfill.wire.gateway import Gateway
 
@@ -43,7 +43,7 @@ def _device(bench: Bench, pair: Publication) -> Table:
     size = bench.size(300, 10_000, 10_000)
     gallery = bench.folder / "gallery.sqlite"
     edge(gallery, "init", "--from", pair.repo, "--root", pair.repo / "1.root.json")
-    with Store.open(gallery) as store:
+    with SqliteGallery.open(gallery) as store:
         put(store, pair.manifests[2].space, data.things(size))
     query = bench.folder / "query.png"
     Image.fromarray(data.images(1, SIZE, seed=7)[0]).save(query)

@@ -21,7 +21,7 @@ from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.upgrade import Runner, Upgraded, run_upgrade
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import RouteRunner, open_route, plan_route
@@ -67,13 +67,13 @@ class Work:
     original: Path
     old: HnswIndex
 
-    def gallery(self) -> Store:
+    def gallery(self) -> SqliteGallery:
         """A fresh copy of the filled gallery."""
         path = self.folder / "copy.sqlite"
         for old in self.folder.glob("copy.sqlite*"):
             old.unlink()
         shutil.copyfile(self.original, path)
-        return Store.open(path)
+        return SqliteGallery.open(path)
 
     def runner(self, kind: str) -> RouteRunner:
         route = plan_route(self.pair.manifests, 1, 2, self.pair.manifests[1].side_space)

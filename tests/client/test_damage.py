@@ -31,8 +31,8 @@ COMMANDS = (
 KILLED = """
 import os, shutil, signal, sys
 shutil.copy(*sys.argv[1:])
-from nobackfill.gallery.store import Store
-Store.open(__import__("pathlib").Path(sys.argv[2])).state_set({"a": 1})
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+SqliteGallery.open(__import__("pathlib").Path(sys.argv[2])).state_set({"a": 1})
 os.kill(os.getpid(), signal.SIGKILL)
 """
 Run = Callable[..., tuple[int, str]]

@@ -10,7 +10,7 @@ import pytest
 from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
 from nobackfill.errors import BusyError, CannotWriteError
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from tests.gallery.making import filled, put
 from tests.support import blocks, disks
 from tests.support.edge import Setting
@@ -83,14 +83,14 @@ def test_a_read_only_file_system(
             there = moved(setting, disk)
         else:
             # Copied while open: the log holds the last change, as after a kill.
-            with Store.open(setting.gallery) as store:
+            with SqliteGallery.open(setting.gallery) as store:
                 store.state_set({"last": 1})
                 there = moved(setting, disk)
         with disks.read_only(disk):
             before = snapshot(disk)
             for command in READS:
                 assert here(*words(command, there, item)) == (0, ""), command
-            with Store.open(there.gallery) as store:
+            with SqliteGallery.open(there.gallery) as store:
                 assert store.state_get("last") == (1 if left == "killed" else None)
             for command in WRITES:
                 code, said = here(*words(command, there, item))
@@ -143,12 +143,12 @@ def test_a_file_read_without_locks_is_not_read_while_it_changes(
     path = tmp_path / "g.sqlite"
     filled(path, 10).close()
     monkeypatch.setattr("nobackfill.gallery.access.unwritable", lambda _: "not here")
-    reader = Store.open(path)
+    reader = SqliteGallery.open(path)
     monkeypatch.undo()
     assert reader.count() == 10
     with pytest.raises(CannotWriteError, match="not here"):
         put(reader, ["new"], seed=1)
-    with Store.open(path) as owner:
+    with SqliteGallery.open(path) as owner:
         put(owner, ["new"], seed=1)
     with pytest.raises(BusyError, match="try again"):
         reader.count()

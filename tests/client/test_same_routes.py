@@ -16,7 +16,7 @@ from nobackfill.client.sync.upgrade import carry
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.routes import Route
@@ -77,7 +77,7 @@ def publish_next(repo: Path, rng: random.Random, made: dict[int, Manifest]) -> N
     made[number] = one.manifest
 
 
-def fill(store: Store, space: str) -> None:
+def fill(store: SqliteGallery, space: str) -> None:
     """Six items, half of them with side-information."""
     rng = np.random.default_rng(1)
     for number in range(6):

@@ -16,7 +16,7 @@ from typing import Any
 
 from nobackfill.errors import NobackfillError, NotFoundError
 from nobackfill.faults import FAULTS
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import trial
 from nobackfill.server.embedding.models import InProcessModels
 from nobackfill.server.galleries.contents import Put
@@ -161,7 +161,7 @@ def dump(top: Path) -> dict[str, Any]:
     state = json.loads((top / "data" / "state.json").read_bytes())
     result: dict[str, Any] = {key: state[key] for key in ("active", "previous", "retired")}
     for path in sorted((top / "data" / "galleries").glob("[a-z]*/gallery.sqlite")):
-        with Store.open(path) as store:
+        with SqliteGallery.open(path) as store:
             for info in store.spaces():
                 space, items = info.spec.space, {}
                 for item in store.listing():

@@ -9,7 +9,7 @@ import pytest
 
 from nobackfill.errors import CannotWriteError
 from nobackfill.gallery.search import hnsw
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, filled, ids, put, rows, spec
 
@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 from nobackfill.gallery import staging
 from nobackfill.gallery.search import hnsw
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.errors import CannotWriteError
 from tests.gallery.making import Linear, ids, put, spec, vectors
 
 folder, action = Path(sys.argv[1]), sys.argv[2]
 largest = max(path.stat().st_size for path in folder.iterdir())
-with Store.open(folder / "g.sqlite") as store:
+with SqliteGallery.open(folder / "g.sqlite") as store:
     labels, content = store.load(spec().space)
     index = hnsw.build(spec(), labels, content)
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest + 30_000, -1))
@@ -63,7 +63,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(tmp_path: Path, action: st
     said = done.stdout.split()
     assert said.count("refused") == 1
     assert (tmp_path / "index").read_bytes() == cached
-    with Store.open(tmp_path / "g.sqlite") as store:
+    with SqliteGallery.open(tmp_path / "g.sqlite") as store:
         assert store.get("last") is not None
         found = rows(store, spec().space)
         assert {label: found[label] for label in before} == before

@@ -19,7 +19,8 @@ from nobackfill.faults import FAULTS
 from nobackfill.gallery import staging
 from nobackfill.gallery.search import hnsw, skeleton
 from nobackfill.gallery.search.view import LiveView
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import SIDE_DIM, Linear, ids, spec, vectors
 from tests.support.crash import KILLED, count_steps, sweep
@@ -32,41 +33,41 @@ def new(space: str, count: int, seed: int) -> NewVectors:
     return NewVectors(space, vectors(count, seed), vectors(count, seed + 1, SIDE_DIM))
 
 
-def put_all(store: Store, _: Path) -> None:
+def put_all(store: SqliteGallery, _: Path) -> None:
     metadata = [{"n": float(n), "even": n % 2 == 0} for n in range(30)]
     store.put(ids(30), [new(ONE, 30, 1)], digests=[f"d{n}" for n in range(30)], metadata=metadata)
 
 
-def replace_some(store: Store, _: Path) -> None:
+def replace_some(store: SqliteGallery, _: Path) -> None:
     store.put(ids(10, 25), [new(ONE, 10, 3)], digests=[f"e{n}" for n in range(10)])
 
 
-def delete_some(store: Store, _: Path) -> None:
+def delete_some(store: SqliteGallery, _: Path) -> None:
     store.delete(["item-2", "item-26", "nobody"])
 
 
-def upgrade(store: Store, _: Path) -> None:
+def upgrade(store: SqliteGallery, _: Path) -> None:
     run_upgrade(store, Linear(), spec(2), chunk=8)
 
 
-def put_both(store: Store, _: Path) -> None:
+def put_both(store: SqliteGallery, _: Path) -> None:
     store.put(["both-1", "both-2"], [new(ONE, 2, 5), new(TWO, 2, 7)], digests=["f", "g"])
 
 
-def backfill(store: Store, _: Path) -> None:
+def backfill(store: SqliteGallery, _: Path) -> None:
     content = vectors(2, 50)
     staging.write(store, TWO, np.array([5, 9]), content, origin="re-embedded", replace=True)
 
 
-def flip(store: Store, _: Path) -> None:
+def flip(store: SqliteGallery, _: Path) -> None:
     staging.flip(store, TWO, state={"floor": 2})
 
 
-def roll_back(store: Store, _: Path) -> None:
+def roll_back(store: SqliteGallery, _: Path) -> None:
     staging.rollback(store, state={"floor": 1})
 
 
-def index(store: Store, folder: Path) -> None:
+def index(store: SqliteGallery, folder: Path) -> None:
     view = LiveView(store, TWO)
     view.compact(hnsw.build)
     base = view.snapshot().base.index
@@ -75,7 +76,7 @@ def index(store: Store, folder: Path) -> None:
     view.close()
 
 
-def drop(store: Store, _: Path) -> None:
+def drop(store: SqliteGallery, _: Path) -> None:
     staging.drop(store, ONE)
 
 
@@ -85,7 +86,7 @@ LIFE = [
 ]  # fmt: skip
 
 
-def dump(store: Store) -> Dump:
+def dump(store: SqliteGallery) -> Dump:
     """All that the file holds, bit for bit."""
     with store.reading() as connection:
         tables = ["items", "attributes", "spaces", "state", "sqlite_sequence"]
@@ -100,9 +101,9 @@ def live(folder: Path, done: int = 0, told: Callable[[int], object] = lambda _: 
     """The operations of LIFE from the `done`-th on, each told when it is acknowledged."""
     path = folder / "g.sqlite"
     try:
-        store = Store.open(path)
+        store = SqliteGallery.open(path)
     except NotFoundError:
-        store = Store.create(path, spec())
+        store = SqliteGallery.create(path, spec())
     with store:
         for number in range(done, len(LIFE)):
             LIFE[number](store, folder)
@@ -128,7 +129,7 @@ def unbroken(fast_tmp: Path) -> list[Dump]:
     """The file's content before the life, and after each of its operations."""
     folder = fast_tmp / "unbroken"
     folder.mkdir()
-    with Store.create(folder / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(folder / "g.sqlite", spec()) as store:
         dumps = [dump(store)]
         for operation in LIFE:
             operation(store, folder)
@@ -146,7 +147,7 @@ def is_part_of(found: Dump, before: Dump, after: Dump) -> bool:
 def recover(folder: Path, unbroken: list[Dump], acknowledged: int) -> None:
     """Check what is there, live on, check the end."""
     if (folder / "g.sqlite").exists():
-        with Store.open(folder / "g.sqlite") as store:
+        with SqliteGallery.open(folder / "g.sqlite") as store:
             found = dump(store)
     else:
         found = unbroken[0]
@@ -159,7 +160,7 @@ def recover(folder: Path, unbroken: list[Dump], acknowledged: int) -> None:
     if acknowledged > LIFE.index(index):
         assert len(skeleton.read(folder / "index", spec(2)).labels) == len(after["items"])
     live(folder, done)
-    with Store.open(folder / "g.sqlite") as store:
+    with SqliteGallery.open(folder / "g.sqlite") as store:
         assert dump(store) == unbroken[-1]
     assert skeleton.read(folder / "index", spec(2)).spec == spec(2)
     names = {path.name for path in folder.iterdir()}
@@ -220,7 +221,7 @@ def test_a_process_goes_on_after_an_error_and_its_views_agree_with_the_file(
         folder = fast_tmp / "life"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        with Store.create(folder / "g.sqlite", spec()) as store:
+        with SqliteGallery.create(folder / "g.sqlite", spec()) as store:
             views = {ONE: LiveView(store, ONE)}
             failed = 0
             fired = False
@@ -247,7 +248,7 @@ def test_a_process_goes_on_after_an_error_and_its_views_agree_with_the_file(
         step += stride
 
 
-def store_has(store: Store, space: str) -> bool:
+def store_has(store: SqliteGallery, space: str) -> bool:
     return any(info.spec.space == space for info in store.spaces())
 
 
@@ -273,7 +274,7 @@ def test_the_sweep_would_notice_a_lost_write(
 ) -> None:
     folder = fast_tmp / "life"
     folder.mkdir()
-    with Store.create(folder / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(folder / "g.sqlite", spec()) as store:
         put_all(store, folder)
         with store.writing() as connection:
             connection.execute("DELETE FROM items WHERE label = 7")

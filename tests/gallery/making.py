@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metric, SpaceSpec
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.vectors import Vectors
 
 DIM = 12
@@ -36,15 +37,15 @@ def ids(count: int, start: int = 0) -> list[str]:
     return [f"item-{number}" for number in range(start, start + count)]
 
 
-def filled(path: Path, count: int, *, side: bool = True, seed: int = 0) -> Store:
+def filled(path: Path, count: int, *, side: bool = True, seed: int = 0) -> SqliteGallery:
     """A store of release 1 with items `item-0` … and labels from 1."""
-    store = Store.create(path, spec())
+    store = SqliteGallery.create(path, spec())
     put(store, ids(count), seed=seed, side=side)
     return store
 
 
 def put(
-    store: Store, names: list[str], *, release: int = 1, seed: int, side: bool = True
+    store: SqliteGallery, names: list[str], *, release: int = 1, seed: int, side: bool = True
 ) -> Labels:
     """Put items with vectors made from a seed; returns their labels."""
     embedding = vectors(len(names), seed)
@@ -80,7 +81,7 @@ class Linear:
         )
 
 
-def rows(store: Store, space: str) -> dict[int, tuple[bytes, bytes | None, str]]:
+def rows(store: SqliteGallery, space: str) -> dict[int, tuple[bytes, bytes | None, str]]:
     """All that a space's table holds, by label, bit for bit."""
     number = store.space(space).number
     with store.reading() as connection:

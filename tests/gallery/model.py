@@ -1,4 +1,4 @@
-"""A gallery as a dict: what the Store is compared with, rule by rule."""
+"""A gallery as a dict: what the SqliteGallery is compared with, rule by rule."""
 
 import tempfile
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import OneOf
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.view import LiveView
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import SIDE_DIM, Linear, rows, spec, vectors
 from tests.support.memory import MEMORY
@@ -44,7 +45,7 @@ class GalleryModel(RuleBasedStateMachine):
         where = MEMORY if MEMORY.is_dir() else None
         self.folder = tempfile.TemporaryDirectory(prefix="nobackfill-", dir=where)
         self.path = Path(self.folder.name) / "g.sqlite"
-        self.store = Store.create(self.path, spec())
+        self.store = SqliteGallery.create(self.path, spec())
         self.things: dict[str, Thing] = {}
         self.label = 0
         self.active = 1
@@ -194,7 +195,7 @@ class GalleryModel(RuleBasedStateMachine):
     @rule()
     def open_again(self) -> None:
         self.store.close()
-        self.store = Store.open(self.path)
+        self.store = SqliteGallery.open(self.path)
         self.views = {n: LiveView(self.store, spec(n).space) for n in self.states}
 
     @precondition(lambda self: bool(self.states))

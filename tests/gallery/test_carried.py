@@ -5,18 +5,19 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.gallery.carried import Carried
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
 
 TWO = spec(2).space
 
 
-def truth(store: Store) -> set[int]:
+def truth(store: SqliteGallery) -> set[int]:
     return {label for label, (_, _, origin) in rows(store, TWO).items() if origin == "upgraded"}
 
 
-def seen(carried: Carried, store: Store) -> set[int]:
+def seen(carried: Carried, store: SqliteGallery) -> set[int]:
     labels = store.load(TWO)[0]
     mask = carried.native(labels)
     # Asked again it is the same mask, until something changes.

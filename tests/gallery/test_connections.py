@@ -16,7 +16,8 @@ import pytest
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
 from nobackfill.gallery import access, connections, staging
 from nobackfill.gallery.access import Access, connect
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
 
@@ -46,7 +47,7 @@ def held(path: Path, statements: str) -> Iterator[subprocess.Popen[str]]:
 
 
 # Each is possible after those before it.
-WRITES: dict[str, Callable[[Store], object]] = {
+WRITES: dict[str, Callable[[SqliteGallery], object]] = {
     "put": lambda store: put(store, ["new"], seed=5),
     "delete": lambda store: store.delete(["item-1"]),
     "state": lambda store: store.state_set({"a": 1}),
@@ -131,10 +132,10 @@ def test_every_connection_writes_through_to_the_disk_and_forgets_what_is_deleted
 
 def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
     path = tmp_path / "g.sqlite"
-    with filled(path, 200) as store, Store.open(path) as other:
+    with filled(path, 200) as store, SqliteGallery.open(path) as other:
         outcomes = []
 
-        def run(own: Store) -> None:
+        def run(own: SqliteGallery) -> None:
             outcomes.append(run_upgrade(own, Linear(), spec(2), chunk=8))
 
         threads = [threading.Thread(target=run, args=(own,)) for own in (store, other)]
@@ -156,8 +157,8 @@ def test_of_two_creators_one_wins(tmp_path: Path) -> None:
 
     def create() -> None:
         try:
-            with Store.create(path, spec()):
-                results.append(Store)
+            with SqliteGallery.create(path, spec()):
+                results.append(SqliteGallery)
         except (AlreadyExistsError, BusyError) as error:
             results.append(type(error))
 
@@ -166,15 +167,15 @@ def test_of_two_creators_one_wins(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert results.count(Store) == 1 and len(results) == 6
+    assert results.count(SqliteGallery) == 1 and len(results) == 6
 
 
 DIES = """
 import os, signal, sys
 from pathlib import Path
 from tests.gallery.making import put, ids
-from nobackfill.gallery.store import Store
-store = Store.open(Path(sys.argv[1]))
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+store = SqliteGallery.open(Path(sys.argv[1]))
 put(store, ids(int(sys.argv[2]), start=100), seed=3)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -188,7 +189,7 @@ def test_an_acknowledged_put_outlives_the_process_and_the_pages_are_checked(
     done = subprocess.run([sys.executable, "-c", DIES, str(path), "20"])
     assert done.returncode == -signal.SIGKILL
     assert Path(f"{path}-wal").stat().st_size > 0
-    with Store.open(path) as store:
+    with SqliteGallery.open(path) as store:
         assert store.count() == 25
         assert list(rows(store, ONE)) == list(range(1, 26))
 
@@ -202,7 +203,7 @@ def test_damage_is_found_after_an_unclean_end(tmp_path: Path) -> None:
     content[16384 * 7 : 16384 * 7 + 12] = os.urandom(12)
     path.write_bytes(content)
     with pytest.raises(VerificationError, match="restore a backup"):
-        Store.open(path)
+        SqliteGallery.open(path)
 
 
 def test_nobody_checks_while_another_has_it_open(
@@ -219,12 +220,12 @@ def test_nobody_checks_while_another_has_it_open(
     with filled(path, 5) as store:
         put(store, ["more"], seed=1)
         monkeypatch.setattr(connections, "connect", traced)
-        with Store.open(path) as second:
+        with SqliteGallery.open(path) as second:
             assert second.count() == 6
         assert not [statement for statement in checks if "quick_check" in statement]
     filled(tmp_path / "h.sqlite", 1).close()
     subprocess.run([sys.executable, "-c", DIES, str(path), "1"])
-    Store.open(path).close()
+    SqliteGallery.open(path).close()
     assert [statement for statement in checks if "quick_check" in statement]
 
 

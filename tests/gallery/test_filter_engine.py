@@ -17,7 +17,8 @@ from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import All, Exists, OneOf, Range, TimeRange
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.segment import StoredSegment
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from tests.gallery.making import filled, ids, spec, vectors
 
 WAIT_S = 60
@@ -41,14 +42,14 @@ class Gate:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path: Path) -> Iterator[SqliteGallery]:
     """50 items with their number under `a`, `b` and `n`."""
     with filled(tmp_path / "g.sqlite", 50) as made:
         put(made, 0, 50)
         yield made
 
 
-def put(store: Store, first: int, count: int) -> None:
+def put(store: SqliteGallery, first: int, count: int) -> None:
     numbers = range(first, first + count)
     store.put(
         ids(count, first),
@@ -69,7 +70,7 @@ def gated(monkeypatch: pytest.MonkeyPatch, key: str) -> Gate:
 
 
 def test_who_asks_for_another_key_does_not_wait(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = gated(monkeypatch, "a")
     filtering = FilterEngine(store)
@@ -89,7 +90,7 @@ def test_who_asks_for_another_key_does_not_wait(
 
 
 def test_a_reading_that_fails_is_told_and_tried_again(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filtering = FilterEngine(store)
     assert len(filtering.passing(Exists("a"))) == 50
@@ -107,7 +108,7 @@ def test_a_reading_that_fails_is_told_and_tried_again(
 
 
 def test_many_changes_are_read_anew_while_others_are_answered(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change costs a filter what changed; many changes one reading of everything, for which
     nobody waits, and which misses nothing that came meanwhile."""
@@ -140,7 +141,7 @@ def test_many_changes_are_read_anew_while_others_are_answered(
 
 
 def test_more_changes_than_are_remembered_are_read_with_the_rest(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "MOST_STALE", 30)
     filtering = FilterEngine(store)
@@ -151,7 +152,7 @@ def test_more_changes_than_are_remembered_are_read_with_the_rest(
 
 
 def test_an_answer_is_kept_until_something_changes(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: SqliteGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filtering = FilterEngine(store)
     first = filtering.passing(OneOf("n", (1,)))
@@ -170,7 +171,7 @@ def test_an_answer_is_kept_until_something_changes(
     filtering.close()
 
 
-def test_columns_beyond_the_bound_are_forgotten(store: Store) -> None:
+def test_columns_beyond_the_bound_are_forgotten(store: SqliteGallery) -> None:
     numbers = stored_bytes(StoredSegment(store, 1 << 30), ["a"])
     stored = StoredSegment(store, 2 * numbers)
     for _ in range(2):
@@ -191,7 +192,7 @@ def stored_bytes(stored: StoredSegment, keys: list[str]) -> int:
 @pytest.mark.parametrize("key", ["flag", "whole", "part", "text", "time", "tags"])
 def test_a_column_takes_about_the_memory_it_says(tmp_path: Path, key: str) -> None:
     count = 5000
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         store.put(
             ids(count),
             [NewVectors(spec().space, vectors(count, 1))],

@@ -28,7 +28,8 @@ from nobackfill.gallery.filters import (
     microseconds,
 )
 from nobackfill.gallery.spec import MetadataValue
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from tests.gallery.making import ids, spec, vectors
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -141,7 +142,7 @@ def test_filters_let_through_what_the_predicate_does(
     count = len(items)
     there: dict[int, dict[str, MetadataValue]] = {}
 
-    def check(store: Store, filtering: FilterEngine) -> None:
+    def check(store: SqliteGallery, filtering: FilterEngine) -> None:
         for filtered in asked:
             expected = [label for label, what in there.items() if holds(filtered, what)]
             assert passing_labels(store, filtered).tolist() == expected
@@ -151,7 +152,7 @@ def test_filters_let_through_what_the_predicate_does(
             for index in (np.arange(1, 60), np.arange(1, 60, 7), np.array([*there], np.int64)):
                 assert index[found.mask(index)].tolist() == np.intersect1d(index, expected).tolist()
 
-    with Store.create(tmp_path_factory.mktemp("g") / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path_factory.mktemp("g") / "g.sqlite", spec()) as store:
         filtering = FilterEngine(store)
         check(store, filtering)
         digests = [str(n) for n in range(count)]
@@ -203,7 +204,7 @@ def nested(levels: int) -> Filter:
     ],
 )
 def test_filters_are_bounded(tmp_path: Path, filtered: Filter, why: str) -> None:
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         with pytest.raises(InvalidInputError, match=why):
             FilterEngine(store).passing(filtered)
         with pytest.raises(InvalidInputError, match=why):

@@ -14,7 +14,8 @@ from nobackfill.errors import VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.file_format import FORMAT
 from nobackfill.gallery.schema import migrations
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, ids, spec, vectors
 
@@ -30,7 +31,7 @@ def sql(path: Path, statement: str) -> list[list[str]]:
 
 
 def make(path: Path) -> None:
-    with Store.create(path, spec()) as store:
+    with SqliteGallery.create(path, spec()) as store:
         store.put(
             ids(3),
             [NewVectors(spec().space, vectors(3, 1), vectors(3, 2, 5))],
@@ -94,11 +95,11 @@ def test_a_file_of_another_program_or_a_newer_one_is_refused(
         connection.execute(f"PRAGMA {pragma}")
     connection.close()
     with pytest.raises(VerificationError, match=said):
-        Store.open(path)
+        SqliteGallery.open(path)
 
 
 def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "g.sqlite"
     path.write_bytes(b"hello " * 5000)
     with pytest.raises(VerificationError, match="another kind"):
-        Store.open(path)
+        SqliteGallery.open(path)

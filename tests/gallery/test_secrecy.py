@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from nobackfill.gallery import staging
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.vectors import Vectors
 from tests.gallery.making import SIDE_DIM, Linear, filled, ids, put, rows, spec, vectors
@@ -23,7 +24,7 @@ def hits(folder: Path, *canaries: bytes) -> list[str]:
     )
 
 
-def canary(store: Store, name: str = "canary") -> tuple[bytes, ...]:
+def canary(store: SqliteGallery, name: str = "canary") -> tuple[bytes, ...]:
     """Put an item among others; the bytes that must be gone after it."""
     embedding, side = vectors(1, 999), vectors(1, 998, SIDE_DIM)
     store.put(

@@ -13,17 +13,18 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import State
-from nobackfill.gallery.store import Change, NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import Change, NewVectors
 from tests.gallery.making import SIDE_DIM, filled, ids, put, rows, spec, vectors
 
 ONE, TWO, THREE = (spec(n).space for n in (1, 2, 3))
 
 
-def states(store: Store) -> dict[int, State]:
+def states(store: SqliteGallery) -> dict[int, State]:
     return {info.spec.release: info.state for info in store.spaces()}
 
 
-def write_all(store: Store, release: int, *, seed: int = 9) -> None:
+def write_all(store: SqliteGallery, release: int, *, seed: int = 9) -> None:
     labels = np.array([item.label for item in store.listing()], np.int64)
     staging.write(store, spec(release).space, labels, vectors(len(labels), seed))
 

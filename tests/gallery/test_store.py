@@ -18,7 +18,8 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import Origin, SpaceSpec
-from nobackfill.gallery.store import Change, NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import Change, NewVectors
 from tests.gallery.making import DIM, SIDE_DIM, filled, ids, put, rows, spec, vectors
 from tests.support import graphs, releases
 
@@ -27,7 +28,7 @@ SPACE = spec().space
 
 def test_what_was_put_is_there_bit_for_bit_after_opening_again(tmp_path: Path) -> None:
     embedding, side = vectors(50, 3), vectors(50, 4, SIDE_DIM)
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         result = store.put(
             ids(50),
             [NewVectors(SPACE, embedding, side)],
@@ -37,7 +38,7 @@ def test_what_was_put_is_there_bit_for_bit_after_opening_again(tmp_path: Path) -
             ],
         )
         assert result.labels.tolist() == list(range(1, 51)) and result.changed.all()
-    with Store.open(tmp_path / "g.sqlite") as store:
+    with SqliteGallery.open(tmp_path / "g.sqlite") as store:
         labels, loaded = store.load(SPACE)
         np.testing.assert_array_equal(labels, result.labels)
         np.testing.assert_array_equal(loaded, embedding)
@@ -57,7 +58,7 @@ def test_the_spec_of_a_release_is_kept(tmp_path: Path) -> None:
     manifest = releases.draft(tmp_path / "drafts", 1).manifest
     wanted = SpaceSpec.of(manifest)
     assert (wanted.dim, wanted.side_dim, wanted.unit) == (graphs.DIM, graphs.SIDE_DIM, True)
-    with Store.create(tmp_path / "g.sqlite", wanted) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", wanted) as store:
         info = store.active()
     assert (info.spec, info.state) == (wanted, "active")
 
@@ -66,7 +67,7 @@ def test_the_same_content_changes_nothing_and_other_content_gets_a_new_label(
     tmp_path: Path,
 ) -> None:
     heard: list[Change] = []
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         first = store.put(["a", "b"], [NewVectors(SPACE, vectors(2, 1))], digests=["x", "y"])
         store.subscribe(heard.append)
         again = store.put(["a", "b"], [NewVectors(SPACE, vectors(2, 2))], digests=["x", "y"])
@@ -89,7 +90,7 @@ def test_labels_are_never_used_twice(tmp_path: Path) -> None:
 
 def test_metadata_of_a_kept_item_can_change(tmp_path: Path) -> None:
     new = NewVectors(SPACE, vectors(1, 1))
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         store.put(["a"], [new], digests=["x"], metadata=[{"v": 1.0}])
         store.put(["a"], [new], digests=["x"])
         kept = store.get("a")
@@ -101,7 +102,7 @@ def test_metadata_of_a_kept_item_can_change(tmp_path: Path) -> None:
 
 def test_no_metadata_is_not_empty_metadata(tmp_path: Path) -> None:
     new = NewVectors(SPACE, vectors(3, 1))
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         store.put(["a", "b", "c"], [new], digests=["x"] * 3, metadata=[{"v": 1.0}] * 3)
         store.put(["a", "b", "c"], [new], digests=["x"] * 3, metadata=[None, {}, {"v": 2.0}])
         found = [item.metadata for item in store.items([1, 2, 3]) if item is not None]
@@ -119,7 +120,7 @@ def new_rows(count: int, seed: int = 1) -> NewVectors:
 def test_a_native_vector_takes_the_place_of_a_carried_one(tmp_path: Path, carried: Origin) -> None:
     """Whoever put an image again after an upgrade kept the carried vector for ever."""
     two = spec(2).space
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         old = NewVectors(SPACE, vectors(3, 1))
         labels = store.put(["a", "b", "c"], [old], digests=["x"] * 3).labels
         staging.begin(store, spec(2))
@@ -142,7 +143,7 @@ def test_a_native_vector_takes_the_place_of_a_carried_one(tmp_path: Path, carrie
 
 def test_a_kept_item_takes_vectors_of_spaces_it_lacks(tmp_path: Path) -> None:
     two = spec(2).space
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         old = NewVectors(SPACE, vectors(1, 1))
         store.put(["a"], [old], digests=["x"])
         staging.begin(store, spec(2))
@@ -213,7 +214,7 @@ def test_vectors_of_an_unknown_space_or_with_bad_side_information_are_refused(
 
 def test_vectors_off_the_unit_sphere_are_refused_where_the_space_says_unit(tmp_path: Path) -> None:
     with (
-        Store.create(tmp_path / "g.sqlite", spec(unit=True)) as store,
+        SqliteGallery.create(tmp_path / "g.sqlite", spec(unit=True)) as store,
         pytest.raises(InvalidInputError, match="norm 1"),
     ):
         store.put(["a"], [NewVectors(SPACE, 3 * vectors(1, 1))])
@@ -221,7 +222,7 @@ def test_vectors_off_the_unit_sphere_are_refused_where_the_space_says_unit(tmp_p
 
 def test_a_strided_array_is_stored_as_its_values(tmp_path: Path) -> None:
     wide = vectors(6, 1, 2 * DIM)
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         store.put(ids(3), [NewVectors(SPACE, wide[::2, ::2])])
         np.testing.assert_array_equal(store.load(SPACE)[1], wide[::2, ::2])
 
@@ -238,7 +239,7 @@ def test_items_are_listed_in_pages(tmp_path: Path) -> None:
 
 
 def test_state_is_kept_and_removed(tmp_path: Path) -> None:
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         store.state_set({"floor": {"root": 3}, "other": "ü"})
         assert store.state_get("floor") == {"root": 3} and store.state_get("other") == "ü"
         store.state_set({"floor": None})
@@ -255,9 +256,9 @@ def test_files_are_private_and_create_refuses_what_is_there(tmp_path: Path) -> N
     finally:
         os.umask(old)
     with pytest.raises(AlreadyExistsError):
-        Store.create(path, spec())
+        SqliteGallery.create(path, spec())
     with pytest.raises(NotFoundError, match="no gallery"):
-        Store.open(tmp_path / "nowhere.sqlite")
+        SqliteGallery.open(tmp_path / "nowhere.sqlite")
     assert sorted(p.name for p in path.parent.iterdir()) == ["g.sqlite", "g.sqlite.lock"]
 
 
@@ -268,13 +269,13 @@ def test_the_log_of_a_gallery_that_is_gone_is_not_written_into_a_new_one(
     path, log = tmp_path / "g.sqlite", tmp_path / f"g.sqlite{end}"
     log.write_bytes(b"changes of another")
     with pytest.raises(AlreadyExistsError, match=f"g.sqlite{end}: holds the last changes"):
-        Store.create(path, spec())
+        SqliteGallery.create(path, spec())
     assert not path.exists() and log.read_bytes() == b"changes of another"
     # SQLite leaves an empty one of a gallery that was closed.
     log.write_bytes(b"")
-    Store.create(path, spec()).close()
+    SqliteGallery.create(path, spec()).close()
 
 
 def test_create_says_where_it_cannot_write() -> None:
     with pytest.raises(CannotWriteError):
-        Store.create(Path("/proc/nowhere/g.sqlite"), spec())
+        SqliteGallery.create(Path("/proc/nowhere/g.sqlite"), spec())

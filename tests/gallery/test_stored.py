@@ -8,7 +8,8 @@ import pytest
 
 from nobackfill.errors import DamagedError
 from nobackfill.gallery.reading import Stored
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.tables import find_space
 from nobackfill.vectors import Vectors
 from tests.gallery.making import filled, ids, spec
@@ -61,7 +62,11 @@ def test_a_vector_that_is_none_is_told(damage: str, tmp_path: Path) -> None:
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute(f"UPDATE vectors_1 SET embedding = {damage} WHERE label = 9")
     connection.close()
-    with Store.open(path) as store, pytest.raises(DamagedError), store.reading() as connection:
+    with (
+        SqliteGallery.open(path) as store,
+        pytest.raises(DamagedError),
+        store.reading() as connection,
+    ):
         stored = Stored(connection, find_space(connection, ONE))
         assert len(stored[:8]) == 8
         stored[:]
@@ -75,7 +80,7 @@ def test_lengths_that_make_up_for_one_another_are_told(tmp_path: Path) -> None:
     connection.execute(f"UPDATE vectors_1 SET embedding = zeroblob({size - 4}) WHERE label = 9")
     connection.execute(f"UPDATE vectors_1 SET embedding = zeroblob({size + 4}) WHERE label = 10")
     connection.close()
-    with Store.open(path) as store, store.reading() as connection:
+    with SqliteGallery.open(path) as store, store.reading() as connection:
         stored = Stored(connection, find_space(connection, ONE))
         with pytest.raises(DamagedError):
             stored[:]

@@ -11,19 +11,19 @@ import pytest
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery import staging
 from nobackfill.gallery.estimate import estimate
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.upgrade import Order, Progress, run_upgrade
 from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
 
 ONE, TWO = spec(1).space, spec(2).space
-Step = Callable[[int, Store], None]
+Step = Callable[[int, SqliteGallery], None]
 
 
 class Watched(Linear):
     """Calls `then` with the number of the chunk before it gives its outputs."""
 
-    def __init__(self, store: Store, then: Step) -> None:
+    def __init__(self, store: SqliteGallery, then: Step) -> None:
         super().__init__()
         self.store, self.then = store, then
 
@@ -88,7 +88,7 @@ def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Or
 
 
 def test_a_chunk_that_fails_ahead_takes_none_of_those_before_it(tmp_path: Path) -> None:
-    def fail(chunk: int, _: Store) -> None:
+    def fail(chunk: int, _: SqliteGallery) -> None:
         if chunk == 3:
             raise UnusableOutputError("no vectors", [1])
 
@@ -113,7 +113,8 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.store import NewVectors
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Carried
 
@@ -124,7 +125,7 @@ class Same:
         return Carried(embedding, side, embedding[:, 0])
 
 one, two = (SpaceSpec(f"sp-{n}", n, 128, "squared_l2", False, f"ss-{n}", 128) for n in (1, 2))
-with Store.create(Path(sys.argv[1]), one) as store:
+with SqliteGallery.create(Path(sys.argv[1]), one) as store:
     block = np.random.default_rng(1).standard_normal((1000, 128)).astype(np.float32)
     for start in range(0, int(sys.argv[2]), 1000):
         names = [f"item-{n}" for n in range(start, start + 1000)]
@@ -156,7 +157,7 @@ def test_the_least_certain_go_first(tmp_path: Path) -> None:
 
 
 def test_puts_and_deletes_meanwhile_are_resolved(tmp_path: Path) -> None:
-    def race(call: int, store: Store) -> None:
+    def race(call: int, store: SqliteGallery) -> None:
         if call == 1:
             # Of the chunk that is being carried, of a later one, and new ones.
             store.delete(["item-3", "item-27"])

@@ -14,14 +14,15 @@ from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Content, Index, Labels
 from nobackfill.gallery.search.view import LiveView, snapshot_of
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import NewVectors, Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.store import NewVectors
 from nobackfill.vectors import Vectors
 from tests.gallery.making import filled, ids, put, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space
 
 
-def agrees(view: LiveView, store: Store, space: str = ONE) -> None:
+def agrees(view: LiveView, store: SqliteGallery, space: str = ONE) -> None:
     """The view answers as exact search over what the file holds."""
     labels, content = store.load(space)
     snapshot = view.snapshot()
@@ -135,7 +136,7 @@ def test_readers_never_see_half_a_commit(tmp_path: Path) -> None:
             if len(labels) % 2 or len(labels) != len(set(labels)) or len(labels) != len(state):
                 failures.append(labels)
 
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         view = LiveView(store, ONE)
         readers = [threading.Thread(target=read, args=(view,)) for _ in range(3)]
         for reader in readers:

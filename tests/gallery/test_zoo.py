@@ -10,7 +10,7 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.file_format import FORMAT
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import OneOf
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from tests.gallery.making import Linear, put, rows, spec, vectors
 
 ZOO = sorted((Path(__file__).parent / "zoo").glob("format-*.gz"))
@@ -24,7 +24,7 @@ def test_there_is_one_of_every_format() -> None:
 def test_an_old_file_is_read_written_and_rolled_back(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "g.sqlite"
     path.write_bytes(gzip.decompress(file.read_bytes()))
-    with Store.open(path) as store:
+    with SqliteGallery.open(path) as store:
         assert [info.spec for info in store.spaces()] == [spec(1), spec(2)]
         assert store.active().spec == spec(2)
         labels, content = store.load(spec(1).space)

@@ -11,7 +11,7 @@ import pytest
 
 from nobackfill.errors import BusyError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.lock_order import Level, LockOrderError
@@ -127,7 +127,7 @@ def test_a_pause_ends_with_its_gallery(repo: Path, tmp_path: Path, stages: Stage
 
 
 def test_closing_waits_for_who_reads(tmp_path: Path, one: Manifest) -> None:
-    store = Store.create(tmp_path / "g.sqlite", SpaceSpec.of(one))
+    store = SqliteGallery.create(tmp_path / "g.sqlite", SpaceSpec.of(one))
     with ThreadPoolExecutor(1) as pool:
         with store.reading() as connection:
             closing = pool.submit(store.close)
@@ -143,7 +143,7 @@ def test_closing_gives_up_where_a_reader_never_ends(
     tmp_path: Path, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nobackfill.gallery.connections._CLOSE_S", 0.05)
-    with Store.create(tmp_path / "g.sqlite", SpaceSpec.of(one)) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", SpaceSpec.of(one)) as store:
         with store.reading(), pytest.raises(BusyError, match="in use"):
             store.close()
         assert store.count() == 0

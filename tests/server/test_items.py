@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import items as cached
@@ -102,7 +102,7 @@ def test_items_in_memory_are_bounded_by_their_bytes(
     new = NewVectors(making.spec().space, making.vectors(50, 1))
     texts = [{"text": "x" * (1000 * (n % 7)), "tags": ["y" * n] * 3} for n in range(50)]
     monkeypatch.setattr(cached, "MOST_BYTES", 40_000)
-    with Store.create(tmp_path / "g.sqlite", making.spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", making.spec()) as store:
         store.put(making.ids(50), [new], metadata=texts)
         cache = ItemCache(store, making.spec().space)
         store.subscribe(cache.on_change)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, TooLargeError
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, types_pb2
 from tests.server.support import (
@@ -181,7 +181,7 @@ def test_what_was_put_is_in_the_file(repo: Path, tmp_path: Path) -> None:
         client.put_images(images(3))
     path = tmp_path / "data" / "galleries" / "g" / "gallery.sqlite"
     assert path.stat().st_mode & 0o077 == 0
-    with Store.open(path) as store:
+    with SqliteGallery.open(path) as store:
         assert store.count() == 3
         item = store.get("i0")
         assert item is not None

@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from pathlib import Path
 
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.items.reembedding import today
 from nobackfill.server.healing.ledger import FileLedger
@@ -61,7 +61,7 @@ def test_what_was_not_embedded_is_given_back(postgres: Server) -> None:
 
 
 def test_two_threads_may_end_it_at_a_stop(tmp_path: Path) -> None:
-    with Store.create(tmp_path / "g.sqlite", spec()) as store:
+    with SqliteGallery.create(tmp_path / "g.sqlite", spec()) as store:
         ledger = FileLedger(tmp_path, store, spec().space)
         ledger.close()
         ledger.close()

@@ -15,7 +15,7 @@ from nobackfill.client.sync.plan import embedding_files
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from nobackfill.gallery.creation import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.publishing.metadata import verified
 from nobackfill.release.trust.trust import Trust, first_root
 
@@ -60,7 +60,7 @@ def init(
         manifest = trust.manifest(newest)
         fetched = installation.download(models, trust, embedding_files(manifest), output)
         installation.check_models(models, manifest, set())
-        with Store.create(draft, SpaceSpec.of(manifest)) as store:
+        with SqliteGallery.create(draft, SpaceSpec.of(manifest)) as store:
             store.state_set(
                 {
                     "source": source,

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 from nobackfill import durable
 from nobackfill.errors import DamagedError, NotFoundError, VerificationError
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.gallery.store import Store
+from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import paths
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class GalleryFile:
             )
         self.path = path
         self.models = beside(path, "models")
-        self.store = Store.open(path)
+        self.store = SqliteGallery.open(path)
 
     def __enter__(self) -> Self:
         return self

@@ -4,9 +4,9 @@
 active one.
 
 >>> import numpy as np
->>> from nobackfill.gallery import NewVectors, SpaceSpec, Store
+>>> from nobackfill.gallery import NewVectors, SpaceSpec, SqliteGallery
 >>> spec = SpaceSpec("s1", 1, 2, "squared_l2", unit=False, side_space=None, side_dim=0)
->>> with Store.create(folder / "photos.sqlite", spec) as store:
+>>> with SqliteGallery.create(folder / "photos.sqlite", spec) as store:
 ...     vectors = NewVectors("s1", np.eye(2, dtype=np.float32))
 ...     put = store.put(["cat", "dog"], [vectors], metadata=[{"year": 2026}, None])
 ...     store.count(), store.get("cat").metadata
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
         TimeRange as TimeRange,
     )
     from nobackfill.gallery.spec import SpaceInfo as SpaceInfo, SpaceSpec as SpaceSpec
-    from nobackfill.gallery.store import Change as Change, Store as Store
+    from nobackfill.gallery.sqlite_gallery import SqliteGallery as SqliteGallery
+    from nobackfill.gallery.store import Change as Change
     from nobackfill.gallery.stored_vectors import Item as Item
     from nobackfill.gallery.upgrade import run_upgrade as run_upgrade
     from nobackfill.gallery.writing import NewVectors as NewVectors, PutResult as PutResult
@@ -42,7 +43,8 @@ else:
             "filter_engine": "passing_labels",
             "filters": "All AnyOf Exists Not OneOf Range TimeRange",
             "spec": "SpaceInfo SpaceSpec",
-            "store": "Change Store",
+            "sqlite_gallery": "SqliteGallery",
+            "store": "Change",
             "stored_vectors": "Item",
             "upgrade": "run_upgrade",
             "writing": "NewVectors PutResult",

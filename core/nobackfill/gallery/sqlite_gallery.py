@@ -1,46 +1,56 @@
 """A gallery in one SQLite file, as a GalleryStore."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from nobackfill.gallery import edits, groups, listing, reading, staging
-from nobackfill.gallery.edits import Chosen
-from nobackfill.gallery.estimate import Estimate, estimate
+from nobackfill.gallery import reading
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.groups import Group
-from nobackfill.gallery.listing import Place
-from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Metadata, SpaceSpec
+from nobackfill.gallery.spec import Metadata, Origin, SpaceSpec
 from nobackfill.gallery.store import Store
 from nobackfill.gallery.stored_vectors import Item, StoredVectors, Window
 from nobackfill.gallery.tables import find_space
-from nobackfill.gallery.upgrade import Runner
 from nobackfill.gallery.writing import labels_of
 from nobackfill.vectors import Vectors
 
+if TYPE_CHECKING:
+    # A search on a device does none of this: each method imports what it needs.
+    from nobackfill.gallery.estimate import Estimate
+    from nobackfill.gallery.groups import Group
+    from nobackfill.gallery.listing import Place
+    from nobackfill.gallery.matches import Matches
+    from nobackfill.gallery.remaining import Remaining
+    from nobackfill.gallery.upgrade import Runner
+
 
 class SqliteGallery(Store):
-    """What is said of each method: GalleryStore. Its file lies in a folder of its own."""
+    """What is said of each method: GalleryStore. `estimate` needs a folder of the file's own."""
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
         with self.reading() as connection:
             return labels_of(connection, ids)
 
     def delete_some(self, labels: Labels, filtered: Filter | None) -> int:
-        return edits.delete_in_file(self, Chosen(labels, filtered))
+        from nobackfill.gallery import edits
+
+        return edits.delete_in_file(self, edits.Chosen(labels, filtered))
 
     def describe_some(
         self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
-        return edits.describe_in_file(self, Chosen(labels, filtered), values, remove)
+        from nobackfill.gallery import edits
+
+        return edits.describe_in_file(self, edits.Chosen(labels, filtered), values, remove)
 
     def page(
-        self, space: str, limit: int, *, after: Place | None = None, allowed: Matches | None = None,
-        least_certain: bool = False,
-    ) -> tuple[list[tuple[Item, Place]], Place | None]:  # fmt: skip
+        self, space: str, limit: int, *, after: "Place | None" = None,
+        allowed: "Matches | None" = None, least_certain: bool = False,
+    ) -> "tuple[list[tuple[Item, Place]], Place | None]":  # fmt: skip
+        from nobackfill.gallery import listing
+
         labels = None if allowed is None else allowed.labels()
         return listing.page(
             self, space, limit, after=after, allowed=labels, least_certain=least_certain
@@ -59,31 +69,73 @@ class SqliteGallery(Store):
                 labels = np.array([item.label for item in items], np.int64)
                 yield Window(items, [reading.stored(connection, labels, info) for info in infos])
 
-    def groups(self, key: str, space: str) -> list[Group]:
+    def groups(self, key: str, space: str) -> "list[Group]":
+        from nobackfill.gallery import groups
+
         return groups.by_value(self, key, space)
 
+    def begin(self, spec: SpaceSpec) -> None:
+        from nobackfill.gallery import staging
+
+        staging.begin(self, spec)
+
+    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "Remaining":
+        from nobackfill.gallery.remaining import Remaining
+
+        return Remaining(self, source, target, needs_side)
+
+    def write(
+        self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
+        uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
+    ) -> Labels:  # fmt: skip
+        from nobackfill.gallery import staging
+
+        return staging.write(
+            self, space, labels, embedding, side=side, uncertainty=uncertainty, origin=origin,
+            replace=replace,
+        )  # fmt: skip
+
+    def left_behind(self, space: str) -> int:
+        from nobackfill.gallery import staging
+
+        return staging.left_behind(self, space)
+
     def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[Item]:
+        from nobackfill.gallery import staging
+
         return staging.left_behind_items(self, space, after, limit)
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> None:
+        from nobackfill.gallery import staging
+
         staging.flip(self, space, leave_behind=leave_behind, state=state)
 
     def rollback(
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> str:
+        from nobackfill.gallery import staging
+
         return staging.rollback(self, leave_behind=leave_behind, state=state)
 
     def drop(self, space: str) -> None:
+        from nobackfill.gallery import staging
+
         staging.drop(self, space)
 
     def upgraded(self, space: str, ids: Sequence[str]) -> list[Item]:
+        from nobackfill.gallery import staging
+
         return staging.upgraded(self, space, ids)
 
     def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+        from nobackfill.gallery import staging
+
         return staging.sample(self, space, other, count)
 
-    def estimate(self, runner: Runner, target: SpaceSpec) -> Estimate:
+    def estimate(self, runner: "Runner", target: SpaceSpec) -> "Estimate":
+        from nobackfill.gallery.estimate import estimate
+
         # Beside the gallery's folder: what a kill leaves is swept from there at the next start.
         return estimate(self, runner, target, self.path.parent.parent)

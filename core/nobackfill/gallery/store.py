@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from sqlite3 import Connection
-from typing import TYPE_CHECKING, Any, Self
-
-from numpy.typing import ArrayLike
+from typing import Any, Self
 
 from nobackfill.errors import DamagedError
 from nobackfill.gallery import reading, writing
@@ -25,20 +23,19 @@ from nobackfill.gallery.connections import Connections, check_pages
 from nobackfill.gallery.creation import create_file
 from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec
+from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
 from nobackfill.gallery.stored_vectors import Item
 from nobackfill.gallery.tables import find_space, read_spaces
 from nobackfill.gallery.writing import NewVectors, PutResult
 from nobackfill.vectors import Vectors
 
-if TYPE_CHECKING:
-    from nobackfill.gallery.remaining import Remaining
-
 __all__ = ["Change", "Item", "Metadata", "NewVectors", "PutResult", "Store"]
 
 
 class Store:
-    """Made by `create` or `open`; `close` it, or use it in a `with` statement."""
+    """Items and vectors of a gallery file, and the transactions that change them; SqliteGallery
+    is the class to use. Made by `create` or `open`; `close` it, or use it in a `with` statement.
+    """
 
     def __init__(self, path: Path, residents: Residents | None = None) -> None:
         """See `open`."""
@@ -201,37 +198,6 @@ class Store:
             changes.append(Change({}, labels))
             self._unscrubbed |= len(labels) > 0
         return len(labels)
-
-    def begin(self, spec: SpaceSpec) -> None:
-        """See staging.begin."""
-        # What this device does not do is not imported, here as below.
-        from nobackfill.gallery import staging
-
-        staging.begin(self, spec)
-
-    def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "Remaining":
-        """See Remaining."""
-        from nobackfill.gallery.remaining import Remaining
-
-        return Remaining(self, source, target, needs_side)
-
-    def write(
-        self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
-        uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
-    ) -> Labels:  # fmt: skip
-        """See staging.write."""
-        from nobackfill.gallery import staging
-
-        return staging.write(
-            self, space, labels, embedding, side=side, uncertainty=uncertainty, origin=origin,
-            replace=replace,
-        )  # fmt: skip
-
-    def left_behind(self, space: str) -> int:
-        """Number of items without a vector in `space`."""
-        from nobackfill.gallery import staging
-
-        return staging.left_behind(self, space)
 
     def get(self, item_id: str) -> Item | None:
         """One item by its id."""
