@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from nobackfill.gallery.search import graph_memory
-from nobackfill.gallery.search.index import Labels, Mask, Neighbours, Rows
+from nobackfill.gallery.search.index import Index, Labels, Mask, Neighbours, Rows
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
     from nobackfill.gallery.search import _native
     from nobackfill.gallery.search._native import Curves
-    from nobackfill.gallery.search.view import Snapshot
 else:
     try:
         from nobackfill.gallery.search import _native
@@ -67,17 +66,22 @@ class CompiledSearch:
         self._walked: dict[int, int | None] = {}
 
     @classmethod
-    def of(cls, snapshot: "Snapshot") -> "CompiledSearch | None":
-        """None: it is searched in Python only."""
-        index, delta = snapshot.base.index, snapshot.delta
+    def of(
+        cls, spec: SpaceSpec, base: Index, base_live: Mask | None, delta: Index,
+        delta_live: Mask | None,
+    ) -> "CompiledSearch | None":  # fmt: skip
+        """Make one of two indexes and which of their rows are alive (bool [n]; None: all).
+
+        None: they are searched in Python only.
+        """
         # Asked for by name: of the class, see GraphIndex.
-        graph = getattr(index, "compiled", None)
-        if graph is None or not len(snapshot.base):
+        graph = getattr(base, "compiled", None)
+        if graph is None:
             return None
-        graphed = cast(GraphIndex, index)
+        graphed = cast(GraphIndex, base)
         made = _native.Snapshot(
-            graph, snapshot.spec.unit, int(graphed.graph.ef), snapshot.base.live,
-            np.asarray(delta.index.vectors), delta.index.labels, delta.live,
+            graph, spec.unit, int(graphed.graph.ef), base_live, np.asarray(delta.vectors),
+            delta.labels, delta_live,
         )  # fmt: skip
         return cls(graphed, made)
 

@@ -117,7 +117,10 @@ class Snapshot:
     @cached_property
     def compiled(self) -> CompiledSearch | None:
         """The same for searches in compiled code, where there are any."""
-        return CompiledSearch.of(self)
+        base, delta = self.base, self.delta
+        if not len(base):
+            return None
+        return CompiledSearch.of(self.spec, base.index, base.live, delta.index, delta.live)
 
     def search(
         self, queries: Vectors, k: int, allowed: Allowed | None = None, ef: int = 0
