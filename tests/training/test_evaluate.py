@@ -165,6 +165,7 @@ def test_backfill_curves_run_from_served_to_native(life: Life, tmp_path: Path) -
     file = tmp_path / "cells.json"
     result = run_evaluate(life, "--cells", "2/1,2/1>2,2/2", "--json", file, "--backfill")
     assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()]
     report = json.loads(file.read_text("utf-8"))
     cells = report["cells"]
     # Vectors that are searched as they are get a backfill, too: BCT's own case.
@@ -176,6 +177,17 @@ def test_backfill_curves_run_from_served_to_native(life: Life, tmp_path: Path) -
             assert curve["map"][-1] == pytest.approx(cells["2/2"]["map"])
         # Ten classes of 16 images: 2 % of the classes are less than one.
         assert curves["class"]["shares"] == pytest.approx([i / 10 for i in range(11)])
+        # The same curves are printed, a row each.
+        for order, curve in curves.items():
+            for title, key in (("CMC-1", "cmc1"), ("mAP", "map")):
+                told = [f"{100 * value:.1f}" for value in (*curve[key], curve[f"mean_{key}"])]
+                assert [name, order, title, *told] in rows, result.output
+
+
+def test_a_backfill_without_an_older_gallery_says_so(life: Life) -> None:
+    result = run_evaluate(life, "--cells", "2/2", "--backfill")
+    assert result.exit_code == 0, result.output
+    assert "--backfill: no curve" in result.output
 
 
 def test_a_backfill_by_class_replaces_whole_classes(life: Life, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import typer
 from nobackfill.class_folders import list_images
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError
+from nobackfill.metrics.backfill import BackfillCurve
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.quality.backfill import backfill_curves
 from nobackfill.quality.cells import CellName, every_cell, parse_cell
@@ -23,12 +24,12 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.picture import write_picture
-from nobackfill.training.cli.table import matrix_table, protocol_table
+from nobackfill.training.cli.table import backfill_table, matrix_table, protocol_table
 from nobackfill.training.protocols.evaluation import evaluate_protocol
 from nobackfill.training.protocols.ijbc import OperatingPoints
 
-# Of an order: the curve at `shares` of the gallery, and its mean over them.
-Curve = dict[str, float | list[float]]
+# Of each cell, by order of re-embedding.
+Curves = dict[str, dict[str, BackfillCurve]]
 
 _EPILOG = """
 A cell is written QUERY/GALLERY: 2/2 is release 2 on both sides (re-embedding everything, the upper
@@ -63,6 +64,9 @@ Exit codes: 0 measured, 65 refused data or failed verification, 66 a cell names 
 published, 78 wrong configuration.
 """
 
+_NO_CURVE = (
+    "--backfill: no curve, since no cell has an older gallery; give --cells with one, as 2/1"
+)
 
 _Name = Annotated[str | None, typer.Option(metavar="NAME", help="a published test protocol")]
 _Root = Annotated[
@@ -107,7 +111,8 @@ def main(
     ] = None,
     neighbours: Annotated[int, typer.Option(min=0, help="nearest images a query in the JSON")] = 0,
     backfill: Annotated[
-        bool, typer.Option("--backfill", help="also the curves while a gallery is re-embedded")
+        bool,
+        typer.Option("--backfill", help="also the curves while a gallery is re-embedded"),
     ] = False,
     int8: Annotated[
         bool, typer.Option("--int8", help="upgrade with the quantised twins, where there are")
@@ -137,7 +142,10 @@ def main(
     print(matrix_table(measured, criteria))
     if picture is not None:
         write_picture(measured, picture)
-    _write(json_file, lambda: _report(sets, measured, criteria, neighbours > 0, backfill))
+    curves = _curves(measured, *sets.sides) if backfill else {}
+    if backfill:
+        print(backfill_table(curves) if curves else _NO_CURVE)
+    _write(json_file, lambda: _report(sets, measured, criteria, neighbours > 0, curves))
 
 
 def _points(
@@ -182,7 +190,7 @@ def _report(
     measured: Sequence[MatrixCell],
     criteria: Mapping[str, object],
     neighbours: bool,
-    backfill: bool,
+    curves: Curves,
 ) -> dict[str, object]:
     asked, searched = (side.listing for side in sets.sides[:2])
     return {
@@ -191,7 +199,10 @@ def _report(
             str(cell.name): {**cell.figures, "worst_class": cell.worst_class} for cell in measured
         },
         "criterion": criteria,
-        "backfill": _curves(measured if backfill else (), *sets.sides),
+        "backfill": {
+            cell: {order: _figures(curve) for order, curve in orders.items()}
+            for cell, orders in curves.items()
+        },
         "neighbours": {
             str(cell.name): dict(neighbour_paths(cell, asked, searched))
             for cell in measured
@@ -217,20 +228,22 @@ def _names(
 
 def _curves(
     cells: Sequence[MatrixCell], queries: Embedded, gallery: Embedded, relevance: Relevance
-) -> dict[str, dict[str, Curve]]:
+) -> Curves:
     return {
-        str(cell.name): {
-            order: {
-                "mean_map": curve.mean_over(curve.map),
-                "mean_cmc1": curve.mean_over(curve.cmc1),
-                "shares": curve.shares.tolist(),
-                "map": curve.map.tolist(),
-                "cmc1": curve.cmc1.tolist(),
-            }
-            for order, curve in backfill_curves(cell.name, queries, gallery, relevance).items()
-        }
+        str(cell.name): backfill_curves(cell.name, queries, gallery, relevance)
         for cell in cells
         if cell.name.gallery[0] != cell.name.query
+    }
+
+
+def _figures(curve: BackfillCurve) -> dict[str, float | list[float]]:
+    """The curve at `shares` of the gallery, and its mean over them."""
+    return {
+        "mean_map": curve.mean_over(curve.map),
+        "mean_cmc1": curve.mean_over(curve.cmc1),
+        "shares": curve.shares.tolist(),
+        "map": curve.map.tolist(),
+        "cmc1": curve.cmc1.tolist(),
     }
 
 

@@ -3,9 +3,12 @@
 import io
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nobackfill.metrics.backfill import TENTHS, BackfillCurve
 from nobackfill.quality.gains import Row
 from nobackfill.quality.gate import Evidence
 from nobackfill.quality.matrix import MatrixCell
@@ -85,6 +88,19 @@ def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
     for name in names:
         table.add_row(name, *(f"{100 * figures[name]:.2f}" for figures in cells.values()))
     return render(table)
+
+
+def backfill_table(curves: Mapping[str, Mapping[str, BackfillCurve]]) -> str:
+    """Of each cell and order, CMC-1 and mAP while tenths of the gallery are re-embedded, and the
+    mean over the curve. Between the shares that were measured the curve is a straight line."""
+    shares = (f"{100 * share:.0f} %" for share in TENTHS)
+    table = Table("cell", "order", "figure", *shares, "mean", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for cell, orders in curves.items():
+        for order, curve in orders.items():
+            for title, values in (("CMC-1", curve.cmc1), ("mAP", curve.map)):
+                tenths = [*np.interp(TENTHS, curve.shares, values), curve.mean_over(values)]
+                table.add_row(cell, order, title, *(f"{100 * value:.1f}" for value in tenths))
+    return f"Share of the gallery that is re-embedded, in percent:\n{render(table)}"
 
 
 def _percent(share: float | bool | None) -> str:
