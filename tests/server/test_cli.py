@@ -10,6 +10,8 @@ from urllib.request import urlopen
 
 import pytest
 
+from nobackfill.errors import BusyError
+from nobackfill.server.grpc.listener import check_free
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import Served, command, serving
 from tests.server.support import Client, images
@@ -94,17 +96,33 @@ def test_the_log_is_json_with_request_ids(served: Served) -> None:
 def test_an_address_in_use(repo: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        for flag in ("--address", "--metrics-address"):
+        for flag in ("--address", "--metrics-address", "--console-address"):
             done = subprocess.run(
                 command(
                     "serve", f"--model-repo={repo}", f"--data={tmp_path / 'd'}",
-                    "--triton=in-process", "--address=127.0.0.1:0",
-                    "--metrics-address=127.0.0.1:0", f"{flag}={address}",
+                    "--triton=in-process", "--console", "--address=127.0.0.1:0",
+                    "--metrics-address=127.0.0.1:0", "--console-address=127.0.0.1:0",
+                    f"{flag}={address}",
                 ),
                 capture_output=True, text=True, timeout=120,
             )  # fmt: skip
-            assert done.returncode == 75
-            assert address in done.stderr.splitlines()[-1]
+            assert done.returncode == 75, done.stderr
+            told = done.stderr.splitlines()[-1]
+            assert address in told and f"with {flag}" in told
+            # Told at once: no state was opened, and no model was loaded.
+            assert [path.name for path in (tmp_path / "d").iterdir()] == ["lock"]
+
+
+def test_a_port_that_a_connection_left_is_free(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with socket.create_connection(server.getsockname()[:2]):
+            # This end is closed first, so its address waits for late packets.
+            server.accept()[0].close()
+        with pytest.raises(BusyError, match="--address"):
+            check_free(address, "--address")
+    check_free(address, "--address")
+    check_free("127.0.0.1:0", "--address")
 
 
 def test_a_data_folder_serves_one_gateway(served: Served, repo: Path, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from nobackfill.server.gateway import Gateway
 from nobackfill.server.storage import forget_move
 from nobackfill.v1 import vault_pb2 as pb
 from tests.server.conftest import Stages, publish_stage
+from tests.server.process import command
 from tests.server.support import Client, images, running, settings
-from tests.server.test_cli import command, run, run_json
+from tests.server.test_cli import run, run_json
 from tests.support.postgres import Server
 
 

@@ -28,7 +28,7 @@ from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.galleries.sizes import IndexSizes, vectors
 from nobackfill.server.grpc.interceptor import Interceptor
-from nobackfill.server.grpc.listener import Listener
+from nobackfill.server.grpc.listener import Listener, check_free
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.gallery import GalleryService
 from nobackfill.server.grpc.services.release import ReleaseService
@@ -176,6 +176,10 @@ class Gateway:
         raise_limit()
         durable.make_dir(settings.data, 0o700)
         closing.enter_context(durable.lock(settings.data / "lock"))
+        # Checked before models are loaded, which may take minutes.
+        check_free(settings.address, "--address")
+        if settings.console:
+            check_free(settings.console_address, "--console-address")
         metrics = Metrics()
         metrics.disk_free.set_function(lambda: shutil.disk_usage(settings.data).free)
         self.metrics_address = metrics.serve(settings.metrics_address)

@@ -1,5 +1,6 @@
 """The gRPC server: services behind the interceptor, health, reflection, a bounded drain."""
 
+import socket
 import time
 from collections.abc import Callable, Iterable
 
@@ -46,6 +47,35 @@ _OPTIONS = [
 ]
 
 
+def check_free(address: str, option: str) -> None:
+    """Look whether this process could listen at `address` now, without listening there.
+
+    Raises BusyError where nothing that HOST:PORT stands for can be bound. An unknown host is left
+    to whoever listens there.
+    """
+    host, port = split_address(address, "address")
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return
+    for family, *_, place in places:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC does: a connection that ended a moment ago holds no port.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(place)
+            except OSError:
+                continue
+            return
+    raise _busy(address, option)
+
+
+def _busy(address: str, option: str) -> BusyError:
+    return BusyError(
+        f"address {address} cannot be used, another program may have it; give another with {option}"
+    )
+
+
 class Listener:
     """Answers calls from `start` to `stop`."""
 
@@ -74,9 +104,9 @@ class Listener:
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 
-    def start(self, socket: str | None = None) -> str:
-        """Listen; the address, with the port that was chosen for port 0. `socket`: also there, in
-        the clear, a file that nobody else can open.
+    def start(self, file: str | None = None) -> str:
+        """Listen; the address, with the port that was chosen for port 0. `file`: also there, in
+        the clear, a socket that nobody else can open.
 
         Raises BusyError for an address in use.
         """
@@ -88,12 +118,9 @@ class Listener:
             else:
                 port = self._server.add_secure_port(address, certificates.credentials())
         except RuntimeError as error:
-            raise BusyError(
-                f"address {address} cannot be used, another program may have it; give another with "
-                "--address"
-            ) from error
-        if socket is not None:
-            self._server.add_insecure_port(socket)
+            raise _busy(address, "--address") from error
+        if file is not None:
+            self._server.add_insecure_port(file)
         self._server.start()
         self._connections = Connections(port, self._metrics)
         host, _ = split_address(address, "address")
