@@ -104,6 +104,9 @@ def agree(pair: Pair) -> list[Answer[Hit]]:
         assert (mine.release, mine.space) == (yours.release, yours.space)
         scores = [[hit.score for hit in answer.hits] for answer in (mine, yours)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+        beyond = [[hit.beyond_calibration for hit in answer.hits] for answer in (mine, yours)]
+        assert beyond[0] == beyond[1]
+        assert (mine.beyond_calibration, yours.beyond_calibration) == (all(beyond[0]),) * 2
         answers.append(mine)
     assert list(device.list()) == [as_known(item) for item in gateway.list()]
     assert device.count() == gateway.count()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from nobackfill.client.cli import searching
 from nobackfill.client.device import Device
 from nobackfill.client.photos.search import Search
 from nobackfill.errors import InvalidInputError, NotFoundError
@@ -48,9 +49,26 @@ def test_by_id_finds_the_nearest_others(setting: Setting, vectors: NDArray[np.fl
             assert [hit.id for hit in hits] == [name for name, _ in expected]
             distances = [distance for _, distance in expected]
             assert [hit.distance for hit in hits] == pytest.approx(distances, abs=1e-5)
-            # The curve of the test releases: 1 at distance 0, 0.2 at 2, 0 at 4.
-            scores = np.interp(distances, [0, 2, 4], [1, 0.2, 0])
+            # The curve of the test releases: 1 at distance .01, 0.2 at 2, 0 at 4.
+            scores = np.interp(distances, [0.01, 2, 4], [1, 0.2, 0])
             assert [hit.score for hit in hits] == pytest.approx(scores, abs=1e-5)
+            # Items 3 and 7 are the same: nearer than any pair of the calibration.
+            assert [hit.beyond_calibration for hit in hits] == [d < 0.01 for d in distances]
+            assert hits[0].beyond_calibration == (row in (3, 7))
+
+
+def test_an_answer_that_is_all_beyond_the_calibration_says_so(
+    setting: Setting, vectors: NDArray[np.float32], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Device(setting.gallery) as device:
+        search = Search(device, {})
+        assert search.by_id("item-3", 1).beyond_calibration
+        assert not search.by_id("item-3", 2).beyond_calibration
+        assert not Search(device, {"row": -1}).by_id("item-3", 2).beyond_calibration
+    note = "every hit lies beyond the distances that the release was calibrated on"
+    for k, noted in ((1, True), (2, False)):
+        searching.answer(searching.Asked(setting.gallery, item="item-3", k=k))
+        assert (note in capsys.readouterr().out) == noted
 
 
 def test_filters_leave_the_rest_in_order(setting: Setting, vectors: NDArray[np.float32]) -> None:

@@ -36,9 +36,12 @@ def main() -> None:
     assert parse is not None and curves is not None and compiled is not None
     read = answered = routed = 0
     labels = [*snapshot.base.index.labels.tolist(), *snapshot.delta.index.labels.tolist()]
-    known = {label: (b"\n\x05ab", b"\n\x00cd", b"rest", 1 + label % 7) for label in labels}
+    known = {
+        label: (b"\n\x05ab", b"\n\x00cd", b"rest", 1 + label % 7, b"\n\x07ef") for label in labels
+    }
     odd = {
-        label: rng.choice([(), (1, 2, 3, 4), (b"", b"", b"", 99), "x", None]) for label in labels
+        label: rng.choice([(), (1, 2, 3, 4, 5), (b"", b"", b"", 99, b""), "x", None])
+        for label in labels
     }
     for number in range(CASES):
         read += parse(message(rng)) is not None

@@ -16,7 +16,7 @@ from nobackfill.quality.calibrate import (
     same_scale,
 )
 from nobackfill.quality.retrieval import Measured
-from nobackfill.release.calibration import scores
+from nobackfill.release.calibration import beyond, scores
 from nobackfill.release.evidence import HealingEvidence
 
 SPACE = "sp-" + "0" * 64
@@ -45,6 +45,51 @@ def test_probabilities_are_the_shares_of_matches() -> None:
     grid = np.linspace(0.1, 1.9, 30)
     expected = 1 / (1 + np.exp(6 * (grid - 1)))
     assert np.abs(np.interp(grid, x, y) - expected).max() < 0.04
+
+
+def test_a_curve_covers_the_distances_that_were_seen() -> None:
+    """All pairs match below 1, none does above: two blocks, each as wide as its pairs lie. One
+    breakpoint a block, at its mean, left half of the pairs outside of the curve."""
+    rng = np.random.default_rng(0)
+    distances = np.sort(rng.uniform(0, 2, 6400))
+    x, y = fit_curve(distances, (distances < 1).astype(float))
+    outside = (distances < x[0]) | (distances > x[-1])
+    # Half a bin of 64 at each end.
+    assert outside.mean() == pytest.approx(1 / 64, abs=0.002)
+    np.testing.assert_allclose(
+        np.interp([0.3, 0.9, 1.1, 1.9], x, y), [101 / 102] * 2 + [1 / 102] * 2
+    )
+
+
+def test_queries_unlike_those_of_the_calibration_are_recognised() -> None:
+    """A model that was trained on some classes places what it does not know all in one spot: ten of
+    ten hits have the score of the nearest pairs, and lie beyond the curve."""
+    rng = np.random.default_rng(0)
+    centres = rng.standard_normal((20, 16))
+
+    def known(each: int) -> tuple[np.ndarray, np.ndarray]:
+        labels = np.repeat(np.arange(20), each)
+        return centres[labels] + 0.3 * rng.standard_normal((len(labels), 16)), labels
+
+    def nearest(queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
+        return np.asarray(((queries[:, None] - gallery) ** 2).sum(2))
+
+    (gallery, theirs), (queries, own) = known(15), known(15)
+    apart = nearest(queries, gallery)
+    near = np.argsort(apart, axis=1)[:, :PAIRS_A_QUERY]
+    relevance = Relevance([np.flatnonzero(theirs == one) for one in own], [np.array([], int)] * 300)
+    found = np.take_along_axis(apart, near, 1).astype(np.float32)
+    curve = fit_calibration(SPACE, SPACE, "native", near, found, relevance, 300)
+
+    def all_beyond(queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
+        tens = np.sort(nearest(queries, gallery), axis=1)[:, :10]
+        return np.asarray(beyond(curve, tens).all(1))
+
+    other = 3 + 0.03 * rng.standard_normal((100, 16))
+    told = scores(curve, nearest(other[:50], other[50:]))
+    assert (told == max(curve.probabilities)).all()
+    assert all_beyond(other[:50], other[50:]).all()
+    assert not all_beyond(known(15)[0], known(15)[0]).any()
 
 
 def test_only_retrieved_pairs_count_and_never_the_query_itself() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nobackfill.release.calibration import find, scores
+from nobackfill.release.calibration import beyond, find, scores
 from nobackfill.release.manifest import Calibration
 from tests.support.releases import draft
 
@@ -40,6 +40,17 @@ def test_scores_follow_the_curve(steps: list[tuple[int, int]], at: list[float]) 
     assert got.shape == (len(at),)
     np.testing.assert_allclose(got, [slow(distances, probabilities, x) for x in at], atol=1e-9)
     assert (np.diff(scores(curve, sorted(at))) <= 1e-12).all()
+
+
+def test_distances_outside_of_the_curve_are_flagged() -> None:
+    """Of earlier releases as of later ones: the manifest is the same."""
+    curve = Calibration(
+        query_space=SPACE, gallery_space=SPACE, origin="native", items=3,
+        distances=(0.5, 1, 2), probabilities=(0.98, 0.5, 0.02),
+    )  # fmt: skip
+    at = [0, 0.49, 0.5, 1.5, 2, 2.01, np.nan]
+    assert beyond(curve, at).tolist() == [True, True, False, False, False, True, False]
+    np.testing.assert_allclose(scores(curve, at[:-1]), [0.98, 0.98, 0.98, 0.26, 0.02, 0.02])
 
 
 def test_no_number_is_no_match() -> None:

@@ -122,6 +122,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
             item.id = f"late {number}"
         assert not client.put_items("large", extra)
         snapshot = view.snapshot()
+        beyond = set[bool]()
         if parse is None:
             pytest.skip("nothing was compiled: there is no compiler")
         assert snapshot.compiled is not None
@@ -158,8 +159,10 @@ def test_compiled_code_and_python_answer_byte_for_byte(
                 assert told(served, message) == compiled
             assert compiled is not None
             assert search_pb2.SearchResponse.FromString(compiled) == expected
+            beyond.update(hit.beyond_calibration for hit in expected.hits)
 
         same()
+        assert beyond == {True, False}
 
 
 @hypothesis_settings(max_examples=300, deadline=None)

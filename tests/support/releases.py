@@ -197,7 +197,7 @@ def _calibration(
     directly: Sequence[Manifest],
     scale: tuple[float, float] | None,
 ) -> tuple[Calibration, ...]:
-    curve = {"distances": (0.0, 2.0, 4.0), "probabilities": (1.0, 0.2, 0.0), "items": 100}
+    curve = {"distances": (0.01, 2.0, 4.0), "probabilities": (1.0, 0.2, 0.0), "items": 100}
     native = Calibration(query_space=space, gallery_space=space, origin="native", **curve)
     upgraded = native.model_copy(update={"origin": "upgraded", "scale": scale})
     old = [

@@ -44,8 +44,9 @@ def fit_curve(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Breakpoints of a strictly decreasing curve through isotonic regression.
 
-    Pairs are pooled into bins of near distances first; blocks of equal probability become one
-    breakpoint each, at their mean distance. With one block the curve is a hint of a slope.
+    Pairs are pooled into bins of near distances first, each at its mean distance. A block of equal
+    probability keeps its first and its last bin, so that the curve covers the distances that were
+    seen: at each end half a bin lies outside. With one bin the curve is a hint of a slope.
     """
     # Imported here: it takes a second, and only a release that is measured is calibrated.
     from sklearn.isotonic import IsotonicRegression
@@ -60,18 +61,19 @@ def fit_curve(
     share = np.array([(matches[part].sum() + 1) / (len(part) + 2) for part in parts])
     curve = IsotonicRegression(increasing=False).fit(centre, share, sample_weight=weight)
     fitted = curve.predict(centre)
-    return _strict(centre, np.asarray(fitted), weight)
+    return _strict(centre, np.asarray(fitted))
 
 
 def _strict(
-    centre: NDArray[np.float64], fitted: NDArray[np.float64], weight: NDArray[np.float64]
+    centre: NDArray[np.float64], fitted: NDArray[np.float64]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    starts = np.flatnonzero(np.r_[True, np.diff(fitted) != 0])
-    total = np.add.reduceat(weight, starts)
-    x = np.add.reduceat(centre * weight, starts) / total
-    y = fitted[starts]
-    # Bins at one distance (a gallery of copies) have one block or several; keep x strict.
-    apart = np.r_[True, np.diff(x) > 0]
+    changes = np.diff(fitted) != 0
+    starts, ends = np.r_[True, changes], np.r_[changes, True]
+    # A manifest's curve falls everywhere: a block does by the smallest step of a float.
+    y = np.where(starts, fitted, np.nextafter(fitted, 0))[starts | ends]
+    x = centre[starts | ends]
+    # Bins at one distance (a gallery of copies) have one block or several.
+    apart = np.r_[True, (np.diff(x) > 0) & (np.diff(y) < 0)]
     x, y = x[apart], y[apart]
     if len(x) == 1:
         spread = max(abs(float(x[0])), 1e-3) * 0.5

@@ -1,9 +1,10 @@
 """Calibration, applied: a distance becomes the probability that two images match.
 
 Fitted by training, stored in the manifest, one curve for each (query space, gallery space, origin).
-Between breakpoints the curve is a straight line; outside of them it keeps the end values. Where
-carried and native vectors of one space are ranked together, a scale says where a carried one's
-distance stands among those of native ones (docs/adr/0024).
+Between breakpoints the curve is a straight line. Nearer than the first and farther than the last,
+where hardly a pair was seen, it keeps the end values and the hit is flagged. Where carried and
+native vectors of one space are ranked together, a scale says where a carried one's distance stands
+among those of native ones (docs/adr/0024).
 """
 
 from collections.abc import Sequence
@@ -78,6 +79,12 @@ class Scorer:
         values = np.asarray(distances, dtype=np.float64)
         return np.asarray(np.interp(values, self._distances, self._probabilities), dtype=np.float64)
 
+    def beyond(self, distances: ArrayLike) -> NDArray[np.bool_]:
+        """See `beyond`."""
+        values = np.asarray(distances, dtype=np.float64)
+        nearer, farther = values < self._distances[0], values > self._distances[-1]
+        return np.asarray(nearer | farther, dtype=np.bool_)
+
 
 def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
     """Probabilities in [0, 1] of the shape of `distances`; nearer is never less likely.
@@ -85,6 +92,15 @@ def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
     NaN stays NaN, so that no caller takes it for a match.
     """
     return Scorer(calibration).scores(distances)
+
+
+def beyond(calibration: Curve, distances: ArrayLike) -> NDArray[np.bool_]:
+    """Which distances lie outside of those that the calibration saw, of the same shape.
+
+    Their scores are the curve's end values. A model that sees pictures unlike those of its
+    calibration may place them all so near to each other: such scores are no evidence of a match.
+    """
+    return Scorer(calibration).beyond(distances)
 
 
 def find(

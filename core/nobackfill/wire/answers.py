@@ -16,7 +16,8 @@ Image = bytes | str | Path
 class Hit:
     """An item that was found. `distance`: smaller is nearer; `score`: calibrated probability of a
     match, 0 to 1, None where the release carries no calibration; `release`: whose space its vector
-    lives in; `origin`: native, direct, upgraded, re-embedded or old-model."""
+    lives in; `origin`: native, direct, upgraded, re-embedded or old-model; `beyond_calibration`:
+    hardly a distance as small, or as large, was seen while calibrating; the score is a bound."""
 
     id: str
     distance: float
@@ -24,6 +25,7 @@ class Hit:
     release: int
     origin: str
     metadata: Metadata = field(default_factory=dict)
+    beyond_calibration: bool = False
 
 
 Found = TypeVar("Found", bound=Hit, covariant=True)
@@ -44,6 +46,12 @@ class Answer(Generic[Found]):
     space_ends: datetime | None = None
     error: str = ""
     request_id: str = ""
+
+    @property
+    def beyond_calibration(self) -> bool:
+        """Whether that is so of every hit: the scores do not tell these hits apart then, and the
+        query or the gallery may be unlike what the release was calibrated on."""
+        return bool(self.hits) and all(hit.beyond_calibration for hit in self.hits)
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ def _answer(response: pb.SearchResponse) -> Answer[Hit]:
             release=hit.release,
             origin=origin_name(hit.origin) or "",
             metadata=from_metadata(hit.metadata),
+            beyond_calibration=hit.beyond_calibration,
         )
         for hit in response.hits
     ]

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from nobackfill.v1 import types_pb2 as nobackfill_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1anobackfill/v1/search.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19nobackfill/v1/types.proto\"b\n\x05Query\x12\x0f\n\x05image\x18\x01 \x01(\x0cH\x00\x12/\n\nembeddings\x18\x02 \x01(\x0b\x32\x19.nobackfill.v1.EmbeddingsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x07\n\x05query\":\n\nEmbeddings\x12,\n\nembeddings\x18\x01 \x03(\x0b\x32\x18.nobackfill.v1.Embedding\"\xf5\x01\n\rSearchRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12#\n\x05query\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Query\x12\t\n\x01k\x18\x03 \x01(\r\x12%\n\x06\x66ilter\x18\x04 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x19\n\x0cmax_distance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06\x66ields\x18\x07 \x01(\x0b\x32\x15.nobackfill.v1.Fields\x12)\n\x08\x61\x63\x63uracy\x18\x08 \x01(\x0b\x32\x17.nobackfill.v1.AccuracyB\x0f\n\r_max_distance\"5\n\x08\x41\x63\x63uracy\x12\x0c\n\x02\x65\x66\x18\x01 \x01(\rH\x00\x12\x0f\n\x05\x65xact\x18\x02 \x01(\x08H\x00\x42\n\n\x08\x61\x63\x63uracy\"\xa8\x01\n\x0eSearchResponse\x12 \n\x04hits\x18\x01 \x03(\x0b\x32\x12.nobackfill.v1.Hit\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\r\n\x05space\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x31\n\rspace_ends_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\xf4\x01\n\x03Hit\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x64istance\x18\x02 \x01(\x02\x12\x12\n\x05score\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07release\x18\x04 \x01(\r\x12%\n\x06origin\x18\x05 \x01(\x0e\x32\x15.nobackfill.v1.Origin\x12\x32\n\x08metadata\x18\x06 \x03(\x0b\x32 .nobackfill.v1.Hit.MetadataEntry\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\x08\n\x06_score\"\xfc\x01\n\x12SearchBatchRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x07queries\x18\x02 \x03(\x0b\x32\x14.nobackfill.v1.Query\x12\t\n\x01k\x18\x03 \x01(\r\x12%\n\x06\x66ilter\x18\x04 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x19\n\x0cmax_distance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06\x66ields\x18\x07 \x01(\x0b\x32\x15.nobackfill.v1.Fields\x12)\n\x08\x61\x63\x63uracy\x18\x08 \x01(\x0b\x32\x17.nobackfill.v1.AccuracyB\x0f\n\r_max_distance\"G\n\x13SearchBatchResponse\x12\x30\n\tresponses\x18\x01 \x03(\x0b\x32\x1d.nobackfill.v1.SearchResponse\"r\n\x0f\x46\x65\x65\x64\x62\x61\x63kRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07item_id\x18\x03 \x01(\t\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.nobackfill.v1.FeedbackKind\"#\n\x10\x46\x65\x65\x64\x62\x61\x63kResponse\x12\x0f\n\x07\x63ounted\x18\x01 \x01(\x08*\x81\x01\n\x0c\x46\x65\x65\x64\x62\x61\x63kKind\x12\x1d\n\x19\x46\x45\x45\x44\x42\x41\x43K_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x45\x45\x44\x42\x41\x43K_KIND_CLICKED\x10\x01\x12\x1b\n\x17\x46\x45\x45\x44\x42\x41\x43K_KIND_CONFIRMED\x10\x02\x12\x1a\n\x16\x46\x45\x45\x44\x42\x41\x43K_KIND_REJECTED\x10\x03\x32\xf9\x01\n\rSearchService\x12\x45\n\x06Search\x12\x1c.nobackfill.v1.SearchRequest\x1a\x1d.nobackfill.v1.SearchResponse\x12T\n\x0bSearchBatch\x12!.nobackfill.v1.SearchBatchRequest\x1a\".nobackfill.v1.SearchBatchResponse\x12K\n\x08\x46\x65\x65\x64\x62\x61\x63k\x12\x1e.nobackfill.v1.FeedbackRequest\x1a\x1f.nobackfill.v1.FeedbackResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1anobackfill/v1/search.proto\x12\rnobackfill.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19nobackfill/v1/types.proto\"b\n\x05Query\x12\x0f\n\x05image\x18\x01 \x01(\x0cH\x00\x12/\n\nembeddings\x18\x02 \x01(\x0b\x32\x19.nobackfill.v1.EmbeddingsH\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x07\n\x05query\":\n\nEmbeddings\x12,\n\nembeddings\x18\x01 \x03(\x0b\x32\x18.nobackfill.v1.Embedding\"\xf5\x01\n\rSearchRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12#\n\x05query\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Query\x12\t\n\x01k\x18\x03 \x01(\r\x12%\n\x06\x66ilter\x18\x04 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x19\n\x0cmax_distance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06\x66ields\x18\x07 \x01(\x0b\x32\x15.nobackfill.v1.Fields\x12)\n\x08\x61\x63\x63uracy\x18\x08 \x01(\x0b\x32\x17.nobackfill.v1.AccuracyB\x0f\n\r_max_distance\"5\n\x08\x41\x63\x63uracy\x12\x0c\n\x02\x65\x66\x18\x01 \x01(\rH\x00\x12\x0f\n\x05\x65xact\x18\x02 \x01(\x08H\x00\x42\n\n\x08\x61\x63\x63uracy\"\xa8\x01\n\x0eSearchResponse\x12 \n\x04hits\x18\x01 \x03(\x0b\x32\x12.nobackfill.v1.Hit\x12\x0f\n\x07release\x18\x02 \x01(\r\x12\r\n\x05space\x18\x03 \x01(\t\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12\x31\n\rspace_ends_at\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrequest_id\x18\x06 \x01(\t\"\x90\x02\n\x03Hit\x12\n\n\x02id\x18\x01 \x01(\t\x12\x10\n\x08\x64istance\x18\x02 \x01(\x02\x12\x12\n\x05score\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07release\x18\x04 \x01(\r\x12%\n\x06origin\x18\x05 \x01(\x0e\x32\x15.nobackfill.v1.Origin\x12\x32\n\x08metadata\x18\x06 \x03(\x0b\x32 .nobackfill.v1.Hit.MetadataEntry\x12\x1a\n\x12\x62\x65yond_calibration\x18\x07 \x01(\x08\x1a\x45\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.nobackfill.v1.Value:\x02\x38\x01\x42\x08\n\x06_score\"\xfc\x01\n\x12SearchBatchRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12%\n\x07queries\x18\x02 \x03(\x0b\x32\x14.nobackfill.v1.Query\x12\t\n\x01k\x18\x03 \x01(\r\x12%\n\x06\x66ilter\x18\x04 \x01(\x0b\x32\x15.nobackfill.v1.Filter\x12\x19\n\x0cmax_distance\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12%\n\x06\x66ields\x18\x07 \x01(\x0b\x32\x15.nobackfill.v1.Fields\x12)\n\x08\x61\x63\x63uracy\x18\x08 \x01(\x0b\x32\x17.nobackfill.v1.AccuracyB\x0f\n\r_max_distance\"G\n\x13SearchBatchResponse\x12\x30\n\tresponses\x18\x01 \x03(\x0b\x32\x1d.nobackfill.v1.SearchResponse\"r\n\x0f\x46\x65\x65\x64\x62\x61\x63kRequest\x12\x0f\n\x07gallery\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07item_id\x18\x03 \x01(\t\x12)\n\x04kind\x18\x04 \x01(\x0e\x32\x1b.nobackfill.v1.FeedbackKind\"#\n\x10\x46\x65\x65\x64\x62\x61\x63kResponse\x12\x0f\n\x07\x63ounted\x18\x01 \x01(\x08*\x81\x01\n\x0c\x46\x65\x65\x64\x62\x61\x63kKind\x12\x1d\n\x19\x46\x45\x45\x44\x42\x41\x43K_KIND_UNSPECIFIED\x10\x00\x12\x19\n\x15\x46\x45\x45\x44\x42\x41\x43K_KIND_CLICKED\x10\x01\x12\x1b\n\x17\x46\x45\x45\x44\x42\x41\x43K_KIND_CONFIRMED\x10\x02\x12\x1a\n\x16\x46\x45\x45\x44\x42\x41\x43K_KIND_REJECTED\x10\x03\x32\xf9\x01\n\rSearchService\x12\x45\n\x06Search\x12\x1c.nobackfill.v1.SearchRequest\x1a\x1d.nobackfill.v1.SearchResponse\x12T\n\x0bSearchBatch\x12!.nobackfill.v1.SearchBatchRequest\x1a\".nobackfill.v1.SearchBatchResponse\x12K\n\x08\x46\x65\x65\x64\x62\x61\x63k\x12\x1e.nobackfill.v1.FeedbackRequest\x1a\x1f.nobackfill.v1.FeedbackResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HIT_METADATAENTRY']._loaded_options = None
   _globals['_HIT_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_FEEDBACKKIND']._serialized_start=1468
-  _globals['_FEEDBACKKIND']._serialized_end=1597
+  _globals['_FEEDBACKKIND']._serialized_start=1496
+  _globals['_FEEDBACKKIND']._serialized_end=1625
   _globals['_QUERY']._serialized_start=105
   _globals['_QUERY']._serialized_end=203
   _globals['_EMBEDDINGS']._serialized_start=205
@@ -48,17 +48,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEARCHRESPONSE']._serialized_start=569
   _globals['_SEARCHRESPONSE']._serialized_end=737
   _globals['_HIT']._serialized_start=740
-  _globals['_HIT']._serialized_end=984
-  _globals['_HIT_METADATAENTRY']._serialized_start=905
-  _globals['_HIT_METADATAENTRY']._serialized_end=974
-  _globals['_SEARCHBATCHREQUEST']._serialized_start=987
-  _globals['_SEARCHBATCHREQUEST']._serialized_end=1239
-  _globals['_SEARCHBATCHRESPONSE']._serialized_start=1241
-  _globals['_SEARCHBATCHRESPONSE']._serialized_end=1312
-  _globals['_FEEDBACKREQUEST']._serialized_start=1314
-  _globals['_FEEDBACKREQUEST']._serialized_end=1428
-  _globals['_FEEDBACKRESPONSE']._serialized_start=1430
-  _globals['_FEEDBACKRESPONSE']._serialized_end=1465
-  _globals['_SEARCHSERVICE']._serialized_start=1600
-  _globals['_SEARCHSERVICE']._serialized_end=1849
+  _globals['_HIT']._serialized_end=1012
+  _globals['_HIT_METADATAENTRY']._serialized_start=933
+  _globals['_HIT_METADATAENTRY']._serialized_end=1002
+  _globals['_SEARCHBATCHREQUEST']._serialized_start=1015
+  _globals['_SEARCHBATCHREQUEST']._serialized_end=1267
+  _globals['_SEARCHBATCHRESPONSE']._serialized_start=1269
+  _globals['_SEARCHBATCHRESPONSE']._serialized_end=1340
+  _globals['_FEEDBACKREQUEST']._serialized_start=1342
+  _globals['_FEEDBACKREQUEST']._serialized_end=1456
+  _globals['_FEEDBACKRESPONSE']._serialized_start=1458
+  _globals['_FEEDBACKRESPONSE']._serialized_end=1493
+  _globals['_SEARCHSERVICE']._serialized_start=1628
+  _globals['_SEARCHSERVICE']._serialized_end=1877
 # @@protoc_insertion_point(module_scope)

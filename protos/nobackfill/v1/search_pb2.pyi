@@ -81,7 +81,7 @@ class SearchResponse(_message.Message):
     def __init__(self, hits: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., release: _Optional[int] = ..., space: _Optional[str] = ..., error: _Optional[str] = ..., space_ends_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Hit(_message.Message):
-    __slots__ = ("id", "distance", "score", "release", "origin", "metadata")
+    __slots__ = ("id", "distance", "score", "release", "origin", "metadata", "beyond_calibration")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -95,13 +95,15 @@ class Hit(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    BEYOND_CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     id: str
     distance: float
     score: float
     release: int
     origin: _types_pb2.Origin
     metadata: _containers.MessageMap[str, _types_pb2.Value]
-    def __init__(self, id: _Optional[str] = ..., distance: _Optional[float] = ..., score: _Optional[float] = ..., release: _Optional[int] = ..., origin: _Optional[_Union[_types_pb2.Origin, str]] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ...) -> None: ...
+    beyond_calibration: bool
+    def __init__(self, id: _Optional[str] = ..., distance: _Optional[float] = ..., score: _Optional[float] = ..., release: _Optional[int] = ..., origin: _Optional[_Union[_types_pb2.Origin, str]] = ..., metadata: _Optional[_Mapping[str, _types_pb2.Value]] = ..., beyond_calibration: _Optional[bool] = ...) -> None: ...
 
 class SearchBatchRequest(_message.Message):
     __slots__ = ("gallery", "queries", "k", "filter", "max_distance", "fields", "accuracy")

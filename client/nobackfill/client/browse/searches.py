@@ -29,6 +29,7 @@ class Searches:
             request,
             "found.html.j2",
             hits=self._items.tiles(found),
+            beyond=found.beyond_calibration,
             changed=changed,
             release=active.spec.release,
             before=None if previous is None else previous.spec.release,

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nobackfill.client.output import Output
 
 if TYPE_CHECKING:
+    from nobackfill.client.photos.search import Answer
     from nobackfill.gallery.filters import Filter
 
 
@@ -46,13 +47,19 @@ def answer(asked: Asked) -> None:
     one = answers[0].as_json() if len(answers) == 1 else None
     Output(asked.json).result(
         one or {"answers": [found.as_json() for found in answers]},
-        *(line for found in answers for line in _table(found.as_json(), len(answers) > 1)),
+        *(line for found in answers for line in _table(found, len(answers) > 1)),
     )
 
 
-def _table(answer: dict[str, Any], named: bool) -> list[str]:
-    lines = [f"{answer['query']}:"] if named else []
-    for hit in answer["hits"]:
+def _table(answer: "Answer", named: bool) -> list[str]:
+    told = answer.as_json()
+    lines = [f"{told['query']}:"] if named else []
+    for hit in told["hits"]:
         score = "" if hit["score"] is None else f"{hit['score']:7.1%}"
         lines.append(f"{hit['id']}  {hit['distance']:8.4f}{score}  {hit['path']}")
+    if answer.beyond_calibration:
+        lines.append(
+            "every hit lies beyond the distances that the release was calibrated on: the scores do "
+            "not tell these hits apart"
+        )
     return lines or ["nothing found: the gallery is empty, or no item passes --where"]

@@ -27,7 +27,7 @@ from nobackfill.gallery.search import origins
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours, mask_of
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.calibration import Scale, scores
+from nobackfill.release.calibration import Scale, beyond, scores
 from nobackfill.vectors import Vectors, check_vectors
 from nobackfill.wire import answers
 from nobackfill.wire.limits import LARGEST_K
@@ -57,6 +57,7 @@ class Hit(answers.Hit):
             "score": self.score,
             "release": self.release,
             "origin": self.origin,
+            "beyond_calibration": self.beyond_calibration,
         }
 
 
@@ -220,18 +221,16 @@ class Search:
             Hit(
                 id=item.id,
                 distance=float(distance),
-                score=self._score(item.origin or "native", float(distance)),
+                score=None if curve is None else float(scores(curve, distance)),
                 release=self.spec.release,
                 origin=item.origin or "native",
                 metadata=item.metadata,
+                beyond_calibration=curve is not None and bool(beyond(curve, distance)),
             )
             for item, distance in zip(items, distances, strict=False)
             if item is not None
+            for curve in (self._curves.get(item.origin or "native"),)
         ]
-
-    def _score(self, origin: str, distance: float) -> float | None:
-        curve = self._curves.get(origin)
-        return None if curve is None else float(scores(curve, [distance])[0])
 
 
 def _curves(manifest: bytes, space: str) -> dict[str, Curve]:

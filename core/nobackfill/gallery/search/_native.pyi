@@ -49,7 +49,7 @@ class Snapshot:
         self,
         queries: list[tuple[bytes, int, int, float]],
         exact: bool,
-        known: Mapping[int, tuple[bytes, bytes, bytes, int]],
+        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: Curves,
         end: bytes,
     ) -> list[bytes | None]: ...
@@ -64,7 +64,7 @@ class Route:
         most_k: int,
         exact: bool,
         walked: Mapping[int, int | None],
-        known: Mapping[int, tuple[bytes, bytes, bytes, int]],
+        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: Curves,
         end: bytes,
     ) -> None: ...

@@ -98,7 +98,7 @@ class CompiledSearch:
         self,
         queries: Sequence[tuple[bytes, int, float]],
         exact: bool,
-        known: Mapping[int, tuple[bytes, bytes, bytes, int]],
+        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: "Curves",
         end: bytes,
     ) -> list[bytes | None]:
@@ -121,7 +121,7 @@ class CompiledSearch:
         usual_k: int,
         most_k: int,
         exact: bool,
-        known: Mapping[int, tuple[bytes, bytes, bytes, int]],
+        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: "Curves",
         end: bytes,
     ) -> Callable[[list[bytes]], list[bytes | None]]:

@@ -8,7 +8,7 @@ import numpy as np
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.store import Item
-from nobackfill.release.calibration import Scale
+from nobackfill.release.calibration import Scale, Scorer
 from nobackfill.server.galleries.plan import Part
 from nobackfill.vectors import Vectors
 
@@ -17,13 +17,22 @@ ItemsOf = Callable[[list[int], str], list[Item | None]]
 
 
 class Hit(NamedTuple):
-    """`release` made the vector that was compared; `score` is None without a calibration."""
+    """`release` made the vector that was compared; `score` is None without a calibration, and
+    `beyond_calibration` where that saw no such distance."""
 
     item: Item
     distance: float
     score: float | None
     release: int
     origin: Origin
+    beyond_calibration: bool = False
+
+
+class Score(NamedTuple):
+    """A calibrated probability, and whether it lies `beyond` the distances of the calibration."""
+
+    value: float
+    beyond: bool
 
 
 def rank(
@@ -77,7 +86,7 @@ def _hits(
     def hits(distances: Vectors) -> list[Hit]:
         scores = scores_of(part, origins, distances)
         return [
-            Hit(item, distance, score, part.release, origin)
+            _hit(item, distance, score, part.release, origin)
             for item, origin, distance, score in zip(
                 found, origins, distances.tolist(), scores, strict=True
             )
@@ -88,22 +97,33 @@ def _hits(
     return list(zip(true, true if exact else hits(rounded(distances)), strict=True))
 
 
+def _hit(item: Item, distance: float, score: Score | None, release: int, origin: Origin) -> Hit:
+    if score is None:
+        return Hit(item, distance, None, release, origin)
+    return Hit(item, distance, score.value, release, origin, score.beyond)
+
+
 def scores_of(
     part: Part, origins: Sequence[Origin | None], distances: Vectors
-) -> list[float | None]:
+) -> list[Score | None]:
     """Of each hit, None where its origin has no calibration."""
     kinds = set(origins)
     if len(kinds) == 1:
         curve = part.curves.get(origins[0]) if origins[0] else None
-        return [None] * len(origins) if curve is None else curve.scores(distances).tolist()
-    result: list[float | None] = [None] * len(origins)
+        return [None] * len(origins) if curve is None else _scores(curve, distances)
+    result: list[Score | None] = [None] * len(origins)
     for origin in kinds:
         curve = part.curves.get(origin) if origin else None
         if curve is not None:
-            for i, score in enumerate(curve.scores(distances).tolist()):
+            for i, score in enumerate(_scores(curve, distances)):
                 if origins[i] == origin:
                     result[i] = score
     return result
+
+
+def _scores(curve: Scorer, distances: Vectors) -> list[Score | None]:
+    values, beyond = curve.scores(distances).tolist(), curve.beyond(distances).tolist()
+    return [Score(*one) for one in zip(values, beyond, strict=True)]
 
 
 def _by_score(hit: Hit) -> tuple[float, float, int]:

@@ -12,6 +12,9 @@ namespace nobackfill {
 struct Curve {
     std::vector<double> distances, probabilities;
 
+    // Calibration.beyond.
+    bool beyond(double x) const { return x < distances.front() || x > distances.back(); }
+
     // numpy.interp.
     double score(double x) const {
         const std::size_t n = distances.size();

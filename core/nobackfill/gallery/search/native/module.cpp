@@ -178,7 +178,7 @@ py::object joined(
     for (const Found& hit : *one.found) {
         const py::int_ label(hit.label);
         PyObject* parts = PyDict_GetItemWithError(known.ptr(), label.ptr());
-        if (!parts || !PyTuple_Check(parts) || PyTuple_GET_SIZE(parts) != 4) {
+        if (!parts || !PyTuple_Check(parts) || PyTuple_GET_SIZE(parts) != 5) {
             if (PyErr_Occurred()) throw py::error_already_set();
             return py::none();
         }
@@ -186,10 +186,12 @@ py::object joined(
         if (!(double(hit.distance) <= one.farthest)) continue;
         const auto origin = py::handle(PyTuple_GET_ITEM(parts, 3)).cast<std::size_t>();
         const bool scored = origin < curves.size() && !curves[origin].distances.empty();
-        bytes += text_of(PyTuple_GET_ITEM(parts, scored ? 0 : 1));
+        const bool beyond = scored && curves[origin].beyond(hit.distance);
+        bytes += text_of(PyTuple_GET_ITEM(parts, beyond ? 4 : scored ? 0 : 1));
         put(bytes, 0x15, hit.distance);
         if (scored) put(bytes, 0x1D, float(curves[origin].score(hit.distance)));
         bytes += text_of(PyTuple_GET_ITEM(parts, 2));
+        if (beyond) bytes.append("\x38\x01", 2);
     }
     bytes += end;
     return py::bytes(bytes);

@@ -234,6 +234,7 @@ def _response(
             score=hit.score,
             release=hit.release,
             origin=ORIGINS[hit.origin],
+            beyond_calibration=hit.beyond_calibration,
         )
         # The distance as the answer shows it: a line drawn finer would reveal more.
         if message.distance <= farthest:
