@@ -13,7 +13,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.arenas import bound_arenas
-from nobackfill.server.galleries.initial_index import beginning
+from nobackfill.server.galleries.hosted_file import beginning
 from nobackfill.vectors import Vectors
 
 NOTE = (

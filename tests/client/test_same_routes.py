@@ -21,7 +21,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.routes import Route
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import StateFile
 from nobackfill.server.upgrades.upgrading import Upgrading
@@ -99,7 +99,7 @@ def on_server(
     target = made[max(made)]
     with SqliteGallery.create(folder / "g.sqlite", SpaceSpec.of(made[1])) as store:
         fill(store, made[1].space)
-        hosted = Hosted("g", folder, store)
+        hosted = HostedInFile("g", folder, store)
         route = upgrading.route(hosted, target.release)
         if route is None:
             return None, set(), {}

@@ -17,6 +17,7 @@ from demo.load import write_requests
 from nobackfill import wire
 from nobackfill.errors import BusyError, NobackfillError
 from nobackfill.release.manifest import Manifest
+from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.gateway import Gateway
 from nobackfill.server.grpc import listener
 from nobackfill.server.settings import Settings
@@ -67,6 +68,13 @@ def settings(model_repo: Path, data: Path, **given: Any) -> Settings:
         "drain_seconds": 5,
     }
     return Settings(model_repo=model_repo, data=data, **(defaults | given))
+
+
+def in_file(gateway: Gateway, name: str = "g") -> HostedInFile:
+    """An open gallery of a gateway that keeps its galleries in files."""
+    hosted = gateway.galleries.get(name)
+    assert isinstance(hosted, HostedInFile), hosted
+    return hosted
 
 
 @contextmanager

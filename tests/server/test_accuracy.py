@@ -11,7 +11,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from nobackfill.vectors import Vectors
-from tests.server.support import TIMEOUT_S, Client, ids, refused
+from tests.server.support import TIMEOUT_S, Client, ids, in_file, refused
 from tests.support import graphs
 from tests.support.waiting import wait_until
 
@@ -46,7 +46,7 @@ def index(gateway: Gateway, client: Client, one: Manifest) -> ExactIndex:
             for row, vector in enumerate(vectors)
         ),
     )
-    hosted = gateway.galleries.get("g")
+    hosted = in_file(gateway)
     view = hosted.view(one.space)
     wait_until(hosted.index_path(one.space).exists, "no graph")
     assert isinstance(view.snapshot().base.index, hnsw.HnswIndex)
@@ -76,7 +76,7 @@ def test_queries_of_another_distribution_are_answered_once_some_were_asked(
     gateway: Gateway, client: Client, one: Manifest, index: ExactIndex
 ) -> None:
     queries = unit(np.random.default_rng(2).standard_normal((200, graphs.DIM)))
-    view = gateway.galleries.get("g").view(one.space)
+    view = in_file(gateway).view(one.space)
     base = view.snapshot().base.index
     assert isinstance(base, hnsw.HnswIndex)
     before = base.ef
@@ -96,7 +96,7 @@ def test_a_request_says_how_hard_to_look(
     gateway: Gateway, client: Client, one: Manifest, index: ExactIndex
 ) -> None:
     queries = unit(np.random.default_rng(3).standard_normal((30, graphs.DIM)))
-    view = gateway.galleries.get("g").view(one.space)
+    view = in_file(gateway).view(one.space)
     plain = recall(client, one, index, queries[:10])
     seen = view.asked.seen
     wide = recall(client, one, index, queries, 1500)

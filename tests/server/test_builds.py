@@ -10,7 +10,7 @@ from nobackfill.gallery.search import hnsw
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.indexing import Sharing
 from nobackfill.server.settings import Settings, cores
-from tests.server.support import Client, running
+from tests.server.support import Client, in_file, running
 from tests.server.test_indexing import put
 from tests.support.waiting import wait_until
 
@@ -41,7 +41,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         for name in ("left", "right"):
             client.create_gallery(name)
             put(client, one, name=name)
-        hosts = [gateway.galleries.get(name) for name in ("left", "right")]
+        hosts = [in_file(gateway, name) for name in ("left", "right")]
         wait_until(
             lambda: all(hosted.index_path(one.space).exists() for hosted in hosts), "no index files"
         )
@@ -49,7 +49,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         monkeypatch.setattr(hnsw, "build", alone)
         client.create_gallery("third")
         put(client, one, name="third")
-        third = gateway.galleries.get("third")
+        third = in_file(gateway, "third")
         wait_until(third.index_path(one.space).exists, "no index file")
         assert shares == [1, 1, 2]
         for hosted in (*hosts, third):

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.gallery.search import hnsw
-from nobackfill.server.galleries import initial_index
+from nobackfill.server.galleries import hosted_file
 from nobackfill.v1 import gallery_pb2, types_pb2
-from tests.server.support import Client, running
+from tests.server.support import Client, in_file, running
 from tests.support import graphs
 from tests.support.blocks import manifest
 from tests.support.waiting import wait_until
 
-COUNT = initial_index.SMALL + 100
+COUNT = hosted_file.SMALL + 100
 
 
 def unit_vectors(count: int = COUNT) -> list[bytes]:
@@ -58,7 +58,7 @@ def test_no_vector_is_in_the_index_file_which_outlives_deletions(
         assert index.read_bytes() == written
     assert files_with(data, vectors[7]) == []
     with running(repo, data) as gateway:
-        snapshot = gateway.galleries.get("g").view(space).snapshot()
+        snapshot = in_file(gateway).view(space).snapshot()
         assert isinstance(snapshot.base.index, hnsw.HnswIndex)
         assert (len(snapshot.base), len(snapshot.delta)) == (COUNT - 1, 0)
     assert files_with(data, vectors[7]) == []

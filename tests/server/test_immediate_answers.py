@@ -26,6 +26,7 @@ from tests.server.support import (
     embedding,
     ids,
     images,
+    in_file,
     metadata,
     side_info,
 )  # fmt: skip
@@ -113,7 +114,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
                 for row in range(start, min(LARGE, start + 500))
             ]
             assert not client.put_items("large", items)
-        hosted = served.galleries.get("large")
+        hosted = in_file(served, "large")
         view = hosted.view(one.space)
         view.compact(hnsw.build)
         # A few beside the graph, and tombstones in neither.
@@ -280,7 +281,7 @@ def test_a_gallery_larger_than_memory_is_not_searched_twice(
         tried.clear()
         with monkeypatch.context() as patch:
             patch.setattr(items, "MOST_BYTES", 0)
-            served.galleries.get("g").items_of(one.space).forget(range(10 * COUNT))
+            in_file(served).items_of(one.space).forget(range(10 * COUNT))
             for _ in range(96):
                 assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
         assert 5 <= len(tried) <= 20

@@ -17,12 +17,12 @@ from nobackfill.errors import PreconditionError
 from nobackfill.gallery.search import hnsw, skeleton
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import bases, indexing
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries import hosted_file, indexing
+from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import gallery_pb2, types_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, refused
+from tests.server.support import Client, in_file, refused
 from tests.server.test_forgetting import COUNT, unit_vectors
 from tests.support import graphs
 from tests.support.waiting import wait_until
@@ -49,13 +49,13 @@ def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT, name: s
 @pytest.fixture
 def swapped(
     gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest, two: Manifest
-) -> Hosted:
+) -> HostedInFile:
     """Gallery g, put in release 1 and carried to release 2, with a graph built of its own there."""
     client.create_gallery("g")
     put(client, one)
     publish_stage(repo, stages[2])
     client.swap(2)
-    hosted = gateway.galleries.get("g")
+    hosted = in_file(gateway)
     path, spec = hosted.index_path(two.space), SpaceSpec.of(two)
     wait_until(lambda: path.exists() and skeleton.read(path, spec).fresh, "no graph of its own")
     return hosted
@@ -70,7 +70,7 @@ def uncollected() -> Iterator[None]:
 
 
 def test_a_release_that_comes_back_brings_its_index(
-    swapped: Hosted, client: Client, two: Manifest
+    swapped: HostedInFile, client: Client, two: Manifest
 ) -> None:
     client.rollback(confirm=True)
     assert two.space not in swapped.views()
@@ -82,7 +82,9 @@ def test_a_release_that_comes_back_brings_its_index(
 
 
 @pytest.mark.usefixtures("uncollected")
-def test_a_space_that_was_left_is_let_go_of(swapped: Hosted, client: Client, two: Manifest) -> None:
+def test_a_space_that_was_left_is_let_go_of(
+    swapped: HostedInFile, client: Client, two: Manifest
+) -> None:
     left = weakref.ref(swapped.view(two.space))
     # From here on the graph has no file: its view waits for quiet times to be written again.
     assert client.delete("g", ["i7"]) == 1
@@ -96,10 +98,10 @@ def test_what_was_put_joins_the_graph_when_puts_end(
 ) -> None:
     more = indexing._QUIET_DELTA + 100
     # Too few to make the graph anew while puts go on.
-    assert more < bases.LARGEST_DELTA
+    assert more < hosted_file.LARGEST_DELTA
     client.create_gallery("g")
     put(client, one)
-    hosted = gateway.galleries.get("g")
+    hosted = in_file(gateway)
     wait_until(hosted.index_path(one.space).exists, "no index file")
     put(client, one, COUNT, COUNT + more)
     view = hosted.view(one.space)

@@ -14,7 +14,7 @@ import pytest
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.arenas import most_arenas
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.gateway import Gateway
 from tests.gallery.making import SIDE_DIM, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
@@ -139,7 +139,7 @@ def test_a_gallery_that_was_there_at_the_start_goes_with_its_last_user(tmp_path:
     store = SqliteGallery.create(tmp_path / "g.sqlite", spec())
     space = spec().space
     store.put(ids(20), [NewVectors(space, vectors(20, 1), vectors(20, 2, SIDE_DIM))])
-    hosted = Hosted("g", tmp_path, store)
+    hosted = HostedInFile("g", tmp_path, store)
     gone = [weakref.ref(one) for one in (hosted, store, hosted.view(space))]
     gc.collect()
     gc.freeze()

@@ -17,7 +17,7 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import Gateway
 from nobackfill.vectors import Vectors
 from nobackfill.wire import Answer, Hit
-from tests.server.support import Client, embedding, ids, images
+from tests.server.support import Client, embedding, ids, images, in_file
 
 # More than a lane of calls has threads.
 ASKERS = 20
@@ -128,7 +128,7 @@ def test_searches_go_on_while_the_view_of_a_new_space_is_read(
 ) -> None:
     client.create_gallery("g")
     client.put_images(images(5))
-    hosted = gateway.galleries.get("g")
+    hosted = in_file(gateway)
     space = hosted.plan.parts[0].space
     # As who makes another view holds it for as long as that is read.
     with hosted._making:

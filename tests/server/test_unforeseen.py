@@ -18,7 +18,7 @@ from nobackfill.server.galleries import indexing
 from nobackfill.server.gateway import Gateway
 from nobackfill.v1 import upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, images, running
+from tests.server.support import Client, images, in_file, running
 from tests.server.test_forgetting import COUNT
 from tests.server.test_indexing import put
 from tests.support.waiting import wait_until
@@ -188,7 +188,7 @@ def test_the_indexing_thread_outlives_what_nobody_foresaw(
     for name in ("broken", "whole"):
         client.create_gallery(name)
         put(client, one, name=name)
-    broken, whole = map(gateway.galleries.get, ("broken", "whole"))
+    broken, whole = in_file(gateway, "broken"), in_file(gateway, "whole")
     views = broken.views
 
     def no_views() -> Mapping[str, LiveView]:

@@ -23,7 +23,7 @@ from nobackfill.server.upgrades.throttle import Throttle
 from nobackfill.v1 import release_pb2, upgrade_pb2
 from nobackfill.vectors import Vectors
 from tests.server.conftest import Stages, publish_stage
-from tests.server.support import Client, ids, images, refused
+from tests.server.support import Client, ids, images, in_file, refused
 from tests.server.test_indexing import put
 from tests.support.blocks import png
 from tests.support.waiting import wait_until
@@ -77,7 +77,7 @@ def test_an_estimate_is_near_what_it_then_takes(
     """Time until the new space answers, and the disk; both within generous factors."""
     client.create_gallery("g")
     put(client, one, 0, 6000)
-    hosted = gateway.galleries.get("g")
+    hosted = in_file(gateway)
     wait_until(hosted.index_path(one.space).exists, "no index file")
     publish_stage(repo, stages[2])
     told = client.estimate_upgrade("g", 2, spare_cores=0.9)

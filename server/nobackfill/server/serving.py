@@ -212,5 +212,4 @@ def _drop_unused(hosted: Hosted, releases: Collection[int] | None) -> None:
     for info in hosted.spaces():
         chosen = releases is None or info.spec.release in releases
         if chosen and info.state != "active" and info.spec.space not in used:
-            hosted.store.drop(info.spec.space)
-            hosted.index_path(info.spec.space).unlink(missing_ok=True)
+            hosted.drop(info.spec.space)

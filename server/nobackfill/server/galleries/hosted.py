@@ -1,6 +1,7 @@
-"""A gallery being served: its store, a live view of each space it is searched in, its plan."""
+"""A gallery being served, whatever keeps it: its store, its plan, and what is counted of it."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,22 +9,17 @@ from typing import Any
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.change import Change
-from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.matches import Filtering, Matches
 from nobackfill.gallery.search.index import Neighbours
-from nobackfill.gallery.search.view import LiveView, Snapshot
+from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
-from nobackfill.gallery.store import Store
 from nobackfill.gallery.stored_vectors import Item
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import local_search, lock_order
+from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.allowance import Allowance
-from nobackfill.server.galleries.initial_index import beginning
-from nobackfill.server.galleries.items import ItemCache
 from nobackfill.server.galleries.lock_order import Level
-from nobackfill.server.galleries.origins import Origins
 from nobackfill.server.galleries.plan import BOTH, SOURCE, Filling, Part, Plan, entered, make_plan
 from nobackfill.server.galleries.speed import Speed
 from nobackfill.server.galleries.users import Users
@@ -37,7 +33,7 @@ ROLLOUT, NOTE = "rollout", "note"
 EXACT = "exact_distances"
 
 
-class Hosted:
+class Hosted(ABC):
     """One open gallery.
 
     `users` are all who work with it, `Galleries` counts them; `leaving` is set while its deletion
@@ -45,27 +41,20 @@ class Hosted:
     `write_lock` is shared by puts, and exclusive to whoever changes the gallery's spaces.
     """
 
-    # Whether graphs are in this process; its number in a store, another's of the same name differs.
-    graphs_here, number = True, 0
+    # Its number in a store: another gallery of the same name has another one.
+    number = 0
+    store: GalleryStore
 
-    def __init__(
-        self, name: str, folder: Path, store: GalleryStore, filtering: Filtering | None = None
-    ) -> None:
-        """`filtering`: what answers filters where `store` is no file."""
+    def __init__(self, name: str, folder: Path, store: GalleryStore, filtering: Filtering) -> None:
+        """`filtering`: what answers filters."""
         self.name, self.folder, self.store = name, folder, store
         self.users = Users(Level.GALLERY, name)
         self.leaving = False
         self.write_lock = WriteLock(name)
         self._lock = threading.Lock()
-        # Held to make or drop views. The mapping is replaced: a search of a view that is there does
-        # not wait while another is read.
-        self._making = threading.Lock()
-        self._views: Mapping[str, LiveView] = {}
-        self._items: dict[str, ItemCache] = {}
-        self.origins = Origins(store)
         store.subscribe(self._forward)
-        self.filtering = filtering or FilterEngine(_file(store))
-        # What the file says, kept so that looking over all galleries opens no files.
+        self.filtering = filtering
+        # What the store says, kept so that looking over all galleries opens no files.
         self._spaces: tuple[SpaceInfo, ...] | None = None
         self._state: Mapping[str, Any] | None = None
         # Replaced at each change: what was counted before it lands in a mapping nobody reads.
@@ -73,8 +62,6 @@ class Hosted:
         self.exact = bool(self.state(EXACT))
         self._plan: Plan | None = None
         self.speed = Speed()
-        self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
-        self.ready: dict[str, Any] = {}  # by space, what ImmediateAnswers have made
 
     @property
     def plan(self) -> Plan:
@@ -97,8 +84,8 @@ class Hosted:
     ) -> Plan:  # fmt: skip
         """Make the plan anew from the gallery's spaces; returns the one before.
 
-        Views of spaces that are searched now are made before it is seen, unless the gallery has
-        none yet; `forget_views` lets go of the others. `before` it is seen, it may be refused.
+        What searches of it need is made before it is seen; `forget_views` lets go of what no plan
+        needs. `before` it is seen, it may be refused.
         Raises ConfigurationError for a space of a release that is not published here.
         """
         spaces, rollout, epoch = self._read()
@@ -110,8 +97,7 @@ class Hosted:
         source, both = self.state(SOURCE) is not None, bool(self.state(BOTH))
         new = make_plan(spaces, state, manifests, rollout, epoch, source=source, both=both)
         before(new)
-        if self._views:
-            self._wake(new)
+        self._prepare(new)
         old, self._plan = self._plan, new
         return old if old is not None else new
 
@@ -128,99 +114,59 @@ class Hosted:
         it, ItemQuotaError beyond the `allowance`, and as `store.put`."""
         self.store.put(ids, vectors, digests=digests, metadata=metadata)
 
+    @abstractmethod
     def check_whole(self) -> None:
         """Raises DamagedError where a part of the gallery is missing that nobody has dropped."""
 
+    @abstractmethod
     def wake(self) -> None:
         """Make the views that the plan searches: of a gallery that is opened at the start they are
         made at its first use, unless it is large."""
-        if not self._views:
-            self._wake(self.plan)
 
-    def _wake(self, plan: Plan) -> None:
-        for space in plan.searched():
-            self.view(space)
-
-    def view(
-        self, space: str, source: LiveView | None = None, between: Callable[[], None] = lambda: None
-    ) -> LiveView:  # fmt: skip
-        """The live view of a space, made when it is first asked for: with the index that is kept of
-        it, or that it inherits from `source`. `between` may raise to give up."""
-        view = self._views.get(space)
-        if view is not None:
-            return view
-        lock_order.check(Level.VIEW, self.name)
-        with self._making, lock_order.holding(Level.VIEW, self.name):
-            view = self._views.get(space)
-            if view is None:
-                begin = beginning(self.index_path(space), source, between)
-                view = LiveView(_file(self.store), space, begin)
-                self._views = {**self._views, space: view}
-            return view
+    @abstractmethod
+    def _prepare(self, plan: Plan) -> None:
+        """Make what searches of a plan need, unless `wake` is to make it."""
 
     def views(self) -> Mapping[str, LiveView]:
-        """Every live view there is, by space."""
-        return self._views
+        """Every live view there is in this process, by space."""
+        return {}
 
+    @abstractmethod
+    def forget_views(self, plan: Plan) -> None:
+        """Let go of the views that `plan` does not search; nobody may use an older one by now."""
+
+    @abstractmethod
     def items(self, labels: list[int], space: str) -> list[Item | None]:
         """Items as `space` shows them, in order; None for those deleted meanwhile."""
-        return self.items_of(space).get(labels)
-
-    def items_of(self, space: str) -> ItemCache:
-        """The items that are kept in memory as `space` shows them."""
-        cache = self._items.get(space)
-        if cache is None:
-            with self._lock:
-                cache = self._items.setdefault(space, ItemCache(self.store, space))
-        return cache
 
     def spaces_of(self, label: int) -> list[str]:
         """Spaces in which an item has a vector."""
         spaces = [info.spec.space for info in self.spaces()]
         return [space for space in spaces if self.store.vector(label, space) is not None]
 
+    @abstractmethod
     def search(
         self, parts: Sequence[Part], queries: Sequence[Vectors], k: int, allowed: Matches | None,
         ef: int,
     ) -> list[Neighbours]:  # fmt: skip
         """What each part answers to its queries [q, dim], each item in the first part that has it.
         `ef` as in Index.search. Raises InvalidInputError for queries that are none."""
-        return local_search.search(self, parts, queries, k, allowed, ef)
 
+    @abstractmethod
     def compares(self, part: Part, ef: int) -> bool:
         """Whether a search of the part compares every vector, rather than ask a graph."""
-        return local_search.compares(self, part, ef)
 
+    @abstractmethod
     def expect(self, space: str) -> None:
         """A space that is there is searched from now on: read it before puts have to wait."""
-        self.view(space)
 
+    @abstractmethod
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
         """Give a space that an upgrade has filled its first index; `between` may raise to stop."""
-        local_search.make_ready(self, space, between)
 
-    def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
-        """What `snapshot` has and `other` has not; kept for the next search of the same two."""
-        known = self._rest
-        if known is not None and known[0] is snapshot and known[1] is other:
-            return known[2]
-        self._rest = snapshot, other, snapshot.without(other.labels())
-        return self._rest[2]
-
-    def forget_views(self, plan: Plan) -> None:
-        """Let go of the views that `plan` does not search; nobody may use an older one by now."""
-        self._rest = None
-        lock_order.check(Level.VIEW, self.name)
-        with self._making:
-            kept = plan.searched()
-            gone = [view for space, view in self._views.items() if space not in kept]
-            self._views = {space: v for space, v in self._views.items() if space in kept}
-        for view in gone:
-            view.close()
-        self.origins.keep(kept)
-        with self._lock:
-            self._items = {space: one for space, one in self._items.items() if space in kept}
-            self.ready = {}
+    def drop(self, space: str) -> None:
+        """Remove a space that no plan uses. Raises as `store.drop`."""
+        self.store.drop(space)
 
     def spaces(self) -> tuple[SpaceInfo, ...]:
         """All spaces, oldest first, as of the last commit."""
@@ -267,12 +213,8 @@ class Hosted:
         return self.speed.slow(self.views().values())
 
     def spec(self) -> SpaceSpec:
-        """The space that is active in the file."""
+        """The space that is active in the store."""
         return next(info.spec for info in self.spaces() if info.state == "active")
-
-    def index_path(self, space: str) -> Path:
-        """Where the index of a space is cached."""
-        return self.folder / f"{space}.hnsw"
 
     def answer_exactly(self, exact: bool) -> None:
         """Whether answers bring distances as they were computed, from now on."""
@@ -282,9 +224,6 @@ class Hosted:
     def close(self) -> None:
         self.store.unsubscribe(self._forward)
         self.filtering.close()
-        self.origins.keep(())
-        for view in self.views().values():
-            view.close()
         self.store.close()
 
     def _forward(self, change: Change) -> None:
@@ -293,10 +232,3 @@ class Hosted:
             if change.spaces:
                 # Whoever moves spaces may set state with it.
                 self._spaces = self._state = None
-        for cache in list(self._items.values()):
-            cache.on_change(change)
-
-
-def _file(store: GalleryStore) -> Store:
-    assert isinstance(store, Store), "a gallery whose graphs are here is a file"
-    return store

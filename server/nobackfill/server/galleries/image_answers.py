@@ -9,6 +9,7 @@ from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
 from nobackfill.server.galleries.asked import Heals
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
 from nobackfill.server.galleries.plan import Part, Plan, entered
 from nobackfill.server.grpc.metrics import Metrics
@@ -20,7 +21,7 @@ from nobackfill.vectors import Vectors
 class _Asked:
     """One query, counted among who uses the gallery and its plan."""
 
-    hosted: Hosted
+    hosted: HostedInFile
     plan: Plan
     part: Part
     k: int
@@ -53,15 +54,16 @@ class ImageAnswers:
         """What answers a query; None: on a thread."""
         hosted = self._galleries.at_hand(gallery)
         if (
-            hosted is None
-            or not hosted.graphs_here
+            not isinstance(hosted, HostedInFile)
             or self._part(hosted, hosted.plan) is None
             or not self._embedding.models.ready()
         ):
             return None
         return Later(lambda call: self._add(hosted, image, k, farthest, call), self._queue.begin)
 
-    def _add(self, hosted: Hosted, image: bytes, k: int, farthest: float, call: Unanswered) -> None:
+    def _add(
+        self, hosted: HostedInFile, image: bytes, k: int, farthest: float, call: Unanswered
+    ) -> None:
         plan = _enter(hosted)
         part = None if plan is None else self._part(hosted, plan)
         if plan is None or part is None:
@@ -92,7 +94,7 @@ class ImageAnswers:
         answers: dict[Waiting[_Asked], bytes | None],
     ) -> None:
         rows = {waiting: row for waiting, row in found if row is not None}
-        together: dict[tuple[Hosted, Part], list[Waiting[_Asked]]] = {}
+        together: dict[tuple[HostedInFile, Part], list[Waiting[_Asked]]] = {}
         for waiting in rows:
             together.setdefault((waiting.of.hosted, waiting.of.part), []).append(waiting)
         for (hosted, part), some in together.items():

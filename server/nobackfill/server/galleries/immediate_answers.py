@@ -20,9 +20,8 @@ from nobackfill.gallery.store import Item
 from nobackfill.server.galleries.asked import Heals
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hit_bytes import HitBytes, hit_bytes, joined
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.galleries.items import ItemCache
-from nobackfill.server.galleries.local_search import best
 from nobackfill.server.galleries.plan import Part, Plan
 from nobackfill.server.galleries.queries import Question
 from nobackfill.server.galleries.ranking import rounded, scores_of
@@ -61,7 +60,7 @@ class _Route:
     """From requests to answers in one call of compiled code, as long as nothing of this changes."""
 
     answers: Callable[[list[bytes]], list[bytes | None]]
-    hosted: Hosted
+    hosted: HostedInFile
     plan: Plan
     part: Part
     view: LiveView
@@ -130,7 +129,7 @@ class ImmediateAnswers:
         state, hosted = self._state.now, self._galleries.at_hand(gallery)
         plan = None if hosted is None else hosted.plan
         part = None if plan is None else _part(plan, space)
-        if hosted is None or plan is None or part is None:
+        if plan is None or part is None or not isinstance(hosted, HostedInFile):
             return [None] * len(queries)
         answers = self.of_part(hosted, part, queries, arriving=True)
         if None not in answers:
@@ -140,13 +139,21 @@ class ImmediateAnswers:
     def of_image(self, question: Question, farthest: float) -> bytes | None:
         """A SearchResponse to what was made of an image, by who uses the gallery and its plan; None
         where more is needed."""
+        hosted = question.hosted
         if len(question.parts) > 1 or question.ef or question.k > MOST_HITS:
             return None
+        if not isinstance(hosted, HostedInFile):
+            return None
         query = question.vectors[0].tobytes(), question.k, farthest
-        return self.of_part(question.hosted, question.parts[0], [query])[0]
+        return self.of_part(hosted, question.parts[0], [query])[0]
 
     def of_part(
-        self, hosted: Hosted, part: Part, queries: Sequence[VectorQuery], *, arriving: bool = False
+        self,
+        hosted: HostedInFile,
+        part: Part,
+        queries: Sequence[VectorQuery],
+        *,
+        arriving: bool = False,
     ) -> list[bytes | None]:
         """As `answers`, for who holds the gallery and the plan that the part is of. A thread that
         is none where calls arrive may take its time, and waits for others: what it takes says
@@ -198,7 +205,7 @@ class ImmediateAnswers:
 
 
 def _answers(
-    hosted: Hosted, snapshot: Snapshot, ready: _Ready, queries: Sequence[VectorQuery]
+    hosted: HostedInFile, snapshot: Snapshot, ready: _Ready, queries: Sequence[VectorQuery]
 ) -> list[bytes | None]:
     compiled = snapshot.compiled
     answers: list[bytes | None] = [None] * len(queries)
@@ -216,13 +223,13 @@ def _answers(
 
 
 def _in_python(
-    hosted: Hosted, snapshot: Snapshot, ready: _Ready, values: bytes, k: int, farthest: float
+    hosted: HostedInFile, snapshot: Snapshot, ready: _Ready, values: bytes, k: int, farthest: float
 ) -> bytes | None:
     """The same bytes; None where there is something to say or to read."""
     if len(values) != 4 * snapshot.spec.dim:
         return None
     try:
-        found = best(hosted, ready.part, snapshot, np.frombuffer(values, "<f4")[None], k)
+        found = hosted.best(ready.part, snapshot, np.frombuffer(values, "<f4")[None], k)
     except InvalidInputError:
         return None
     labels = found.labels[0].tolist()
@@ -236,7 +243,7 @@ def _in_python(
     return _encoded(ready.part, hits, distances, farthest, exact=hosted.exact) + ready.end
 
 
-def _ready(hosted: Hosted, part: Part, ends: float | None) -> _Ready:
+def _ready(hosted: HostedInFile, part: Part, ends: float | None) -> _Ready:
     end = pb.SearchResponse(release=part.query.release, space=part.query.space)
     if ends is not None:
         end.space_ends_at.FromNanoseconds(int(ends * 1e9))
@@ -251,7 +258,7 @@ def _ready(hosted: Hosted, part: Part, ends: float | None) -> _Ready:
     )
 
 
-def _route(hosted: Hosted, plan: Plan, part: Part, state: State) -> _Route | None:
+def _route(hosted: HostedInFile, plan: Plan, part: Part, state: State) -> _Route | None:
     """Where a query's space has no end, nothing is healed, and there is compiled code for it."""
     ready, view = hosted.ready.get(part.space), hosted.views().get(part.space)
     space, exact = part.query.space, hosted.exact

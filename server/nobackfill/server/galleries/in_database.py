@@ -41,8 +41,6 @@ class HostedInDatabase(Hosted):
     What a plan is made of is read anew for each, in one snapshot, and its epoch with it.
     """
 
-    graphs_here = False
-
     def __init__(
         self, name: str, folder: Path, store: PostgresqlGallery,
         candidates: Candidates | None = None,
@@ -97,8 +95,14 @@ class HostedInDatabase(Hosted):
             # Another gateway has dropped it since the spaces were read: nothing is in it.
             return 0
 
-    def _wake(self, plan: Plan) -> None:
+    def wake(self) -> None:
         """Nothing is read before it is asked for."""
+
+    def _prepare(self, plan: Plan) -> None:
+        """The database has all that searches need."""
+
+    def forget_views(self, plan: Plan) -> None:
+        """There are none."""
 
     def search(
         self, parts: Sequence[Part], queries: Sequence[Vectors], k: int, allowed: Matches | None,

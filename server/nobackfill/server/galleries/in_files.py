@@ -11,6 +11,7 @@ from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import HostedInFile
 
 NAME = re.compile(r"^[a-z0-9_-]{1,64}\Z")
 _FILE = "gallery.sqlite"
@@ -66,7 +67,7 @@ class InFiles:
         folder = self._folder / name
         store = SqliteGallery.open(folder / _FILE, self._residents)
         try:
-            return Hosted(name, folder, store)
+            return HostedInFile(name, folder, store)
         except BaseException:
             store.close()
             raise

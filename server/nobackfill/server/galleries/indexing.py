@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from nobackfill.gallery.search.aside import give_way
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.view import LiveView, Snapshot
-from nobackfill.server.galleries.bases import due, make_index, tuned
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import HostedInFile, due, tuned
 from nobackfill.server.grpc.error_boundary import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 
@@ -47,7 +47,7 @@ class Indexing:
         self._makers = ThreadPoolExecutor(threads, "index", initializer=self._give_way)
         self._sharing = Sharing(threads)
         # Galleries that wait for a maker, or have one.
-        self._busy: weakref.WeakSet[Hosted] = weakref.WeakSet()
+        self._busy: weakref.WeakSet[HostedInFile] = weakref.WeakSet()
         # Views whose index is not on the disk: the snapshot last seen, and since when. Weak: a view
         # that a swap left behind must not keep its vectors and its graph here.
         self._since: weakref.WeakKeyDictionary[LiveView, tuple[weakref.ref[Snapshot], float]] = (
@@ -59,7 +59,7 @@ class Indexing:
             weakref.WeakKeyDictionary()
         )
         # Galleries that failed for a reason nobody foresaw: left alone until then.
-        self._resting: weakref.WeakKeyDictionary[Hosted, float] = weakref.WeakKeyDictionary()
+        self._resting: weakref.WeakKeyDictionary[HostedInFile, float] = weakref.WeakKeyDictionary()
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
@@ -84,18 +84,19 @@ class Indexing:
         while not self._stopping.is_set():
             with error_boundary(self._metrics, "indexing"):
                 for hosted in self._galleries():
-                    self._look_at(hosted)
+                    if isinstance(hosted, HostedInFile):
+                        self._look_at(hosted)
             self._wake.wait(_EVERY_S)
 
     @contextlib.contextmanager
-    def _alone(self, hosted: Hosted) -> Iterator[None]:
+    def _alone(self, hosted: HostedInFile) -> Iterator[None]:
         """What fails in one gallery keeps no other from its index, and is tried again later."""
         self._resting[hosted] = time.monotonic() + _REST_S
         with error_boundary(self._metrics, "indexing"):
             yield
             del self._resting[hosted]
 
-    def _look_at(self, hosted: Hosted) -> None:
+    def _look_at(self, hosted: HostedInFile) -> None:
         if hosted in self._busy or time.monotonic() < self._resting.get(hosted, 0.0):
             return
         there_is = False
@@ -105,7 +106,7 @@ class Indexing:
             self._busy.add(hosted)
             self._makers.submit(self._look_after, hosted)
 
-    def _look_after(self, hosted: Hosted) -> None:
+    def _look_after(self, hosted: HostedInFile) -> None:
         """A maker's turn: all that is due in one gallery."""
         try:
             if hosted.users.enter():
@@ -118,7 +119,7 @@ class Indexing:
         finally:
             self._busy.discard(hosted)
 
-    def _due(self, hosted: Hosted) -> Iterator[Callable[[], None]]:
+    def _due(self, hosted: HostedInFile) -> Iterator[Callable[[], None]]:
         """What there is to do, one after another; asked again, the same."""
         for space, view in hosted.views().items():
             if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
@@ -129,7 +130,7 @@ class Indexing:
             elif self._asked_anew(view):
                 yield functools.partial(self._tune, hosted, view)
 
-    def _settled(self, hosted: Hosted, space: str, view: LiveView) -> bool:
+    def _settled(self, hosted: HostedInFile, space: str, view: LiveView) -> bool:
         """Whether a graph has no file or much beside it, and nothing changed for a while that would
         cost it again."""
         snapshot = view.snapshot()
@@ -151,20 +152,20 @@ class Indexing:
         seen, rested = self._tuned.get(view, (0, 0.0))
         return view.asked.seen - seen >= _ENOUGH_ASKED and time.monotonic() >= rested
 
-    def _tune(self, hosted: Hosted, view: LiveView) -> None:
+    def _tune(self, hosted: HostedInFile, view: LiveView) -> None:
         began, seen = time.monotonic(), view.asked.seen
         view.tune(lambda base: tuned(base, view, self._giving_up(hosted)))
         ended = time.monotonic()
         rest = max(_TUNED_EVERY_S, _TUNED_SHARE * (ended - began))
         self._tuned[view] = seen, ended + rest
 
-    def _make(self, hosted: Hosted, space: str, view: LiveView) -> None:
+    def _make(self, hosted: HostedInFile, space: str, view: LiveView) -> None:
         with self._sharing.one():
-            make_index(hosted, space, view, self._giving_up(hosted), self._sharing.threads)
+            hosted.make_index(space, view, self._giving_up(hosted), self._sharing.threads)
         # A disk that is full is tried again after another while.
         self._since.pop(view, None)
 
-    def _giving_up(self, hosted: Hosted) -> Callable[[], None]:
+    def _giving_up(self, hosted: HostedInFile) -> Callable[[], None]:
         def give_up() -> None:
             if self._stopping.is_set() or hosted.leaving:
                 raise _StoppedError

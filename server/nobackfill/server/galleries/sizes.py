@@ -11,8 +11,8 @@ from prometheus_client.registry import Collector
 
 from nobackfill.gallery.search.index import Index
 from nobackfill.gallery.search.view import LiveView, Snapshot
-from nobackfill.server.galleries.bases import due
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import due
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.matches import Matches
 from nobackfill.gallery.search.aside import give_way
-from nobackfill.gallery.store import Store
 from nobackfill.items.reembedding import Cost
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
@@ -35,6 +34,7 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.answers import found_or_refused
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.galleries.plan import SOURCE
 from nobackfill.server.galleries.queries import Question, run
 from nobackfill.server.grpc import calls
@@ -297,7 +297,7 @@ def _answered(
 
 
 def _ledger(hosted: Hosted, space: str) -> Ledger:
-    if isinstance(hosted.store, Store):
+    if isinstance(hosted, HostedInFile):
         return FileLedger(hosted.folder, hosted.store, space)
     # It needs the extra `postgres`.
     from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery

@@ -13,7 +13,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import Runner
 from nobackfill.release.models import CHUNK
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.initial_index import SMALL
+from nobackfill.server.galleries.hosted_file import SMALL, HostedInFile
 from nobackfill.server.upgrades.job import LOOKS
 from nobackfill.server.upgrades.throttle import Throttle
 
@@ -51,7 +51,8 @@ def cost(
     found = hosted.store.estimate(runner, target)
     count = hosted.store.count() - found.left_behind
     vectors = 4 * target.dim * count
-    links = _ELEMENT_BYTES * count if count >= SMALL and hosted.graphs_here else 0
+    here = isinstance(hosted, HostedInFile)
+    links = _ELEMENT_BYTES * count if here and count >= SMALL else 0
     chunks = math.ceil(found.items / CHUNK)
     carrying = found.seconds + looking * min(chunks, LOOKS)
     inherited, built = _index_seconds(hosted, target, count)
@@ -62,14 +63,14 @@ def cost(
         # An index file holds links only.
         bytes=found.bytes + links,
         # Graphs hold the vectors: the one that is inherited, and beside it the next one.
-        memory_bytes=(2 * (vectors + links) if links else vectors) * hosted.graphs_here,
+        memory_bytes=(2 * (vectors + links) if links else vectors) * here,
         left_behind=found.left_behind,
     )
 
 
 def _index_seconds(hosted: Hosted, target: SpaceSpec, count: int) -> tuple[float, float]:
     """Until the new space has an index, and then until it has one of its own."""
-    if count < SMALL or not hosted.graphs_here:
+    if count < SMALL or not isinstance(hosted, HostedInFile):
         return 0.0, 0.0
     spec = hosted.spec()
     labels, vectors, _ = hosted.store.sample(spec.space, spec.space, _SAMPLE)
