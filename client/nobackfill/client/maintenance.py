@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill import durable
-from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import beside
+from nobackfill.client.gallery_file import GalleryFile, beside
 from nobackfill.client.photos.thumbnails import Thumbnails
 from nobackfill.client.status import disk_bytes
 from nobackfill.client.sync.installation import missing, tidy
@@ -39,7 +38,7 @@ _ROWS = 4096
 _PAGES = 256
 
 
-def remove(device: Device, named: Sequence[str]) -> dict[str, Any]:
+def remove(device: GalleryFile, named: Sequence[str]) -> dict[str, Any]:
     """Remove items from every space, the file's free pages and its log.
 
     `named`: ids, or paths, which stand for every item that was added from there. Their ciphertext
@@ -51,7 +50,7 @@ def remove(device: Device, named: Sequence[str]) -> dict[str, Any]:
     return {"removed": removed, "left_in_vault": in_vault}
 
 
-def delete(device: Device, ids: Sequence[str]) -> tuple[int, int]:
+def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
     """Like `remove`, by ids alone: how many existed, and of how many the vault holds ciphertext."""
     queue = VaultQueue(device.store)
     outbox = beside(device.path, "outbox")
@@ -69,7 +68,7 @@ def delete(device: Device, ids: Sequence[str]) -> tuple[int, int]:
     return removed, in_vault
 
 
-def _find(device: Device, name: str) -> list[str]:
+def _find(device: GalleryFile, name: str) -> list[str]:
     """Ids of an item, or of every item of a path: a file that was edited and added again is two."""
     if device.store.get(name) is not None:
         return [name]
@@ -84,7 +83,7 @@ def _find(device: Device, name: str) -> list[str]:
     return [item_id for (item_id,) in rows]
 
 
-def describe(device: Device, named: Sequence[str], notes: Metadata) -> int:
+def describe(device: GalleryFile, named: Sequence[str], notes: Metadata) -> int:
     """Set metadata of items, beside what they have; how many items. `named` as in `remove`.
 
     Raises NotFoundError for a name that is none, InvalidInputError for a key that says where an
@@ -106,7 +105,7 @@ def describe(device: Device, named: Sequence[str], notes: Metadata) -> int:
     return len(items)
 
 
-def collect(device: Device) -> dict[str, Any]:
+def collect(device: GalleryFile) -> dict[str, Any]:
     """`gc`: confirm the active release and drop what only a rollback or a killed run would need.
 
     What a sync or a push downloads or sends just now is left. Raises BusyError while a sync carries
@@ -128,7 +127,7 @@ def collect(device: Device) -> dict[str, Any]:
         return {"dropped": dropped, "freed_bytes": before - disk_bytes(device)}
 
 
-def _sweep_boxes(device: Device) -> None:
+def _sweep_boxes(device: GalleryFile) -> None:
     known = {entry.blob for entry in VaultQueue(device.store).entries("sealed")}
     for folder in (beside(device.path, "inbox"), beside(device.path, "outbox")):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -136,13 +135,13 @@ def _sweep_boxes(device: Device) -> None:
                 durable.remove_tree(path)
 
 
-def _compact(device: Device) -> None:
+def _compact(device: GalleryFile) -> None:
     """Give free pages back to the file system; not urgent, so not now if others hold the file."""
     with contextlib.suppress(BusyError):
         device.store.compact(_PAGES)
 
 
-def verify(device: Device) -> dict[str, Any]:
+def verify(device: GalleryFile) -> dict[str, Any]:
     """Check the file's pages, every vector, the models' digests, keys, ciphertext, and whether the
     vault holds what was pushed.
 
@@ -188,7 +187,7 @@ def verify(device: Device) -> dict[str, Any]:
     return {"items": items, "vectors": vectors, "problems": problems, "notes": notes}
 
 
-def _compare_vault(device: Device) -> tuple[list[str], list[str]]:
+def _compare_vault(device: GalleryFile) -> tuple[list[str], list[str]]:
     """Problems with the vault, and notes why it was not asked."""
     if device.state("vault") is None:
         return [], []
@@ -204,7 +203,7 @@ def _compare_vault(device: Device) -> tuple[list[str], list[str]]:
     return [] if problem is None else [problem], []
 
 
-def _check_space(device: Device, space: SpaceInfo) -> int:
+def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
     spec = space.spec
     count = 0
     with device.store.reading() as connection:
@@ -225,7 +224,7 @@ def _check_space(device: Device, space: SpaceInfo) -> int:
     return count
 
 
-def _check_outbox(device: Device) -> list[str]:
+def _check_outbox(device: GalleryFile) -> list[str]:
     problems = []
     for entry in VaultQueue(device.store).entries("sealed"):
         path = beside(device.path, "outbox") / entry.blob

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.photos.encoding import threads
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.store import Metadata, NewVectors
@@ -28,7 +28,7 @@ class Kept:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def add(device: Device, texts: Iterable[TextLine]) -> Kept:
+def add(device: GalleryFile, texts: Iterable[TextLine]) -> Kept:
     """Store texts by id, in place of what is there; the other keys of each are its metadata, and
     without any an unchanged text keeps what it has. The text itself is not kept.
 
@@ -43,7 +43,7 @@ def add(device: Device, texts: Iterable[TextLine]) -> Kept:
 
 
 def put(
-    device: Device, texts: Mapping[str, str], metadata: Mapping[str, Metadata] | None = None
+    device: GalleryFile, texts: Mapping[str, str], metadata: Mapping[str, Metadata] | None = None
 ) -> dict[str, str]:
     """Store texts by id; why some were refused, by id. Raises like `add`."""
     notes = metadata or {}
@@ -51,7 +51,7 @@ def put(
     return add(device, lines).refused
 
 
-def embed(device: Device, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
+def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
     """Texts, at least one, to float32 [n,dim]. Raises NoEncoderError, InvalidInputError for one
     that has no vector, VerificationError."""
     model = open_text_encoder(device.models, manifest, threads())
@@ -66,7 +66,7 @@ class _Encoders:
     """Of the space that answers, and of the one that a rollback would return to, if it reads
     texts."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: GalleryFile) -> None:
         self._device = device
         self._open: dict[str, TextModel] = {}
 
@@ -94,7 +94,7 @@ def _readable(batch: Sequence[TextLine], kept: Kept) -> Iterator[TextLine]:
             kept.refused[one.id] = str(error)
 
 
-def _store(device: Device, encoders: _Encoders, batch: list[TextLine], kept: Kept) -> None:
+def _store(device: GalleryFile, encoders: _Encoders, batch: list[TextLine], kept: Kept) -> None:
     # The last of a kind wins, and an id is in a batch once.
     batch = list({one.id: one for one in batch}.values())
     while batch:

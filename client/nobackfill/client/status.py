@@ -6,7 +6,7 @@ that people run often.
 
 from typing import Any
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo
@@ -14,7 +14,7 @@ from nobackfill.gallery.spec import SpaceInfo
 _LEAST_CERTAIN = 10
 
 
-def status(device: Device) -> dict[str, Any]:
+def status(device: GalleryFile) -> dict[str, Any]:
     """What the gallery is and holds; offline."""
     active = device.store.active()
     previous = device.previous()
@@ -42,14 +42,14 @@ def status(device: Device) -> dict[str, Any]:
     }
 
 
-def _key_problem(device: Device) -> str | None:
+def _key_problem(device: GalleryFile) -> str | None:
     # Only galleries that pushed load the library of keys.
     from nobackfill.client.vault.identity import problem
 
     return problem(device)
 
 
-def _space(device: Device, space: SpaceInfo) -> dict[str, Any]:
+def _space(device: GalleryFile, space: SpaceInfo) -> dict[str, Any]:
     items = device.store.count(space.spec.space)
     return {
         "release": space.spec.release,
@@ -60,7 +60,7 @@ def _space(device: Device, space: SpaceInfo) -> dict[str, Any]:
     }
 
 
-def disk_bytes(device: Device) -> int:
+def disk_bytes(device: GalleryFile) -> int:
     """Bytes of the gallery's file and of all that lies beside it."""
     names = device.path.parent.glob(f"{device.path.name}*")
     files = (p for name in names for p in ([name] if name.is_file() else name.rglob("*")))

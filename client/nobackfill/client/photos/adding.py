@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Advance
 from nobackfill.client.photos.encoding import Encoder
 from nobackfill.client.photos.files import find_images, read_image
@@ -87,7 +87,7 @@ def item_id(sha256: str) -> str:
     return sha256[:16]
 
 
-def add(device: Device, named: Sequence[Path], notes: Metadata, advance: Advance) -> Added:
+def add(device: GalleryFile, named: Sequence[Path], notes: Metadata, advance: Advance) -> Added:
     """Add the images named, and those below folders named, that the gallery does not hold yet; what
     is none, or is not taken, is named and skipped.
 
@@ -103,7 +103,7 @@ def add(device: Device, named: Sequence[Path], notes: Metadata, advance: Advance
 
 
 def put(
-    device: Device,
+    device: GalleryFile,
     images: Mapping[str, Path | bytes],
     metadata: Mapping[str, Metadata] | None = None,
 ) -> dict[str, str]:
@@ -116,7 +116,7 @@ def put(
     return _stored(device, sources, lambda done, total: None).refused
 
 
-def _stored(device: Device, sources: Sequence[Source], advance: Advance) -> Added:
+def _stored(device: GalleryFile, sources: Sequence[Source], advance: Advance) -> Added:
     report = Added()
     adder = _Adder(device, report)
     for start in range(0, len(sources), _BATCH):
@@ -128,7 +128,7 @@ def _stored(device: Device, sources: Sequence[Source], advance: Advance) -> Adde
 class _Adder:
     """Embeds for the space that answers and for the one that a rollback would return to."""
 
-    def __init__(self, device: Device, report: Added) -> None:
+    def __init__(self, device: GalleryFile, report: Added) -> None:
         self._device = device
         self._report = report
         self._open: dict[str, Encoder] = {}

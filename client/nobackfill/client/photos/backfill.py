@@ -5,7 +5,7 @@ from typing import Self
 
 import numpy as np
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Output
 from nobackfill.client.photos.encoding import Encoder
 from nobackfill.client.photos.files import local_image
@@ -26,7 +26,7 @@ from nobackfill.release.manifest import Manifest
 _BATCH = 32
 
 
-def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) -> int:
+def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Output) -> int:
     """Embed up to `budget` items in a release's space from their images; how many it did.
 
     Items without a vector there come first, then the least certain ones. An image is taken from its
@@ -47,7 +47,9 @@ def re_embed(device: Device, manifest: Manifest, budget: int, output: Output) ->
     return embed_again(device, manifest, chosen, output)
 
 
-def embed_again(device: Device, manifest: Manifest, chosen: Sequence[Item], output: Output) -> int:
+def embed_again(
+    device: GalleryFile, manifest: Manifest, chosen: Sequence[Item], output: Output
+) -> int:
     """Embed these items in a release's space from their images; how many it did. Like `re_embed`
     otherwise."""
     encoder = Encoder(device.models, manifest)
@@ -64,7 +66,7 @@ def embed_again(device: Device, manifest: Manifest, chosen: Sequence[Item], outp
     return done
 
 
-def _write(device: Device, encoder: Encoder, batch: dict[int, Pixels]) -> int:
+def _write(device: GalleryFile, encoder: Encoder, batch: dict[int, Pixels]) -> int:
     if not batch:
         return 0
     try:
@@ -87,7 +89,7 @@ def _write(device: Device, encoder: Encoder, batch: dict[int, Pixels]) -> int:
 class _Images:
     """Images of items, from their files or from the vault, for as long as that answers."""
 
-    def __init__(self, device: Device, output: Output) -> None:
+    def __init__(self, device: GalleryFile, output: Output) -> None:
         # Only here, as most syncs need neither gRPC nor age.
         from nobackfill.client.vault.pull import Vaulted
 

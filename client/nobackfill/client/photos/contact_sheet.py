@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from nobackfill import durable
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.photos.search import Answer
 from nobackfill.errors import InvalidInputError
 from nobackfill.images import decode_file
@@ -19,7 +19,7 @@ _COLUMNS = 6
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
-def write_sheet(device: Device, answers: Sequence[Answer], target: Path) -> None:
+def write_sheet(device: GalleryFile, answers: Sequence[Answer], target: Path) -> None:
     """One row of pictures an answer, the query first; a grey tile where an image is gone.
 
     The format follows the suffix. Raises InvalidInputError for another suffix than those of
@@ -44,7 +44,7 @@ def write_sheet(device: Device, answers: Sequence[Answer], target: Path) -> None
     durable.write_file(target, buffer.getvalue(), 0o600)
 
 
-def _path(device: Device, query: str) -> str:
+def _path(device: GalleryFile, query: str) -> str:
     """A query's picture: its own path, or that of the item it names."""
     item = device.store.get(query)
     return query if item is None else str(item.metadata.get("path", ""))

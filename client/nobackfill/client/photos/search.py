@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.errors import (
     DamagedError,
     IncompatibleSpaceError,
@@ -78,7 +78,7 @@ class Search:
 
     def __init__(
         self,
-        device: Device,
+        device: GalleryFile,
         where: Mapping[str, Scalar] | Filter,
         spec: SpaceSpec | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from nobackfill import durable
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Output
 from nobackfill.client.photos.encoding import threads
 from nobackfill.client.sync.plan import Plan, embedding_files
@@ -44,7 +44,7 @@ def download(models: Path, trust: Trust, files: Iterable[PublishedFile], output:
     return total
 
 
-def check(device: Device, plan: Plan) -> None:
+def check(device: GalleryFile, plan: Plan) -> None:
     """Try every model of a plan in a child with limits, golden probes included.
 
     Which files passed this version's trial is remembered by their digests, as it takes longer than
@@ -94,7 +94,7 @@ def digest_of(trust: Trust, release: int) -> str:
     return trust.target(paths.manifest_path(release)).hashes["sha256"]
 
 
-def tidy(device: Device) -> int:
+def tidy(device: GalleryFile) -> int:
     """Remove published files that no space of the gallery needs; bytes freed.
 
     Upgrades are needed while they run only; an unfinished staging space keeps everything.

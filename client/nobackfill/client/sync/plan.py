@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.release.manifest import Manifest, PublishedFile
 from nobackfill.release.routes import Route, kept_by_chain, plan_route
@@ -67,7 +67,7 @@ def embedding_files(manifest: Manifest) -> list[PublishedFile]:
     return [*manifest.embedding_files(), manifest.probes.file]
 
 
-def make_plan(device: Device, trust: Trust, target: int, *, int8: bool) -> Plan | None:
+def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> Plan | None:
     """How to reach release `target` from the active space, or None if no route leads there.
 
     Kept originals come first where their direct route is expected to keep more than the chain that
@@ -87,7 +87,7 @@ def make_plan(device: Device, trust: Trust, target: int, *, int8: bool) -> Plan 
 
 
 def _leg(
-    device: Device, manifests: Mapping[int, Manifest], source: SpaceInfo, target: int
+    device: GalleryFile, manifests: Mapping[int, Manifest], source: SpaceInfo, target: int
 ) -> Leg | None:
     spec = source.spec
     route = plan_route(manifests, spec.release, target, spec.side_space, directly=spec.space)
@@ -96,7 +96,7 @@ def _leg(
     return Leg(source, route, device.store.count(spec.space))
 
 
-def _originals(device: Device, manifests: Mapping[int, Manifest], target: int) -> list[Leg]:
+def _originals(device: GalleryFile, manifests: Mapping[int, Manifest], target: int) -> list[Leg]:
     kept = [space for space in device.store.spaces() if space.state == "previous"]
     legs = (_leg(device, manifests, s, target) for s in kept if s.spec.release < target)
     return sorted(

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any, Literal
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.errors import ConfigurationError, NotFoundError
 from nobackfill.gallery import staging
 from nobackfill.gallery.neighbours import neighbours_kept
@@ -12,7 +12,7 @@ Failure = Literal["none", "no_route", "refused", "left_behind"]
 
 
 def remember(
-    device: Device, release: int, failure: Failure, seconds: float = 0.0, *, kept: bool = False
+    device: GalleryFile, release: int, failure: Failure, seconds: float = 0.0, *, kept: bool = False
 ) -> float | None:
     """Keep how a sync to `release` went; `kept`: look how many neighbours it kept, too.
 
@@ -40,7 +40,7 @@ def remember(
     return share
 
 
-def report(device: Device, to: str | None) -> dict[str, Any]:
+def report(device: GalleryFile, to: str | None) -> dict[str, Any]:
     """Send what the last sync left, once, to a gateway; None: send nothing. Returns it: no vector,
     no id of the device or of an item is in it.
 

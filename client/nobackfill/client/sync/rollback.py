@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.gallery.tables import vector_table
 
 
-def return_to(device: Device, state: dict[str, Any]) -> int:
+def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
     """Make the space that was active before the last upgrade active again; its release.
 
     What was upgraded stays staged, so that a later sync takes no time. `state` is set in the same
@@ -25,7 +25,7 @@ def return_to(device: Device, state: dict[str, Any]) -> int:
     return previous.spec.release
 
 
-def roll_back(device: Device) -> tuple[int, int]:
+def roll_back(device: GalleryFile) -> tuple[int, int]:
     """`rollback`: return to the release before, and hold the present one back on this device.
 
     Returns (release left, release now active). Raises like return_to; BusyError while a sync
@@ -38,7 +38,7 @@ def roll_back(device: Device) -> tuple[int, int]:
         return left, return_to(device, held)
 
 
-def hold_back(device: Device, release: int, reason: str, digest: str | None) -> dict[str, Any]:
+def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None) -> dict[str, Any]:
     """The state in which a release is not followed: by its number, and the digest of its manifest
     where that is known, so that one published anew is tried."""
     digests = {**device.state("held_digests", {}), str(release): digest}
@@ -48,7 +48,7 @@ def hold_back(device: Device, release: int, reason: str, digest: str | None) -> 
     }
 
 
-def confirm(device: Device, but: str | None = None) -> list[int]:
+def confirm(device: GalleryFile, but: str | None = None) -> list[int]:
     """Drop the spaces that only a rollback needs, all `but` one; the releases they belonged to.
 
     Spaces that hold vectors embedded from images stay where the gallery keeps originals.
@@ -64,7 +64,7 @@ def confirm(device: Device, but: str | None = None) -> list[int]:
     return dropped
 
 
-def _has_originals(device: Device, space: SpaceInfo) -> bool:
+def _has_originals(device: GalleryFile, space: SpaceInfo) -> bool:
     with device.store.reading() as connection:
         table = vector_table(space.number)
         query = f"SELECT 1 FROM {table} WHERE origin = 'native' LIMIT 1"  # noqa: S608

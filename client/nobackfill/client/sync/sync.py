@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from nobackfill import durable
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Output
 from nobackfill.client.photos.backfill import re_embed
 from nobackfill.client.sync import installation
@@ -84,7 +84,7 @@ class Report:
         return asdict(self)
 
 
-def sync(device: Device, wishes: Wishes, output: Output) -> Report:
+def sync(device: GalleryFile, wishes: Wishes, output: Output) -> Report:
     """Bring the gallery to the newest release that can be followed.
 
     While the source is waited for, rollback and gc go on; the sync then begins anew from where they
@@ -115,7 +115,7 @@ class _OvertakenError(Exception):
 
 
 class _Sync:
-    def __init__(self, device: Device, trust: Trust, wishes: Wishes, output: Output) -> None:
+    def __init__(self, device: GalleryFile, trust: Trust, wishes: Wishes, output: Output) -> None:
         self._device = device
         self._trust = trust
         self._wishes = wishes

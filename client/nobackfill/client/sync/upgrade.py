@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Output
 from nobackfill.client.photos.backfill import re_embed
 from nobackfill.client.photos.encoding import threads
@@ -31,7 +31,9 @@ class Carried:
     left_behind: int
 
 
-def carry(device: Device, plan: Plan, worst: int, state: dict[str, Any], output: Output) -> Carried:
+def carry(
+    device: GalleryFile, plan: Plan, worst: int, state: dict[str, Any], output: Output
+) -> Carried:
     """Fill the target's space, re-embed up to `worst` items from their images, flip.
 
     `state` is set in the flip's own transaction. What earlier runs wrote stays, and images that are
@@ -65,7 +67,7 @@ def carry(device: Device, plan: Plan, worst: int, state: dict[str, Any], output:
         return Carried(re_embedded, 0)
 
 
-def _fill(device: Device, plan: Plan, target: SpaceSpec, output: Output) -> int:
+def _fill(device: GalleryFile, plan: Plan, target: SpaceSpec, output: Output) -> int:
     """Run the legs; the number of items that none of them could carry."""
     stuck = 0
     for leg in plan.legs:

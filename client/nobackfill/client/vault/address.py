@@ -1,7 +1,7 @@
 """Which gateway holds this gallery's vault: the one that it was first pushed to, wherever the
 gallery follows releases from later on, until `push --vault` names another that holds the same."""
 
-from nobackfill.client.device import Device
+from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.sync.sources import is_gateway
 from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.client.vault.transport import blobs
@@ -9,7 +9,7 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.wire.gateway import Gateway
 
 
-def address_of(device: Device, where: str | None = None) -> str:
+def address_of(device: GalleryFile, where: str | None = None) -> str:
     """`where`, else the vault that is remembered, else what the gallery follows. Raises
     ConfigurationError for what is no gateway."""
     found = str(where or device.state("vault") or device.state("source"))
@@ -20,7 +20,7 @@ def address_of(device: Device, where: str | None = None) -> str:
     return found
 
 
-def check_vault(device: Device, queue: VaultQueue, gateway: Gateway, address: str) -> set[str]:
+def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, address: str) -> set[str]:
     """Return the ids of the blobs that a vault holds.
 
     The vault that is remembered may have lost some, as by an older backup. One at another address
@@ -42,7 +42,7 @@ def check_vault(device: Device, queue: VaultQueue, gateway: Gateway, address: st
     return listed
 
 
-def vault_problem(device: Device) -> str | None:
+def vault_problem(device: GalleryFile) -> str | None:
     """Tell what is wrong with the vault; None if it holds all that was pushed, or nothing was.
 
     Raises UnavailableError and others where it does not answer.

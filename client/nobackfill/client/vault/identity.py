@@ -7,14 +7,13 @@ was pushed before can be opened.
 
 from pyrage.x25519 import Identity
 
-from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import beside
+from nobackfill.client.gallery_file import GalleryFile, beside
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.errors import ConfigurationError, NobackfillError
 
 
-def own_identity(device: Device) -> Identity:
+def own_identity(device: GalleryFile) -> Identity:
     """The secret key that opens what this gallery pushed.
 
     Raises ConfigurationError if its file is missing, unreadable, or holds another key.
@@ -37,7 +36,7 @@ def own_identity(device: Device) -> Identity:
     return identity
 
 
-def problem(device: Device) -> str | None:
+def problem(device: GalleryFile) -> str | None:
     """Why what was pushed cannot be opened here, in a sentence; None where it can, or was never."""
     if device.state("identity") is None and not VaultQueue(device.store).entries():
         return None
@@ -48,7 +47,7 @@ def problem(device: Device) -> str | None:
     return None
 
 
-def identity_for_push(device: Device, queue: VaultQueue, new_key: bool) -> Identity:
+def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> Identity:
     """The key to seal with: made by the first push, a new one only with `new_key`.
 
     Raises ConfigurationError where what was pushed needs a key that is not there.

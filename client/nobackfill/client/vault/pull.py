@@ -11,8 +11,7 @@ from typing import Any, Self
 from pyrage.x25519 import Identity
 
 from nobackfill import durable
-from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import beside
+from nobackfill.client.gallery_file import GalleryFile, beside
 from nobackfill.client.output import Output, size
 from nobackfill.client.vault import encryption
 from nobackfill.client.vault.address import address_of
@@ -53,7 +52,7 @@ class Pulled:
 class Vaulted:
     """Images of the vault, connected to on first use; close it, or use it in a `with`."""
 
-    def __init__(self, device: Device, identity: Path | None = None) -> None:
+    def __init__(self, device: GalleryFile, identity: Path | None = None) -> None:
         """`identity`: an age identity file to use instead of this gallery's, a recovery key."""
         self._device = device
         self._identity = identity
@@ -121,7 +120,7 @@ class Vaulted:
 
 
 def pull(
-    device: Device,
+    device: GalleryFile,
     items: Sequence[str],
     folder: Path,
     identity: Path | None,
@@ -172,7 +171,9 @@ def _entries(queue: VaultQueue, items: Sequence[str]) -> list[Entry]:
     return [stored[item] for item in items or sorted(stored)]
 
 
-def _restore(device: Device, vaulted: Vaulted, entry: Entry, folder: Path, report: Pulled) -> None:
+def _restore(
+    device: GalleryFile, vaulted: Vaulted, entry: Entry, folder: Path, report: Pulled
+) -> None:
     item = device.store.get(entry.item)
     own = str(item.metadata.get("name", "")) if item is not None else ""
     digest = entry.image_sha256[:16]

@@ -10,8 +10,7 @@ from typing import Any
 from pyrage.x25519 import Recipient
 
 from nobackfill import durable
-from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import beside
+from nobackfill.client.gallery_file import GalleryFile, beside
 from nobackfill.client.output import Output
 from nobackfill.client.photos.files import local_image
 from nobackfill.client.vault import encryption
@@ -46,7 +45,7 @@ class Pushed:
 
 
 def push(
-    device: Device,
+    device: GalleryFile,
     recipients: Sequence[str],
     where: str | None,
     output: Output,
@@ -86,7 +85,7 @@ def push(
     return report
 
 
-def _items(device: Device) -> Iterator[Item]:
+def _items(device: GalleryFile) -> Iterator[Item]:
     after = 0
     while page := device.store.listing(after, _PAGE):
         yield from page
