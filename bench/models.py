@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bench.data import DIM, SIDE_DIM, things
 from nobackfill.training.export.onnx_export import export_onnx, quantise
-from nobackfill.training.networks.transform import FctTransform, Upgrade
+from nobackfill.training.networks.transform import FctTransform, UpgradeNetwork
 from nobackfill.vectors import Vectors
 
 # FCT, D.1.
@@ -21,7 +21,7 @@ PROJECTION = 256
 _RIDGE = 1e-3
 
 
-def transform(inner: int) -> Upgrade:
+def transform(inner: int) -> UpgradeNetwork:
     """h: (old [n,128], side [n,128]) -> new [n,128]."""
     pairs = things(4000, seed=1)
     torch.manual_seed(inner)
@@ -41,7 +41,7 @@ def transform(inner: int) -> Upgrade:
         assert isinstance(last, nn.Linear)
         last.weight.copy_(weights[:-1].T.float())
         last.bias.copy_(weights[-1].float())
-    return Upgrade(h, reads_side=True).eval().requires_grad_(False)
+    return UpgradeNetwork(h, reads_side=True).eval().requires_grad_(False)
 
 
 def _set_statistics(h: FctTransform, old: Tensor, side: Tensor) -> None:
@@ -61,7 +61,7 @@ def _hidden(h: FctTransform, old: Tensor, side: Tensor) -> Tensor:
     return output
 
 
-def write_transform(upgrade: Upgrade, path: Path) -> Path:
+def write_transform(upgrade: UpgradeNetwork, path: Path) -> Path:
     """As ONNX, with its int8 twin beside it (`int8_path`)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     example = {"embedding": torch.zeros(2, DIM), "side": torch.zeros(2, SIDE_DIM)}
@@ -78,7 +78,7 @@ def int8_path(path: Path) -> Path:
 class First(nn.Module):
     """An upgrade's embedding alone."""
 
-    def __init__(self, upgrade: Upgrade) -> None:
+    def __init__(self, upgrade: UpgradeNetwork) -> None:
         super().__init__()
         self.upgrade = upgrade
 

@@ -51,7 +51,8 @@ def offered(package: str) -> dict[str, object]:
 
 
 def _file(package: str) -> Path:
-    (path,) = ROOT.glob(f"*/{package.replace('.', '/')}/__init__.py")
+    place = package.replace(".", "/")
+    (path,) = (*ROOT.glob(f"*/{place}/__init__.py"), *ROOT.glob(f"*/{place}.py"))
     return path
 
 

@@ -21,7 +21,7 @@ from tests.test_architecture import ARROWS, module, sources
 FACES = [
     path
     for path in sources(*ARROWS)
-    if path.name == "__init__.py"
+    if (path.name == "__init__.py" or module(path) == "nobackfill.training.side_info")
     and not module(path).startswith(("nobackfill.server.", "nobackfill.client."))
 ]
 

@@ -24,7 +24,7 @@ from nobackfill.quality.retrieval import measure
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.frozen import of_run
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 from nobackfill.vectors import Vectors
 
 CONFIGS = ROOT / "configs" / "digits"
@@ -156,7 +156,7 @@ def _row(name: str, scores: dict[str, float], best: dict[str, float]) -> dict[st
     }
 
 
-def _export(upgrade: Upgrade, inputs: dict[str, Vectors], path: Path) -> None:
+def _export(upgrade: UpgradeNetwork, inputs: dict[str, Vectors], path: Path) -> None:
     example = {name: torch.from_numpy(values[:2]) for name, values in inputs.items()}
     export_onnx(First(upgrade), example, ("upgraded",), path)
     quantise(path, int8_path(path))

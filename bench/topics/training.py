@@ -14,8 +14,7 @@ from nobackfill.metrics import retrieval
 from nobackfill.metrics.ranking import same_label
 from nobackfill.training.config import Augmentation, EmbedderConfig
 from nobackfill.training.data.pictures import chunks
-from nobackfill.training.loop.loop import fit
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars, fit
 from nobackfill.training.networks.embedder import EmbedderObjective
 from nobackfill.training.networks.frozen import FrozenEncoder, features
 
@@ -69,7 +68,7 @@ def _loop(bench: Bench) -> Table:
         objective = EmbedderObjective(config, CLASSES)
         rows = {"images": images, "labels": labels}
         started = time.perf_counter()
-        fit(objective, rows, config, names, progress=Progress(visible=False))
+        fit(objective, rows, config, names, progress=ProgressBars(visible=False))
         return count / (time.perf_counter() - started)
 
     def bare() -> float:

@@ -23,9 +23,9 @@ from nobackfill.errors import ConfigurationError, NotFoundError, UnavailableErro
 from nobackfill.release.models import open_embedder
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.cli import export, train
+from nobackfill.training.export.external import open_torchvision
 from nobackfill.training.loop.run import CHECKPOINT
 from nobackfill.training.networks.public_models import open_public
-from nobackfill.training.networks.torchvision_model import open_torchvision
 from tests.training.life import invoke
 
 pytestmark = [pytest.mark.scale, pytest.mark.filterwarnings("default")]

@@ -21,7 +21,7 @@ from nobackfill.release.probes import text_probes
 from nobackfill.release.publishing.declaration import Declaration
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.text_models import open_text_encoder
-from nobackfill.training.export.text_graph import declare_output, text_graph
+from nobackfill.training.export.text_encoder import declare_output, text_graph
 from tests.adopt.models import WORDS, text_model
 from tests.support import graphs, releases
 

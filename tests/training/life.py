@@ -12,9 +12,8 @@ from typer import Typer
 from typer.testing import CliRunner, Result
 
 from nobackfill.training.cli import evaluate, export
-from nobackfill.training.config import Config
-from nobackfill.training.config_file import parse_config
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.config import Config, parse_config
+from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.run import Checkpoint
 from nobackfill.training.loop.training import train
 
@@ -78,7 +77,7 @@ def config_of(kind: str, run_dir: Path, images: Path, **keys: object) -> Config:
 
 
 def train_quietly(config: Config) -> Checkpoint:
-    return train(config, Progress(visible=False))
+    return train(config, ProgressBars(visible=False))
 
 
 def train_runs(data: Path, runs: Path) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.loop.best_epoch import BestEpoch
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.run import STATS, read_checkpoint, read_finished
 from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
 from nobackfill.training.method import UpgradeInputs
+from nobackfill.training.methods.fct import BestEpoch
 from tests.training.methods import features
 from tests.training.test_loop import StopAfter
 
@@ -40,7 +40,7 @@ def held_out_distance(run_dir: Path, held_out: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("method", ["fct", "residual"])
 def test_the_best_epoch_is_kept(method: str, tmp_path: Path) -> None:
-    quiet = Progress(visible=False)
+    quiet = ProgressBars(visible=False)
     last = overfitting(tmp_path / "last", method=method)
     best = overfitting(tmp_path / "best", method=method, keep_best=True)
     for inputs in (last, best):
@@ -60,7 +60,7 @@ def test_the_best_epoch_is_kept(method: str, tmp_path: Path) -> None:
 
 
 def test_a_resumed_training_knows_the_best_epoch_before_its_end(tmp_path: Path) -> None:
-    quiet = Progress(visible=False)
+    quiet = ProgressBars(visible=False)
     keys = {"keep_best": True, "checkpoint_every": 1}
     fit_upgrade(overfitting(tmp_path / "whole", **keys), quiet, {})
     broken = overfitting(tmp_path / "broken", **keys)
@@ -87,7 +87,7 @@ def test_the_least_figure_wins_and_ties_keep_the_first() -> None:
 
 
 def test_what_has_no_best_epoch_is_refused(tmp_path: Path) -> None:
-    quiet = Progress(visible=False)
+    quiet = ProgressBars(visible=False)
     inputs = features.inputs(tmp_path / "a", keep_best=True)
     with pytest.raises(ConfigurationError, match="no image is held out"):
         fit_upgrade(replace(inputs, held_out={}), quiet, {})

@@ -13,14 +13,20 @@ from torch import Tensor
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.export.assembly import upgrade_recipe
-from nobackfill.training.loop.choice import Ints, by_rule, choose, divide
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.run import read_checkpoint
-from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
+from nobackfill.training.loop.upgrade import (
+    Ints,
+    by_rule,
+    choose,
+    divide,
+    fit_upgrade,
+    load_upgrade,
+)
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods import upgrade_method
 from nobackfill.training.methods.residual import ResidualMap
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 from tests.training.life import train_quietly, upgrade_config
 from tests.training.methods import features
 
@@ -70,7 +76,7 @@ def test_short_trainings_see_nothing_of_the_classes_that_decide(tmp_path: Path) 
     def rows_of(picked: Ints) -> Mapping[str, Tensor]:
         return {name: tensor[picked] for name, tensor in inputs.rows.items()}
 
-    def train(trial: UpgradeInputs) -> Upgrade:
+    def train(trial: UpgradeInputs) -> UpgradeNetwork:
         asked.append(trial)
         made = upgrade_method("residual").build(inputs.config, inputs.shape).eval()
         assert isinstance(made.h, ResidualMap)
@@ -98,7 +104,7 @@ def test_an_upgrade_is_given_what_was_chosen(tmp_path: Path) -> None:
     kept = features.inputs(tmp_path / "whole", method="residual", epochs=3)
     fewer = features.inputs(tmp_path / "half", method="residual", epochs=3)
     fewer = replace(fewer, chosen={"share": 0.25}, chosen_on="2 of 5 classes")
-    checkpoints = [fit_upgrade(one, Progress(visible=False), {}) for one in (kept, fewer)]
+    checkpoints = [fit_upgrade(one, ProgressBars(visible=False), {}) for one in (kept, fewer)]
     assert checkpoints[1].facts["chosen_share"] == 0.25
     assert checkpoints[1].facts["chosen_on"] == "2 of 5 classes"
     # A manifest tells it.

@@ -4,8 +4,7 @@ import pytest
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.comparison.presets import PRESETS as PRESETS_OF_COMPARE
-from nobackfill.training.config import EmbedderConfig, UpgradeConfig
-from nobackfill.training.config_file import load_config, parse_config
+from nobackfill.training.config import EmbedderConfig, UpgradeConfig, load_config, parse_config
 
 PRESETS = sorted(Path("configs").rglob("*.yaml"))
 

@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.networks.fixed_classifier import (
+from nobackfill.training.networks.heads import (
+    HEAD_NAMES,
     FixedClassifier,
+    build_head,
     first_elements,
     gaussian_classifier,
     labels_in,
     of_head,
 )
-from nobackfill.training.networks.heads import HEAD_NAMES, build_head
 
 
 @pytest.mark.parametrize("form", HEAD_NAMES)

@@ -9,9 +9,9 @@ import torch
 from nobackfill.class_folders import Images, decode, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.release.trust.publication import read_publication
-from nobackfill.training.config import Augmentation, StoredVectors
-from nobackfill.training.data.pictures import Listed, Reading, Source
-from nobackfill.training.data.stored import read_stored
+from nobackfill.training.config import Augmentation, StoredVectorFiles
+from nobackfill.training.data.folders import read_stored
+from nobackfill.training.data.pictures import ImageSource, Listed, Reading
 from nobackfill.training.loop.run import read_checkpoint, write_checkpoint
 from nobackfill.training.networks.frozen import (
     AugmentedView,
@@ -19,10 +19,10 @@ from nobackfill.training.networks.frozen import (
     augmented_views,
     features,
     load_encoder,
+    of_manifest,
     of_run,
     training_features,
 )
-from nobackfill.training.networks.published import of_manifest
 from tests.training.life import SIZE, Life
 
 
@@ -162,7 +162,7 @@ def test_a_run_and_its_release_are_the_same_model(life: Life, images: Images) ->
         np.testing.assert_allclose(published.run(images), expected, atol=1e-4)
 
 
-def whole(view: Mapping[int, Source]) -> dict[int, Images]:
+def whole(view: Mapping[int, ImageSource]) -> dict[int, Images]:
     """A view's images by size."""
     return {size: torch.cat(list(images.chunks())).numpy() for size, images in view.items()}
 
@@ -222,24 +222,24 @@ def test_mixed_views_come_last_and_show_two_images_to_every_size(digits: Path) -
 
 
 @pytest.fixture
-def stored(digits: Path, tmp_path: Path) -> StoredVectors:
+def stored(digits: Path, tmp_path: Path) -> StoredVectorFiles:
     """A vector a query image, in reverse order."""
     listing = list_images(digits / "queries")
-    source = StoredVectors(vectors=tmp_path / "v.npy", paths=tmp_path / "p.txt", release=1)
+    source = StoredVectorFiles(vectors=tmp_path / "v.npy", paths=tmp_path / "p.txt", release=1)
     rows = np.arange(len(listing), dtype=np.float32)[::-1]
     np.save(source.vectors, np.stack([rows, rows + 0.5], 1))
     source.paths.write_text("\n".join(reversed(listing.paths)) + "\n", encoding="utf-8")
     return source
 
 
-def test_stored_vectors_are_matched_by_path(digits: Path, stored: StoredVectors) -> None:
+def test_stored_vectors_are_matched_by_path(digits: Path, stored: StoredVectorFiles) -> None:
     listing = list_images(digits / "queries")
     vectors = read_stored(stored, listing)
     assert np.array_equal(vectors[:, 0], np.arange(len(listing)))
     assert vectors.dtype == np.float32
 
 
-def test_an_image_without_a_vector_is_named(digits: Path, stored: StoredVectors) -> None:
+def test_an_image_without_a_vector_is_named(digits: Path, stored: StoredVectorFiles) -> None:
     with pytest.raises(InvalidInputError, match=r"no vector for 800 of 800 images"):
         read_stored(stored, list_images(digits / "eval"))
 
@@ -256,14 +256,14 @@ def test_an_image_without_a_vector_is_named(digits: Path, stored: StoredVectors)
     ],
 )
 def test_unusable_vectors_are_refused(
-    array: np.ndarray, message: str, digits: Path, stored: StoredVectors
+    array: np.ndarray, message: str, digits: Path, stored: StoredVectorFiles
 ) -> None:
     np.save(stored.vectors, array)
     with pytest.raises(InvalidInputError, match=message):
         read_stored(stored, list_images(digits / "queries"))
 
 
-def test_a_line_too_many_is_refused(digits: Path, stored: StoredVectors) -> None:
+def test_a_line_too_many_is_refused(digits: Path, stored: StoredVectorFiles) -> None:
     """A header would give each image its neighbour's vector."""
     listing, lines = list_images(digits / "queries"), stored.paths.read_text("utf-8")
     few = replace(listing, paths=listing.paths[:9], labels=listing.labels[:9])
@@ -274,7 +274,7 @@ def test_a_line_too_many_is_refused(digits: Path, stored: StoredVectors) -> None
             read_stored(stored, few)
 
 
-def test_a_path_that_is_there_twice_is_refused(digits: Path, stored: StoredVectors) -> None:
+def test_a_path_that_is_there_twice_is_refused(digits: Path, stored: StoredVectorFiles) -> None:
     lines = stored.paths.read_text("utf-8").splitlines()
     stored.paths.write_text("\n".join([lines[1], *lines[1:]]), "utf-8")
     with pytest.raises(InvalidInputError, match=f"1 paths are there more than once: {lines[1]}"):
@@ -282,19 +282,21 @@ def test_a_path_that_is_there_twice_is_refused(digits: Path, stored: StoredVecto
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\1\0\6\0{'de\n"])
-def test_what_is_no_array_is_refused(content: bytes, digits: Path, stored: StoredVectors) -> None:
+def test_what_is_no_array_is_refused(
+    content: bytes, digits: Path, stored: StoredVectorFiles
+) -> None:
     stored.vectors.write_bytes(content)
     with pytest.raises(InvalidInputError, match=r"\.npy file"):
         read_stored(stored, list_images(digits / "queries"))
 
 
-def test_pickles_are_refused(digits: Path, stored: StoredVectors) -> None:
+def test_pickles_are_refused(digits: Path, stored: StoredVectorFiles) -> None:
     np.save(stored.vectors, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     with pytest.raises(InvalidInputError, match=r"\.npy file"):
         read_stored(stored, list_images(digits / "queries"))
 
 
-def test_missing_files_are_named(digits: Path, stored: StoredVectors) -> None:
+def test_missing_files_are_named(digits: Path, stored: StoredVectorFiles) -> None:
     stored.paths.unlink()
     with pytest.raises(ConfigurationError, match=r"no stored vectors .*p\.txt"):
         read_stored(stored, list_images(digits / "queries"))

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from nobackfill.errors import CannotWriteError, ConfigurationError, VerificationError
 from nobackfill.faults import FAULTS
 from nobackfill.training.config import Config
-from nobackfill.training.loop.loop import DivergedError, fit, learning_rate
+from nobackfill.training.loop.loop import DivergedError, ProgressBars, fit, learning_rate
 from nobackfill.training.loop.objective import Batch, Objective, Terms
-from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import CHECKPOINT, STATS, read_checkpoint, read_finished
 from nobackfill.training.loop.training import train
 from tests.training.life import config_of, train_quietly, upgrade_config
@@ -54,7 +53,7 @@ def line_config(tmp_path: Path, **keys: object) -> Config:
 
 
 def run(objective: Objective, config: Config) -> None:
-    fit(objective, rows(), config, ("a", "b"), progress=Progress(visible=False))
+    fit(objective, rows(), config, ("a", "b"), progress=ProgressBars(visible=False))
 
 
 def test_a_killed_training_resumes_to_the_same_result(digits: Path, tmp_path: Path) -> None:
@@ -112,7 +111,7 @@ def test_a_write_that_fails_at_any_step_loses_nothing(tmp_path: Path) -> None:
     assert step > 30
 
 
-class StopAfter(Progress):
+class StopAfter(ProgressBars):
     """Stands for Ctrl-C right after the epoch `last` was saved."""
 
     def __init__(self, last: int) -> None:
@@ -212,7 +211,7 @@ def test_other_classes_are_refused_in_a_begun_run(tmp_path: Path) -> None:
     with pytest.raises(DivergedError):
         run(Line(poison=5), config)
     with pytest.raises(ConfigurationError, match=r"begun on other classes \(a, b\)"):
-        fit(Line(), rows(), config, ("a", "c"), progress=Progress(visible=False))
+        fit(Line(), rows(), config, ("a", "c"), progress=ProgressBars(visible=False))
 
 
 def test_a_finished_run_is_kept_as_it_is(tmp_path: Path) -> None:

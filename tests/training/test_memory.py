@@ -6,7 +6,7 @@ import sys
 _FAULTS = """
 import resource
 import torch
-from nobackfill.training.loop.memory import keep_freed_memory
+from nobackfill.training.loop.loop import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

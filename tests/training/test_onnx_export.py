@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from nobackfill.errors import VerificationError
 from nobackfill.release.onnx_check import OnnxFile, check_onnx
-from nobackfill.training.export.drafting import UpgradeGraph
+from nobackfill.training.export.drafting import UpgradeGraph, probe_images
 from nobackfill.training.export.onnx_export import check_parity, export_onnx, quantise, run_onnx
-from nobackfill.training.export.probe_images import probe_images
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.networks.embedder import ImageEncoder
 from nobackfill.training.networks.frozen import load_encoder
@@ -156,10 +155,10 @@ def test_uncertainty_is_published_as_a_variance() -> None:
         def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
             return self.value
 
-    from nobackfill.training.networks.transform import Upgrade
+    from nobackfill.training.networks.transform import UpgradeNetwork
 
     log_variance = torch.tensor([0.0, 2.0])
-    upgrade = Upgrade(
+    upgrade = UpgradeNetwork(
         Constant(torch.zeros(2, 3)), reads_side=False, log_variance=Constant(log_variance)
     )
     graph = UpgradeGraph(upgrade)

@@ -12,7 +12,7 @@ from nobackfill.quality.relevance import same_class
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.training.cli import evaluate
-from nobackfill.training.data.overlap import unseen
+from nobackfill.training.export.assembly import unseen
 from tests.training.life import Life, copy_publication, invoke, run_export
 
 

@@ -13,10 +13,9 @@ from PIL import Image
 
 from nobackfill.class_folders import Listing, decode, list_images
 from nobackfill.errors import CannotWriteError
-from nobackfill.training.data import pixel_cache
-from nobackfill.training.data.image_files import processes
+from nobackfill.training.data import image_files
+from nobackfill.training.data.image_files import PixelCache, processes
 from nobackfill.training.data.pictures import Reading, chunks, open_pictures
-from nobackfill.training.data.pixel_cache import PixelCache
 from tests.support.disks import fill, small_disk
 
 SIZE = 16
@@ -126,14 +125,14 @@ def test_a_full_disk_costs_time_only(
         # A twentieth is left to others.
         assert 0 < len(kept(disk / "cache")) < len(listing)
         told = os.statvfs(disk)
-        assert told.f_bavail >= 0.9 * pixel_cache.RESERVE * told.f_blocks
+        assert told.f_bavail >= 0.9 * image_files.RESERVE * told.f_blocks
     assert "those that find none are decoded each time" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_to_the_brim(
     listing: Listing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pixel_cache, "RESERVE", -1.0)
+    monkeypatch.setattr(image_files, "RESERVE", -1.0)
     with small_disk(tmp_path / "disk", megabytes=1) as disk:
         fill(disk, but=30_000)
         for _ in range(2):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.publication import read_publication
-from nobackfill.training.data.plain import plain_trouble
+from nobackfill.training.export.probes import plain_trouble
 from tests.support import graphs, releases
 from tests.training.life import Life
 

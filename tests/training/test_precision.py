@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nobackfill.training.loop.precision import precision_of
+from nobackfill.training.loop.loop import precision_of
 from tests.training.life import config_of
 
 FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}

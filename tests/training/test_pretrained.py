@@ -10,9 +10,12 @@ from torch import Tensor
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import EmbedderConfig, SideEncoderConfig
-from nobackfill.training.networks.embedder import EmbedderObjective, bare_backbone, build_encoder
-from nobackfill.training.networks.pretrained import load_pretrained
-from nobackfill.training.networks.weights import Weights, read_file
+from nobackfill.training.networks.embedder import (
+    EmbedderObjective,
+    bare_backbone,
+    build_encoder,
+)
+from nobackfill.training.networks.weights import Weights, load_pretrained, read_file
 from tests.training.life import config_of, train_quietly
 
 CLASSES = ("ant", "bee", "cat")

@@ -12,8 +12,7 @@ import torch
 from nobackfill.class_folders import list_images
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import Config
-from nobackfill.training.loop.loop import fit
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars, fit
 from nobackfill.training.loop.run import CHECKPOINT, read_checkpoint, write_checkpoint
 from nobackfill.training.loop.training import train
 from tests.training.life import config_of, train_quietly, upgrade_config
@@ -84,7 +83,7 @@ def test_an_upgrade_goes_on_with_its_own_stored_vectors_alone(
 
 def test_a_finished_trial_of_other_models_is_none_of_ours(tmp_path: Path) -> None:
     """Those that choose values, below the folder of a training that was stopped, are read again."""
-    config, quiet = line_config(tmp_path, epochs=2), Progress(visible=False)
+    config, quiet = line_config(tmp_path, epochs=2), ProgressBars(visible=False)
     facts: dict[str, str | int | float | bool] = {"new_digest": "a", "chosen_t": 0.1, "unit": True}
     done = fit(Line(), rows(), config, ("a", "b"), progress=quiet, facts=facts)
     again = fit(Line(), rows(), config, ("a", "b"), progress=quiet, facts=facts)

@@ -7,14 +7,19 @@ import pytest
 import torch
 
 from nobackfill.training.config import SideEncoderConfig
-from nobackfill.training.loop.loop import fit
-from nobackfill.training.loop.progress import Progress
-from nobackfill.training.side_info.alternate import mix_images
-from nobackfill.training.side_info.autoencoder import AutoencoderObjective, Decoder
-from nobackfill.training.side_info.binarise import Binarise
-from nobackfill.training.side_info.distilled import MOMENTUM, DistilledObjective, regression
-from nobackfill.training.side_info.kinds import side_objective
-from nobackfill.training.side_info.vicreg import covariance_penalty, variance_hinge
+from nobackfill.training.loop.loop import ProgressBars, fit
+from nobackfill.training.networks.embedder import Binarise
+from nobackfill.training.side_info import (
+    MOMENTUM,
+    AutoencoderObjective,
+    Decoder,
+    DistilledObjective,
+    covariance_penalty,
+    mix_images,
+    regression,
+    side_objective,
+    variance_hinge,
+)
 from tests.training.methods import tiny
 
 KINDS = ("simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled")
@@ -48,7 +53,7 @@ def test_every_kind_trains_and_encodes(kind: str, tmp_path: Path) -> None:
     rows = tiny.rows()
     torch.manual_seed(1)
     before = float(torch.stack(list(objective(rows).values())).sum().detach())
-    checkpoint = fit(objective, rows, settings, tiny.NAMES, progress=Progress(visible=False))
+    checkpoint = fit(objective, rows, settings, tiny.NAMES, progress=ProgressBars(visible=False))
     assert checkpoint.finished
     after = float(torch.stack(list(objective(rows).values())).sum().detach())
     assert after < before

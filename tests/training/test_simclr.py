@@ -7,7 +7,7 @@ from pytorch_metric_learning.losses import NTXentLoss, SelfSupervisedLoss
 from torch import Tensor
 
 from nobackfill.training.config import SideEncoderConfig
-from nobackfill.training.side_info.simclr import SimclrObjective, nt_xent, one_sided
+from nobackfill.training.side_info import SimclrObjective, nt_xent, one_sided
 from tests.training.life import config_of
 
 

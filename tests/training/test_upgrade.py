@@ -11,7 +11,12 @@ from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.data.pictures import Reading
-from nobackfill.training.loop.upgrade import open_sources, read_upgrade, repeat_unseen, upgrade_rows
+from nobackfill.training.loop.upgrade import (
+    open_sources,
+    read_upgrade,
+    repeat_unseen,
+    upgrade_rows,
+)
 from nobackfill.training.networks.frozen import augmented_views, of_run
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
 

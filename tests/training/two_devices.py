@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nobackfill.errors import NobackfillError
-from nobackfill.training.config import Config
-from nobackfill.training.config_file import parse_config
-from nobackfill.training.loop.loop import fit
+from nobackfill.training.config import Config, parse_config
+from nobackfill.training.loop.loop import ProgressBars, fit
 from nobackfill.training.loop.objective import Batch, Objective, Terms
-from nobackfill.training.loop.progress import Progress
 
 
 class Line(Objective):
@@ -64,7 +62,7 @@ def config(run_dir: Path, devices: int) -> Config:
 def fit_line(run_dir: Path, devices: int, poison: int = -1) -> None:
     """Fit `Line` to `rows`."""
     settings = config(run_dir, devices)
-    fit(Line(poison), rows(), settings, ("a", "b"), progress=Progress(visible=False))
+    fit(Line(poison), rows(), settings, ("a", "b"), progress=ProgressBars(visible=False))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from nobackfill.training.comparison.presets import (
 from nobackfill.training.comparison.recipe import Place, Run
 from nobackfill.training.comparison.rows import learned
 from nobackfill.training.comparison.tasks import Views, make_features, tasks, train_run
-from nobackfill.training.config_file import parse_config
+from nobackfill.training.config import parse_config
 from nobackfill.training.loop.run import CHECKPOINT
 
 

@@ -17,7 +17,7 @@ from nobackfill.training.comparison.exported import exported
 from nobackfill.training.comparison.presets import DIGITS
 from nobackfill.training.comparison.ranges import by_range, known_to_old
 from nobackfill.training.comparison.recipe import Place, Run
-from nobackfill.training.networks.transform import FctTransform, Upgrade
+from nobackfill.training.networks.transform import FctTransform, UpgradeNetwork
 
 
 def random_points(seed: int, n: int = 40) -> list[Point]:
@@ -81,7 +81,7 @@ def test_stored_bytes_count_bits_as_bits(tmp_path: Path) -> None:
 def test_the_exported_upgrade_computes_what_torch_computes(int8: bool) -> None:
     torch.manual_seed(0)
     h = FctTransform(6, 5, 7, projection_dim=16, inner_dim=32, unit=True)
-    upgrade = Upgrade(h, reads_side=True).eval()
+    upgrade = UpgradeNetwork(h, reads_side=True).eval()
     old, side = torch.randn(20, 6), torch.randn(20, 5)
     session = exported(upgrade, 6, 5, int8=int8)
     (found,) = session.run(["upgraded"], {"embedding": old.numpy(), "side": side.numpy()})

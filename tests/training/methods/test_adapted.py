@@ -11,8 +11,7 @@ from torch import Tensor
 from nobackfill.errors import ConfigurationError
 from nobackfill.metrics.distances import unit
 from nobackfill.training.export.onnx_export import export_onnx, run_onnx
-from nobackfill.training.loop.loop import fit
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars, fit
 from nobackfill.training.loop.run import Checkpoint, read_finished
 from nobackfill.training.method import Classifier
 from nobackfill.training.methods import embedder_method
@@ -51,7 +50,7 @@ def adapt(
     torch.manual_seed(1)
     made = embedder_method(name).objective(inputs)
     made.start_from(independent, tiny.NAMES)
-    fit(made, tiny.rows(), inputs.config, tiny.NAMES, progress=Progress(visible=False))
+    fit(made, tiny.rows(), inputs.config, tiny.NAMES, progress=ProgressBars(visible=False))
     return folder
 
 

@@ -13,8 +13,7 @@ from scipy.special import softmax
 from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.loop.loop import fit
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars, fit
 from nobackfill.training.losses.margins import cosface, cosines
 from nobackfill.training.method import CPU, Classifier, EmbedderInputs
 from nobackfill.training.methods import EMBEDDER_METHODS, embedder_method
@@ -23,7 +22,7 @@ from nobackfill.training.methods.compatible import CompatibleObjective, encode_a
 from nobackfill.training.methods.mixbct import MixBctObjective
 from nobackfill.training.methods.unibct import UniBctObjective, UniBctOptions, refresh_epochs
 from nobackfill.training.networks.embedder import to_pixels
-from nobackfill.training.networks.fixed_classifier import FixedClassifier
+from nobackfill.training.networks.heads import FixedClassifier
 from tests.training.methods import tiny
 
 # Methods that encode images before their first step, or between epochs.
@@ -39,7 +38,9 @@ def test_every_method_trains_resumes_and_leaves_the_old_model_alone(
     inputs = tiny.inputs(tmp_path / "run", old, method=name, checkpoint_every=1)
     torch.manual_seed(1)
     made = embedder_method(name).objective(inputs)
-    checkpoint = fit(made, tiny.rows(), inputs.config, tiny.NAMES, progress=Progress(visible=False))
+    checkpoint = fit(
+        made, tiny.rows(), inputs.config, tiny.NAMES, progress=ProgressBars(visible=False)
+    )
     assert checkpoint.finished
     for key, value in old.encoder.state_dict().items():
         assert torch.equal(value, before[key]), key

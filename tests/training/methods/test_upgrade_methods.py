@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.run import read_checkpoint
 from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade
 from nobackfill.training.method import UpgradeInputs
@@ -18,16 +18,16 @@ from nobackfill.training.methods.forward import new_classifier
 from nobackfill.training.methods.rbt import RbtOptions, ResidualBottlenecks
 from nobackfill.training.methods.residual import ResidualMap, ResidualObjective
 from nobackfill.training.methods.soft_prototypes import SoftPrototypes
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 from tests.training.methods import features
 
 OPTIONS: dict[str, dict[str, int]] = {"soft_prototypes": {"classes": 5}, "low_rank": {"rank": 5}}
 DIVERGENCES = ("kl", "reversed_kl", "lce")
 
 
-def trained(inputs: UpgradeInputs) -> Upgrade:
+def trained(inputs: UpgradeInputs) -> UpgradeNetwork:
     """Train, and read the upgrade back from its checkpoint."""
-    checkpoint = fit_upgrade(inputs, Progress(visible=False), {})
+    checkpoint = fit_upgrade(inputs, ProgressBars(visible=False), {})
     again = load_upgrade(read_checkpoint(inputs.config.run_dir))
     live = load_upgrade(checkpoint)
     view = features.rows(9, 5, 1)
@@ -36,7 +36,7 @@ def trained(inputs: UpgradeInputs) -> Upgrade:
     return again
 
 
-def relative_error(upgrade: Upgrade, unit: bool) -> float:
+def relative_error(upgrade: UpgradeNetwork, unit: bool) -> float:
     """Squared error on fresh images over the spread of the truth; 1 = no better than the mean."""
     view = {k: v[:, 0] for k, v in features.rows(300, 7, 1, unit).items() if v.ndim == 3}
     upgraded = upgrade(view["old"], view["side"]).embedding
@@ -44,7 +44,7 @@ def relative_error(upgrade: Upgrade, unit: bool) -> float:
     return float((upgraded - view["new"]).square().sum() / spread)
 
 
-def accuracy(upgrade: Upgrade, inputs: UpgradeInputs, unit: bool) -> float:
+def accuracy(upgrade: UpgradeNetwork, inputs: UpgradeInputs, unit: bool) -> float:
     """Share of fresh images that the new head still recognises after the upgrade."""
     rows = features.rows(300, 7, 1, unit)
     assert inputs.new_head is not None
@@ -88,7 +88,7 @@ def test_side_information_is_mapped_where_the_configuration_asks(name: str, tmp_
 def test_side_information_is_worth_something_and_may_stand_alone(name: str, tmp_path: Path) -> None:
     both = trained(features.inputs(tmp_path / "both", method=name))
     without = features.inputs(tmp_path / "without", method=name, reads_side=False)
-    fit_upgrade(without, Progress(visible=False), {})
+    fit_upgrade(without, ProgressBars(visible=False), {})
     alone = load_upgrade(read_checkpoint(tmp_path / "without"))
     side_only = trained(features.inputs(tmp_path / "side", method=name, reads_embedding=False))
     error = relative_error(both, False)
@@ -170,7 +170,7 @@ def test_ours_reads_no_labels(tmp_path: Path) -> None:
         if name == "others":
             other = {**inputs.rows, "labels": inputs.rows["labels"].flip(0).roll(3)}
             inputs = dataclasses.replace(inputs, rows=other)
-        found.append(fit_upgrade(inputs, Progress(visible=False), {}).tensors)
+        found.append(fit_upgrade(inputs, ProgressBars(visible=False), {}).tensors)
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 

@@ -9,14 +9,14 @@ import torch
 from scipy.special import softmax
 from scipy.stats import entropy
 
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.upgrade import fit_upgrade
 from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.methods.fastfill import FastFillObjective
 from nobackfill.training.methods.fct import FctObjective
 from nobackfill.training.methods.forward import ForwardObjective
 from nobackfill.training.methods.residual import ResidualMap, ResidualObjective, shrunk
-from nobackfill.training.networks.transform import Upgraded
+from nobackfill.training.networks.transform import UpgradeOutput
 from tests.training.methods import features
 
 
@@ -25,9 +25,9 @@ def view(n: int) -> dict[str, torch.Tensor]:
     return {k: v[:, 0] if v.ndim == 3 else v for k, v in features.rows(n, 4, 1).items()}
 
 
-def upgraded(embedding: torch.Tensor) -> Upgraded:
+def upgraded(embedding: torch.Tensor) -> UpgradeOutput:
     """An upgrade's output, of variance 1."""
-    return Upgraded(embedding, None, torch.zeros(len(embedding)))
+    return UpgradeOutput(embedding, None, torch.zeros(len(embedding)))
 
 
 @pytest.mark.parametrize(("freeze_at", "steps"), [(0.25, 6), (0.75, 18), (1.0, 24)])
@@ -36,7 +36,7 @@ def test_batchnorm_learns_no_statistics_from_the_set_share_of_the_epochs_on(
 ) -> None:
     """FCT D.5; 400 images are 6 batches of 64 an epoch."""
     inputs = features.inputs(tmp_path / "run", epochs=4, freeze_batchnorm_at=freeze_at)
-    checkpoint = fit_upgrade(inputs, Progress(visible=False), {})
+    checkpoint = fit_upgrade(inputs, ProgressBars(visible=False), {})
     counted = [int(v) for k, v in checkpoint.tensors.items() if k.endswith("batches_tracked")]
     assert counted == [steps] * 6
 
@@ -62,7 +62,7 @@ def test_joint_fastfill_weighs_distance_and_class_of_an_item_by_its_variance(
     torch.manual_seed(2)
     predicted = (rows["new"] + torch.randn(12, 7)).requires_grad_()
     log_variance = torch.randn(12, requires_grad=True)
-    terms = made.distance_terms(Upgraded(predicted, None, log_variance), rows)
+    terms = made.distance_terms(UpgradeOutput(predicted, None, log_variance), rows)
     new = inputs.rows["new"].flatten(0, 1)
     spread = float((new - new.mean(0)).square().sum(1).mean())
     expected = []

@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 
 from nobackfill.training.config import EmbedderConfig
-from nobackfill.training.loop.loop import fit
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars, fit
 from nobackfill.training.method import Classifier, EmbedderInputs
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.methods.compatible import CompatibleObjective
@@ -54,7 +53,7 @@ def old_model(run_dir: Path, classes: int = 2, **changes: object) -> Classifier:
     settings = config(run_dir, **changes)
     torch.manual_seed(settings.seed)
     objective = EmbedderObjective(settings, classes)
-    fit(objective, rows(classes), settings, NAMES[:classes], progress=Progress(visible=False))
+    fit(objective, rows(classes), settings, NAMES[:classes], progress=ProgressBars(visible=False))
     encoder = objective.embedder.eval().requires_grad_(False)
     return Classifier(encoder, objective.head.eval().requires_grad_(False), NAMES[:classes])
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.training.protocols.ijbc import (
+from nobackfill.training.protocols.persons import (
     Faces,
     pool,
     read_enrolled,
     read_faces,
     read_pairs,
-    search,
-    verify,
+    search_templates,
+    verify_templates,
 )
 
 PEOPLE = 12
@@ -61,7 +61,7 @@ def test_verification_is_a_loop_over_pairs_and_thresholds(folder: Path) -> None:
     faces, pairs = read_faces(folder), read_pairs(folder)
     assert len(pairs.same) == PEOPLE**2 and pairs.same.sum() == PEOPLE
     new, old = pool(faces, vectors(faces, 1.2, 1)), pool(faces, vectors(faces, 1.5, 2))
-    found = verify(pairs, new, old, (0.01, 0.1))
+    found = verify_templates(pairs, new, old, (0.01, 0.1))
     scored = [
         (float(new.of(np.array([a]))[0] @ old.of(np.array([b]))[0]), bool(same))
         for a, b, same in zip(pairs.first, pairs.second, pairs.same, strict=True)
@@ -76,7 +76,7 @@ def test_verification_is_a_loop_over_pairs_and_thresholds(folder: Path) -> None:
         assert value == pytest.approx(best)
     assert 0 < found[0.01] < 1
     # The first template of a pair by the first model: the other way round is another figure.
-    assert verify(pairs, old, new, (0.1,)) != verify(pairs, new, old, (0.1,))
+    assert verify_templates(pairs, old, new, (0.1,)) != verify_templates(pairs, new, old, (0.1,))
 
 
 def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
@@ -85,7 +85,7 @@ def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
     galleries = [read_enrolled(folder / f"ijbc_1N_gallery_G{n}.csv") for n in (1, 2)]
     assert galleries[0].templates.tolist() == [0, 10, 20, 30, 40, 50]
     good = pool(faces, vectors(faces, 0.05))
-    perfect = search(probes, galleries, good, good, (0.1,))
+    perfect = search_templates(probes, galleries, good, good, (0.1,))
     own = {"tpir@fpir=0.1": 1.0, "rank-1": 1.0, "rank-5": 1.0}
     assert perfect == {
         **own,
@@ -94,8 +94,8 @@ def test_search_is_the_mean_over_both_galleries(folder: Path) -> None:
         "merged rank-5": 1.0,
     }
     poor = pool(faces, vectors(faces, 2.0))
-    both = search(probes, galleries, poor, poor, (0.2,))
-    single = [search(probes, [gallery], poor, poor, (0.2,)) for gallery in galleries]
+    both = search_templates(probes, galleries, poor, poor, (0.2,))
+    single = [search_templates(probes, [gallery], poor, poor, (0.2,)) for gallery in galleries]
     for name in ("tpir@fpir=0.2", "rank-1", "rank-5"):
         assert both[name] == pytest.approx((single[0][name] + single[1][name]) / 2)
         assert [both[f"G{number} {name}"] for number in (1, 2)] == [s[name] for s in single]

@@ -11,11 +11,13 @@ import pytest
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import Ranking, rank
 from nobackfill.metrics.retrieval import average_precision, average_precision_at
-from nobackfill.training.protocols.gldv2 import MAP_AT, image_path, read_landmarks
-from nobackfill.training.protocols.pickles import read_plain
-from nobackfill.training.protocols.revisited import (
+from nobackfill.training.protocols.landmarks import (
+    MAP_AT,
     Difficulty,
+    image_path,
     precision_at,
+    read_landmarks,
+    read_plain,
     read_revisited,
     trapezoid_average_precision,
 )

@@ -9,8 +9,7 @@ from nobackfill.class_folders import Listing
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.ranking import rank
 from nobackfill.metrics.retrieval import average_precision, cmc
-from nobackfill.training.protocols.market1501 import read_sightings, relevance
-from nobackfill.training.protocols.vggface2 import subsample
+from nobackfill.training.protocols.persons import read_sightings, relevance, subsample
 
 GALLERY = [
     "-1_c1s1_000001_00.jpg",

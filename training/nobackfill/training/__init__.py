@@ -4,7 +4,7 @@ The doors are `python training/train.py`, `evaluate.py`, `compare.py` and `expor
 `python -m nobackfill.training.cli.train` and so on. Needs the extra `training`.
 
 >>> from nobackfill.training import load_config
->>> from nobackfill.training.config_file import configs
+>>> from nobackfill.training.config import configs
 >>> config = load_config(configs() / "digits" / "embedder-1.yaml", ("epochs=3",))
 >>> config.kind, config.epochs
 ('embedder', 3)
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
         EmbedderConfig as EmbedderConfig,
         SideEncoderConfig as SideEncoderConfig,
         UpgradeConfig as UpgradeConfig,
-    )
-    from nobackfill.training.config_file import (
         load_config as load_config,
         parse_config as parse_config,
     )
@@ -36,8 +34,8 @@ else:
     __getattr__ = offer(
         __name__,
         {
-            "config": "Config EmbedderConfig SideEncoderConfig UpgradeConfig",
-            "config_file": "load_config parse_config",
+            "config": "Config EmbedderConfig SideEncoderConfig UpgradeConfig load_config "
+            "parse_config",
             "method": "EmbedderInputs EmbedderMethod UpgradeInputs UpgradeMethod UpgradeShape",
         },
     )

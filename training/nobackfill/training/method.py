@@ -16,7 +16,7 @@ from nobackfill.training.data.pictures import Images
 from nobackfill.training.loop.objective import Objective
 from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder
 from nobackfill.training.networks.heads import Head
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 
 CPU = torch.device("cpu")
 
@@ -94,7 +94,7 @@ class EmbedderMethod:
     # Its queries may meet the old release's vectors as they are (BCT family, DMU).
     searches_directly: bool = False
     # DMU: the objective also trains an upgrade, kept as part `upgrade`; this rebuilds its network.
-    upgrade: Callable[[EmbedderConfig, UpgradeShape], Upgrade] | None = None
+    upgrade: Callable[[EmbedderConfig, UpgradeShape], UpgradeNetwork] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,12 @@ class UpgradeMethod:
     """
 
     # The untrained network; also what export.py loads the checkpoint's part `upgrade` into.
-    build: Callable[[UpgradeConfig, UpgradeShape], Upgrade]
-    objective: Callable[[Upgrade, UpgradeInputs], Objective] | None = None
+    build: Callable[[UpgradeConfig, UpgradeShape], UpgradeNetwork]
+    objective: Callable[[UpgradeNetwork, UpgradeInputs], Objective] | None = None
     # Sets the weights of `upgrade` in place.
-    solve: Callable[[Upgrade, UpgradeInputs], None] | None = None
+    solve: Callable[[UpgradeNetwork, UpgradeInputs], None] | None = None
     reads_labels: Callable[[UpgradeConfig], bool] = lambda config: False
     choices: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    variants: Mapping[str, Callable[[Upgrade, float], Upgrade]] = field(default_factory=dict)
+    variants: Mapping[str, Callable[[UpgradeNetwork, float], UpgradeNetwork]] = field(
+        default_factory=dict
+    )

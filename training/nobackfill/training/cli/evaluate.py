@@ -26,7 +26,7 @@ from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.picture import write_picture
 from nobackfill.training.cli.table import backfill_table, matrix_table, protocol_table
 from nobackfill.training.protocols.evaluation import evaluate_protocol
-from nobackfill.training.protocols.ijbc import OperatingPoints
+from nobackfill.training.protocols.persons import OperatingPoints
 
 # Of each cell, by order of re-embedding.
 Curves = dict[str, dict[str, BackfillCurve]]

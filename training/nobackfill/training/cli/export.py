@@ -35,13 +35,16 @@ from nobackfill.training.cli.brought import (
 )
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import gate_table
-from nobackfill.training.data.overlap import unseen
-from nobackfill.training.data.plain import plain_trouble
+from nobackfill.training.export.assembly import (
+    Runs,
+    add_runs,
+    check_models,
+    named_vectors,
+    unseen,
+)
 from nobackfill.training.export.drafting import Release
-from nobackfill.training.export.external import Pixels, add_onnx_embedder
-from nobackfill.training.export.probes import make_probes
-from nobackfill.training.export.public_embedder import add_public_embedder
-from nobackfill.training.export.runs import Runs, add_runs, check_models, named_vectors
+from nobackfill.training.export.external import Pixels, add_onnx_embedder, add_public_embedder
+from nobackfill.training.export.probes import make_probes, plain_trouble
 from nobackfill.training.export.text_encoder import add_vectors
 
 _EPILOG = """

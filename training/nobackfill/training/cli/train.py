@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from nobackfill.training.cli.command import command_app
-from nobackfill.training.config_file import load_config
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.config import load_config
 
 _EPILOG = """
 The configuration's `kind` says what is trained: `embedder` (phi), `side_encoder` (psi) or `upgrade`
@@ -57,11 +56,12 @@ def main(
     changed = [*(overrides or ()), *([f"weights={weights}"] if weights else [])]
     loaded = [load_config(path, tuple(changed)) for path in configs]
     # Imported where used: they bring torch, which takes seconds.
+    from nobackfill.training.loop.loop import ProgressBars
     from nobackfill.training.loop.run import CHECKPOINT
     from nobackfill.training.loop.training import train
 
     for config in loaded:
-        checkpoint = train(config, Progress())
+        checkpoint = train(config, ProgressBars())
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(
                 f"{config.run_dir / CHECKPOINT}: {config.kind}, {checkpoint.epoch} epochs, "

@@ -28,7 +28,7 @@ from nobackfill.quality.relevance import among_others
 from nobackfill.quality.retrieval import Measured, measure, measure_cell
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import NEW, OLD, Trained
-from nobackfill.training.config_file import load_config
+from nobackfill.training.config import load_config
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.data.pictures import Listed, Reading
 from nobackfill.training.loop.run import CONFIG

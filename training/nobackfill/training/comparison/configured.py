@@ -8,7 +8,7 @@ from pathlib import Path
 from nobackfill.training.comparison.catalogue import rows_of
 from nobackfill.training.comparison.presets import Preset
 from nobackfill.training.comparison.recipe import Place
-from nobackfill.training.config_file import parse_config
+from nobackfill.training.config import parse_config
 
 
 def digest(preset: Preset, rows: Mapping[str, Iterable[str]]) -> str:

@@ -10,7 +10,7 @@ from nobackfill.training.comparison.exported import exported
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import step_of
 from nobackfill.training.loop.run import read_finished
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 
 _BATCH, _REPEATS = 1024, 10
 # Of the numbers that Binarise writes: a bit each, where they are packed.
@@ -31,7 +31,7 @@ class Cost:
 class _Step:
     """One transform of a route, and what it reads."""
 
-    network: Upgrade
+    network: UpgradeNetwork
     old_dim: int
     side_dim: int
     int8: bool

@@ -8,13 +8,13 @@ import torch
 from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.training.export.drafting import UpgradeGraph
 from nobackfill.training.export.onnx_export import export_onnx, quantise
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 
 _EXAMPLES = 8
 
 
 def exported(
-    step: Upgrade, old_dim: int, side_dim: int, *, int8: bool
+    step: UpgradeNetwork, old_dim: int, side_dim: int, *, int8: bool
 ) -> onnxruntime.InferenceSession:
     """A session on one thread; inputs `embedding` [n,old_dim] and, where it is read, `side`
     [n,side_dim].

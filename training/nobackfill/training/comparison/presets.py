@@ -6,7 +6,7 @@ from functools import cached_property
 
 from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.metrics.distances import Metric
-from nobackfill.training.config_file import configs, load_config
+from nobackfill.training.config import configs, load_config
 
 Values = Mapping[str, object]
 # What a row of the comparison decides: which models a training reads, on what, and where it lies.

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill.training.comparison.presets import Preset, Split, Values
-from nobackfill.training.config_file import parse_config
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.config import parse_config
+from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.training import train
 
 # The method that the default recipe trains.
@@ -149,5 +149,5 @@ def ensure(run: Run, done: set[Path]) -> None:
         return
     for needed in run.needs:
         ensure(needed, done)
-    train(parse_config(dict(run.values), str(run.folder)), Progress(visible=False))
+    train(parse_config(dict(run.values), str(run.folder)), ProgressBars(visible=False))
     done.add(run.folder)

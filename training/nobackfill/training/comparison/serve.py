@@ -20,7 +20,7 @@ from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.networks import transform
 from nobackfill.training.networks.frozen import load_encoder
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 from nobackfill.vectors import Vectors
 
 # A row's models, as releases are numbered.
@@ -77,7 +77,7 @@ def serve(row: Row, old: Vectors, side: Vectors | None, *, int8: bool) -> Upgrad
     return Upgraded(embedding.numpy(), None, uncertainty)
 
 
-def step_of(run: Run) -> Upgrade:
+def step_of(run: Run) -> UpgradeNetwork:
     """A step of a route: an upgrade, or the one that an embedder's own training made."""
     if run.values["kind"] == "upgrade":
         return read_upgrade(run.folder)[0]
@@ -92,7 +92,9 @@ def step_of(run: Run) -> Upgrade:
     return head.eval().requires_grad_(False)
 
 
-def _quantised(step: Upgrade, embedding: Tensor, side: Tensor | None) -> transform.Upgraded:
+def _quantised(
+    step: UpgradeNetwork, embedding: Tensor, side: Tensor | None
+) -> transform.UpgradeOutput:
     """The step through its exported int8 file."""
     inputs = {"embedding": embedding.numpy()}
     if step.reads_side:
@@ -101,4 +103,4 @@ def _quantised(step: Upgrade, embedding: Tensor, side: Tensor | None) -> transfo
     side_dim = 0 if side is None else side.shape[1]
     session = exported(step, embedding.shape[1], side_dim, int8=True)
     (upgraded,) = session.run(["upgraded"], inputs)
-    return transform.Upgraded(torch.from_numpy(upgraded), None, None)
+    return transform.UpgradeOutput(torch.from_numpy(upgraded), None, None)

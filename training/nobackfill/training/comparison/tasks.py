@@ -25,9 +25,8 @@ from nobackfill.training.comparison.development import known_names
 from nobackfill.training.comparison.presets import Split
 from nobackfill.training.comparison.recipe import Place, Run, ensure
 from nobackfill.training.comparison.rows import TEST, Row
-from nobackfill.training.config import UpgradeConfig
-from nobackfill.training.config_file import parse_config
-from nobackfill.training.loop.memory import keep_freed_memory
+from nobackfill.training.config import UpgradeConfig, parse_config
+from nobackfill.training.loop.loop import keep_freed_memory
 from nobackfill.training.loop.run import CHECKPOINT
 from nobackfill.training.loop.training import split_images
 from nobackfill.training.loop.upgrade import keep_features

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
         readable as readable,
         require_classes as require_classes,
     )
-    from nobackfill.training.data.stored import read_stored as read_stored
+    from nobackfill.training.data.folders import read_stored as read_stored
 else:
     __getattr__ = offer(
         __name__,
         {
             "allocations": "Allocation allocate",
             "augment": "Augment",
-            "folders": "hold_out readable require_classes",
-            "stored": "read_stored",
+            "folders": "hold_out read_stored readable require_classes",
         },
     )

@@ -1,4 +1,5 @@
-"""Which images of a listing are trained on: enough classes, a part held out, those that decode.
+"""What a training takes from a listing of images: the classes, the part that is held out, the files
+that decode, and vectors that somebody else stored for them.
 
 The held-out images of a class depend on its file names and the split seed alone: models trained on
 the first N and the first M classes hold out the same images.
@@ -7,17 +8,21 @@ the first N and the first M classes hold out the same images.
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.class_folders import Listing, by_digest
 from nobackfill.durable import make_dir, write_file
-from nobackfill.errors import InvalidInputError, few
+from nobackfill.errors import ConfigurationError, InvalidInputError, few
 from nobackfill.images import decode_file
+from nobackfill.training.config import StoredVectorFiles
+from nobackfill.vectors import Vectors, check_vectors
 
 _PART = 10_000
 
@@ -97,3 +102,65 @@ def identity(listing: Listing) -> str:
         line = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\n"
         told.update(line.encode("utf-8", "surrogateescape"))
     return told.hexdigest()
+
+
+def read_stored(stored: StoredVectorFiles, listing: Listing) -> Vectors:
+    """The stored vectors of the listing's images, float32 [n,dim] in its order.
+
+    Raises ConfigurationError for a missing file, InvalidInputError for anything but a .npy of
+    [n,dim] with one path a row, each once, a vector of zeros, or an image without a vector.
+    """
+    for path in (stored.vectors, stored.paths):
+        if not path.is_file():
+            raise ConfigurationError(f"no stored vectors {path}")
+    vectors = _vectors(stored.vectors)
+    paths = _paths(stored, len(vectors))
+    zero = [paths[row] for row in np.flatnonzero(~vectors.any(axis=1)).tolist()]
+    if zero:
+        raise InvalidInputError(
+            f"{stored.vectors}: {len(zero)} vectors are zero, which points nowhere, those of "
+            f"{few(zero)}; leave their rows out"
+        )
+    row_of = {path: row for row, path in enumerate(paths)}
+    missing = [path for path in listing.paths if path not in row_of]
+    if missing:
+        raise InvalidInputError(
+            f"{stored.paths}: no vector for {len(missing)} of {len(listing)} images of "
+            f"{listing.root}, first {missing[0]}"
+        )
+    return vectors[[row_of[path] for path in listing.paths]]
+
+
+def _vectors(path: Path) -> Vectors:
+    try:
+        with path.open("rb") as file:
+            read = np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, OSError, EOFError, MemoryError, TokenError, SyntaxError) as error:
+        raise InvalidInputError(
+            f"{path}: expected a .npy file of float32 [n, dim] ({error})"
+        ) from error
+    if read.ndim != 2 or not read.shape[1]:
+        raise InvalidInputError(
+            f"{path}: expected an array of shape [n, dim], got {list(read.shape)}"
+        )
+    return check_vectors(read, read.shape[1], what=str(path))
+
+
+def _paths(stored: StoredVectorFiles, count: int) -> Sequence[str]:
+    try:
+        paths = stored.paths.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{stored.paths}: cannot be read as UTF-8 ({error})") from error
+    # One line more, as of a header, and each path would get its neighbour's vector.
+    if len(paths) != count or not all(paths):
+        raise InvalidInputError(
+            f"{stored.paths}: expected {count} lines, one image path a row of {stored.vectors}, "
+            f"got {sum(map(bool, paths))}"
+        )
+    twice = [path for path, times in Counter(paths).items() if times > 1]
+    if twice:
+        raise InvalidInputError(
+            f"{stored.paths}: {len(twice)} paths are there more than once: {few(twice)}; expected "
+            "one vector an image"
+        )
+    return paths

@@ -24,8 +24,7 @@ from nobackfill.class_folders import Listing, decode
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.training.config import Config
 from nobackfill.training.data.folders import identity
-from nobackfill.training.data.image_files import ImageFiles, Refused, processes
-from nobackfill.training.data.pixel_cache import DECODER, PixelCache
+from nobackfill.training.data.image_files import DECODER, ImageFiles, PixelCache, Refused, processes
 
 # Images that are embedded at a time.
 CHUNK = 256
@@ -103,7 +102,7 @@ class Pictures:
 Images = Tensor | Pictures
 
 
-class Source(Protocol):
+class ImageSource(Protocol):
     """Images that come in order, a chunk at a time."""
 
     @property

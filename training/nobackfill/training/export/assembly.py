@@ -1,30 +1,89 @@
-"""From training runs to a release: which run goes where, and from which published release it leads.
+"""What is put into a release: training runs, a text model, a map, or the name of what is gone.
 
 A run knows the digests of the models it was trained with; a manifest's recipe knows the digest of
 the checkpoint it was made from. So an upgrade finds its source release, and a wrong pairing is
-refused.
+refused. Images to measure on are known by their content, whatever they are named: `unseen` leaves
+out those that a run was trained on.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from nobackfill.class_folders import Listing, digest, digests, list_images
 from nobackfill.digests import sha256_file
-from nobackfill.errors import ConfigurationError, few
+from nobackfill.errors import ConfigurationError, InvalidInputError, few
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.publication import require_release
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
+from nobackfill.training.data.folders import hold_out
 from nobackfill.training.export.drafting import Recipe, Release
+from nobackfill.training.export.external import SUFFIX, add_onnx_upgrade, can_be_public
 from nobackfill.training.export.probes import source_probes
-from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part
+from nobackfill.training.export.text_encoder import add_text_encoder
+from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
 from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.networks.frozen import load_encoder
 from nobackfill.training.networks.weights import shown
+
+# Of the images to measure on: so few are chance copies and left out, more are a wrong folder.
+_CHANCE = 0.01
+
+
+def unseen(listing: Listing, runs: Sequence[Path], *, force: bool) -> tuple[Listing, int]:
+    """Of the images to measure on those that no run was trained on, and how many were and stay.
+
+    A few are left out, and said; more than 1 % are refused, or with `force` kept and counted.
+    Raises InvalidInputError, ConfigurationError.
+    """
+    rows, example = _trained_on(listing, runs)
+    if not len(rows):
+        return listing, 0
+    found = f"{len(rows)} of the {len(listing)} images of {listing.root} were trained on"
+    if len(rows) <= _CHANCE * len(listing):
+        print(f"{found} (the same content: {few(example)}); they are left out", file=sys.stderr)
+        return listing.select(np.setdiff1d(np.arange(len(listing)), rows)), 0
+    if force:
+        print(f"{found}: the gate measures what was learnt by heart", file=sys.stderr)
+        return listing, len(rows)
+    raise InvalidInputError(
+        f"{found} (the same content: {few(example)}); measuring on them says nothing about others. "
+        "Give --eval a folder of images that nothing was trained on, or publish with --force"
+    )
+
+
+def _trained_on(listing: Listing, runs: Sequence[Path]) -> tuple[NDArray[np.int64], list[str]]:
+    """Rows of `listing` whose content a run was trained on, and their paths."""
+    sizes = {(listing.root / path).stat().st_size for path in listing.paths}
+    trained: dict[Path, str] = {}
+    for run in runs:
+        for path in _training_files(run):
+            # Only what is as long as one of them can be one of them.
+            if path not in trained and path.stat().st_size in sizes:
+                trained[path] = digest(path)
+    known = set(trained.values())
+    shared = [row for row, own in enumerate(digests(listing)) if own in known]
+    return np.array(shared, np.int64), [listing.paths[row] for row in shared]
+
+
+def _training_files(run: Path) -> list[Path]:
+    config = read_finished(run).config
+    try:
+        listing = list_images(config.images, config.classes, config.class_list)
+    except (ConfigurationError, InvalidInputError) as error:
+        print(f"{run}: its training images are not compared with --eval: {error}", file=sys.stderr)
+        return []
+    rows, _ = hold_out(listing, config.held_out, config.split_seed)
+    return [listing.root / listing.paths[row] for row in rows]
+
 
 # Names of this machine's files have no place in a manifest.
 _WEIGHTS = {"weights", "backbone"}
@@ -212,3 +271,73 @@ def _flat(prefix: str, values: Mapping[str, object]) -> Recipe:
 
 def _numbers(published: Mapping[int, Manifest]) -> str:
     return few(sorted(published, reverse=True)) or "none"
+
+
+class Runs(NamedTuple):
+    """What is exported into a release; an upgrade is a run's folder, or a map as ONNX."""
+
+    embedder: Path | None
+    text_encoder: Path | None
+    query_encoder: Path | None
+    side_encoder: Path | None
+    upgrades: tuple[Path, ...]
+
+    def trained(self) -> list[Path]:
+        """Folders of trainings."""
+        runs = (self.embedder, self.side_encoder, *self.upgrades)
+        return [run for run in runs if run is not None and run.suffix != SUFFIX]
+
+
+def check_models(
+    runs: Runs, onnx: Path | None, weights: str | None, vectors_of: str | None
+) -> None:
+    """Raises ConfigurationError for models that cannot make one release, and for upgrades that are
+    neither a run nor a map."""
+    for one in runs.upgrades:
+        if one.is_file() and one.suffix != SUFFIX:
+            raise ConfigurationError(
+                f"--upgrade {one}: expected a run's folder, or FILE{SUFFIX} as `nobackfill fit "
+                "--onnx` writes it"
+            )
+    if weights is not None and not can_be_public(weights):
+        raise ConfigurationError(
+            f"--weights {weights}: expected timm:NAME.TAG, open_clip:NAME/TAG or "
+            "torchvision:NAME/WEIGHTS; train.py takes other weights"
+        )
+    text = runs.text_encoder
+    if runs.query_encoder is not None and text is None:
+        raise ConfigurationError("--query-encoder FOLDER: expected --text-encoder FOLDER beside it")
+    images = [one for one in (runs.embedder, onnx, weights) if one is not None]
+    if len(images) > 1 or (vectors_of is None) == (not images and text is None):
+        raise ConfigurationError(
+            "expected either --embedder RUN, --onnx FILE or --weights NAME, with --text-encoder "
+            "FOLDER or without; --text-encoder FOLDER alone; or --vectors-of NAME:DIM alone"
+        )
+
+
+def named_vectors(vectors_of: str) -> tuple[str, int]:
+    """What made vectors, and their dimension. Raises ConfigurationError."""
+    name, _, dim = vectors_of.rpartition(":")
+    if not name or not dim.isdecimal() or not int(dim):
+        raise ConfigurationError(
+            f"--vectors-of: expected NAME:DIM, as in openai/text-embedding-ada-002:1536, got "
+            f"{vectors_of!r}"
+        )
+    return name, int(dim)
+
+
+def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
+    """Export every run, the embedder first: the others must fit it."""
+    if runs.embedder is not None:
+        add_embedder_run(draft, runs.embedder)
+    if runs.text_encoder is not None:
+        add_text_encoder(draft, runs.text_encoder, runs.query_encoder)
+    if runs.side_encoder is not None:
+        add_side_run(draft, runs.side_encoder)
+    if keep_side_encoder:
+        draft.keep_side_encoder()
+    if runs.embedder is not None:
+        add_forward_head(draft, runs.embedder)
+    for run in runs.upgrades:
+        add = add_onnx_upgrade if run.suffix == SUFFIX else add_upgrade_run
+        add(draft, run)

@@ -1,7 +1,8 @@
 """A release in the making: ONNX files in a folder of ours, and the manifest that will name them.
 
 The parts are made one by one (embedder, side encoder, upgrades, probes); gate.py then measures the
-files, and export.py publishes.
+files, and export.py publishes. The pictures that models are probed with are made here: no real
+image leaves with a release.
 """
 
 import datetime
@@ -9,9 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nobackfill.class_folders import Images
 from nobackfill.digests import side_space_id
 from nobackfill.errors import ConfigurationError
 from nobackfill.release.encoders import format_of
@@ -34,9 +38,22 @@ from nobackfill.release.paths import (
 )
 from nobackfill.release.publishing.draft import Draft, described
 from nobackfill.training.export.onnx_export import export_onnx, quantise
-from nobackfill.training.export.probe_images import probe_images
 from nobackfill.training.networks.embedder import ImageEncoder
-from nobackfill.training.networks.transform import Upgrade as UpgradeModule
+from nobackfill.training.networks.transform import UpgradeNetwork as UpgradeModule
+
+_PROBES = 8
+
+
+def probe_images(height: int, width: int) -> Images:
+    """Synthetic pictures uint8 [8,height,width,3]: smooth blots."""
+    rng = np.random.default_rng(2026)
+    coarse = rng.random((_PROBES, 3, 4, 4), dtype=np.float32)
+    smooth = F.interpolate(
+        torch.from_numpy(coarse), (height, width), mode="bicubic", align_corners=False
+    )
+    images: Images = (smooth.clamp(0, 1) * 255).byte().permute(0, 2, 3, 1).numpy()
+    return np.ascontiguousarray(images)
+
 
 Recipe = dict[str, str | int | float | bool | None]
 

@@ -1,20 +1,37 @@
-"""Golden probes, made: synthetic pictures and what the release's models give for them."""
+"""What a release's encoders make of given inputs: golden probes, which every installation computes
+again, and pictures of a single colour.
+"""
 
 from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nobackfill.class_folders import Images
+from nobackfill.errors import UnusableOutputError, few
 from nobackfill.release.manifest import Manifest, Probes, PublishedFile
-from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.models import Embedder, open_embedder, open_side_encoder, open_upgrade
 from nobackfill.release.paths import probes_path
 from nobackfill.release.probes import text_probes
 from nobackfill.release.text_models import open_text_encoder
-from nobackfill.training.export.drafting import Release
-from nobackfill.training.export.probe_images import probe_images
-from nobackfill.training.export.probe_texts import PROBE_TEXTS
+from nobackfill.training.export.drafting import Release, probe_images
+from nobackfill.vectors import Vectors
+
+# Written here: no real note leaves with a release.
+PROBE_TEXTS = (
+    "a red bicycle leans on a wall",
+    "How do I carry vectors into another model's space?",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "2026-11-22 10:00 meeting, room 4.12: budget +3.5 %",
+    "def add(a: int, b: int) -> int: return a + b",
+    "天気がいいから、散歩しましょう。",
+    "one " * 600,
+    "!",
+)
+
 
 # Relative to max(1, |expected|): float32 on another machine's instructions.
 TOLERANCE = 1e-3
@@ -80,3 +97,58 @@ def source_probes(
     images = probe_images(source.frame.height, source.frame.width)
     side = open_side_encoder(files, source).run(images) if source.side_encoder else None
     return open_embedder(files, source).run(images), side
+
+
+COLOURS: Mapping[str, tuple[int, int, int]] = {
+    "black": (0, 0, 0),
+    "grey": (128, 128, 128),
+    "white": (255, 255, 255),
+    "red": (255, 0, 0),
+    "green": (0, 255, 0),
+    "blue": (0, 0, 255),
+}
+# Of the distance between pictures of something.
+_SAME = 1e-3
+
+
+def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
+    """Sentences on colours without a vector, and on colours that are hardly told apart."""
+    if manifest.embedder.file is None:
+        return []
+    embedder = open_embedder(files, manifest)
+    size = (manifest.frame.height, manifest.frame.width)
+    found: dict[str, Vectors] = {}
+    without = []
+    for name, colour in COLOURS.items():
+        picture = np.broadcast_to(np.array(colour, np.uint8), (1, *size, 3))
+        try:
+            found[name] = embedder.run(np.ascontiguousarray(picture))[0]
+        except UnusableOutputError:
+            without.append(name)
+    trouble = []
+    if without:
+        trouble.append(
+            f"the embedder makes no vector (zero, or not finite) of pictures all {few(without)}; "
+            "galleries and searches will refuse such pictures"
+        )
+    near = _SAME * _usual(embedder, probe_images(*size))
+    same = [
+        f"{a} and {b}"
+        for a, b in combinations(found, 2)
+        if float(np.linalg.norm(found[a] - found[b])) <= near
+    ]
+    if same:
+        trouble.append(
+            f"the embedder gives nearly equal vectors for plain pictures ({few(same)}); they will "
+            "be found for one another"
+        )
+    return trouble
+
+
+def _usual(embedder: Embedder, images: Images) -> float:
+    """The median distance between pictures of something; 0 where those have no vectors."""
+    try:
+        vectors: NDArray[np.float32] = embedder.run(images)
+    except UnusableOutputError:
+        return 0.0
+    return float(np.median([np.linalg.norm(a - b) for a, b in combinations(vectors, 2)]))

@@ -1,7 +1,7 @@
 """The training loop, what it minimises, and the folder of a run that it resumes from.
 
 >>> from nobackfill.training import load_config
->>> from nobackfill.training.config_file import configs
+>>> from nobackfill.training.config import configs
 >>> from nobackfill.training.loop import learning_rate
 >>> config = load_config(configs() / "digits" / "embedder-1.yaml")
 >>> learning_rate(config, epoch=2) == config.lr
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
         fit as fit,
         learning_rate as learning_rate,
     )
-    from nobackfill.training.loop.objective import Frozen as Frozen, Objective as Objective
+    from nobackfill.training.loop.objective import (
+        FrozenModule as FrozenModule,
+        Objective as Objective,
+    )
     from nobackfill.training.loop.run import (
         Checkpoint as Checkpoint,
         read_checkpoint as read_checkpoint,
@@ -33,7 +36,7 @@ else:
         __name__,
         {
             "loop": "DivergedError fit learning_rate",
-            "objective": "Frozen Objective",
+            "objective": "FrozenModule Objective",
             "run": "Checkpoint read_checkpoint read_finished",
             "upgrade": "read_upgrade train_upgrade",
         },

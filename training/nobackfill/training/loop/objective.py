@@ -45,7 +45,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
 
-class Frozen:
+class FrozenModule:
     """A model that is used, never trained: eval mode, no gradients, absent from the checkpoint.
 
     Not an nn.Module, so that a parent's train() and state_dict() pass it by.

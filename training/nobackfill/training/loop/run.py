@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError, VerificationError, few
-from nobackfill.training.config import HOW_IMAGES_ARE_READ, Config
-from nobackfill.training.config_file import parse_config
+from nobackfill.training.config import HOW_IMAGES_ARE_READ, Config, parse_config
 
 CHECKPOINT, CONFIG, STATS = "checkpoint.safetensors", "config.yaml", "stats.jsonl"
 _FORMAT = "nobackfill-checkpoint-1"

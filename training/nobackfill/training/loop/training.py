@@ -14,27 +14,29 @@ from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.durable import lock, remove_tree
 from nobackfill.errors import BusyError, InvalidInputError, few
-from nobackfill.training.config import Config, EmbedderConfig, SideEncoderConfig, UpgradeConfig
+from nobackfill.training.config import (
+    Config,
+    EmbedderConfig,
+    SideEncoderConfig,
+    UpgradeConfig,
+)
 from nobackfill.training.data.folders import hold_out, readable, require_classes
 from nobackfill.training.data.pictures import open_pictures, reading, streams
-from nobackfill.training.loop.loop import fit, launched
-from nobackfill.training.loop.memory import keep_freed_memory
+from nobackfill.training.loop.loop import ProgressBars, fit, keep_freed_memory, launched
 from nobackfill.training.loop.objective import Objective
-from nobackfill.training.loop.progress import Progress
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, read_finished, resumable
 from nobackfill.training.loop.upgrade import train_upgrade
 from nobackfill.training.method import EmbedderInputs
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder
 from nobackfill.training.networks.frozen import load_classifier
-from nobackfill.training.networks.pretrained import load_pretrained
-from nobackfill.training.networks.weights import normalisation, read_weights
-from nobackfill.training.side_info.kinds import side_objective
+from nobackfill.training.networks.weights import load_pretrained, normalisation, read_weights
+from nobackfill.training.side_info import side_objective
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
-def train(config: Config, progress: Progress) -> Checkpoint:
+def train(config: Config, progress: ProgressBars) -> Checkpoint:
     """Train what the configuration says; a finished run is kept.
 
     Raises BusyError where another process trains in the run folder, and what the parts raise.
@@ -132,7 +134,7 @@ def _check_names(config: Config) -> None:
 
 
 def _train_network(
-    config: EmbedderConfig | SideEncoderConfig, listing: Listing, progress: Progress
+    config: EmbedderConfig | SideEncoderConfig, listing: Listing, progress: ProgressBars
 ) -> Checkpoint:
     torch.manual_seed(config.seed)
     labels = torch.from_numpy(listing.labels)

@@ -1,9 +1,17 @@
 """Training an upgrade: features of the frozen models over the same views, then the method's part.
 
-`train_upgrade` is for a configuration; compare.py, which has features already, calls `fit_upgrade`.
+`train_upgrade` is for a configuration; compare.py, which has features already, calls
+`fit_upgrade`.
+
+Options that `choose` names are chosen first, by how an upgrade does on classes that it was not
+shown. A gallery has classes that no training set has. So for each combination of values upgrades
+are trained for a third of the epochs, each without a third of the classes, and carry all images;
+the new model's embeddings of the classes that were held back search these. Images in fewer class
+folders than five are clustered by their new embeddings: no label is needed.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,24 +23,168 @@ from torch import Tensor
 from nobackfill.class_folders import Listing
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError
-from nobackfill.training.config import PublishedSource, StoredVectors, UpgradeConfig
+from nobackfill.metrics.ranking import rank, same_label
+from nobackfill.metrics.retrieval import average_precision, cmc
+from nobackfill.training.config import (
+    PublishedSource,
+    StoredVectorFiles,
+    UpgradeConfig,
+)
+from nobackfill.training.data.folders import read_stored
 from nobackfill.training.data.pictures import reading
-from nobackfill.training.data.stored import read_stored
-from nobackfill.training.loop.choice import check_choices, choose
-from nobackfill.training.loop.loop import finish, fit
-from nobackfill.training.loop.progress import Progress
+from nobackfill.training.loop.loop import ProgressBars, finish, fit
 from nobackfill.training.loop.run import Checkpoint, load_part, read_finished, resumable
-from nobackfill.training.method import UpgradeInputs, UpgradeShape
+from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods import upgrade_method
 from nobackfill.training.networks.frozen import (
     FrozenEncoder,
     augmented_views,
     load_classifier,
+    of_release,
     of_run,
     training_features,
 )
-from nobackfill.training.networks.published import of_release
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
+
+# Fewer groups are too few to judge by, and to train without a third of.
+_FEWEST_GROUPS, _CLUSTERS, _FOLDS = 5, 10, 3
+# Images of a cluster; and of the gallery, as searches cost its square.
+_FEWEST_IN_CLUSTER, _MOST_SEARCHED = 10, 2000
+_SHARE_OF_EPOCHS = 3
+
+Ints = NDArray[np.int64]
+Scores = NDArray[np.float64]
+Values = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of which class or cluster each training image [n] is, 0 to count - 1, and which of these are
+    held back together.
+    """
+
+    of: Ints
+    count: int
+    folds: tuple[Ints, ...]
+    told: str
+
+
+def check_choices(method: UpgradeMethod, config: UpgradeConfig) -> None:
+    """Raise ConfigurationError for an option in `choose` that is not to be chosen, or is set."""
+    for name in config.choose:
+        if name not in method.choices:
+            known = ", ".join(method.choices) or "none"
+            raise ConfigurationError(
+                f"choose: method {config.method} has no option {name!r} to choose; it has {known}"
+            )
+        if name in config.options or config.choose.count(name) > 1:
+            raise ConfigurationError(f"choose: {name} is named twice, or set in options, too")
+
+
+def choose(
+    method: UpgradeMethod,
+    inputs: UpgradeInputs,
+    rows_of: Callable[[Ints], Mapping[str, Tensor]],
+    train: Callable[[UpgradeInputs], UpgradeNetwork],
+) -> UpgradeInputs:
+    """`inputs` with what was chosen. `rows_of` gives the features of some of the images, in views
+    that show no others; `train` gives a finished upgrade. Errors are those of `divide`.
+    """
+    groups = divide(inputs)
+    trained = [name for name in inputs.config.choose if name not in method.variants]
+    after = [name for name in inputs.config.choose if name in method.variants]
+    scores: dict[tuple[float, ...], Scores] = {}
+    for first in _combinations(method, trained):
+        for number, fold in enumerate(groups.folds):
+            shown = rows_of(np.flatnonzero(~np.isin(groups.of, fold)))
+            name = "-".join([f"{number}", *(f"{value:g}" for value in first.values())])
+            config = _short(inputs.config, name)
+            trial = replace(inputs, config=config, rows=shown, held_out={}, chosen=first)
+            upgrade = train(trial)
+            for second in _combinations(method, after):
+                values = tuple((first | second)[option] for option in inputs.config.choose)
+                of_groups = scores.setdefault(values, np.zeros(groups.count))
+                variant = upgrade
+                for option, value in second.items():
+                    variant = method.variants[option](variant, value)
+                of_groups[fold] = _scores(variant, inputs, groups, fold)
+    chosen = dict(zip(inputs.config.choose, by_rule(scores), strict=True))
+    return replace(inputs, chosen=chosen, chosen_on=groups.told)
+
+
+def _short(config: UpgradeConfig, name: str) -> UpgradeConfig:
+    """The training by which values are judged."""
+    changed = {
+        "run_dir": config.run_dir / "choice" / name,
+        "epochs": -(-config.epochs // _SHARE_OF_EPOCHS),
+        "warmup_epochs": config.warmup_epochs / _SHARE_OF_EPOCHS,
+        "keep_best": False,
+        "choose": (),
+    }
+    return config.model_copy(update=changed)
+
+
+def by_rule(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
+    """The values of the largest mean score over groups [g]; the first, which are the usual, where
+    no others are better by more than the standard error of the difference.
+    """
+    usual, best = next(iter(scores)), max(scores, key=lambda values: float(scores[values].mean()))
+    gains = scores[best] - scores[usual]
+    return best if gains.mean() > gains.std(ddof=1) / len(gains) ** 0.5 else usual
+
+
+def divide(inputs: UpgradeInputs) -> Groups:
+    """Classes, or clusters, in three parts drawn by the seed.
+
+    Raises InvalidInputError for too few images to cluster.
+    """
+    labels, seed = inputs.rows["labels"].numpy(), inputs.config.seed
+    names, kind = np.unique(labels), "classes"
+    if len(names) < _FEWEST_GROUPS:
+        if len(labels) < _FEWEST_IN_CLUSTER * _CLUSTERS:
+            raise InvalidInputError(
+                f"choose: expected {_FEWEST_GROUPS} class folders, or "
+                f"{_FEWEST_IN_CLUSTER * _CLUSTERS} images to cluster, got {len(names)} with "
+                f"{len(labels)} images; leave choose out"
+            )
+        # Imported here: it takes a second of every training that clusters nothing.
+        from sklearn.cluster import KMeans
+
+        means = KMeans(_CLUSTERS, n_init=4, random_state=seed)
+        labels = means.fit_predict(inputs.rows["new"][:, 0].numpy())
+        names, kind = np.unique(labels), "clusters"
+        if len(names) < _FEWEST_GROUPS:
+            raise InvalidInputError(
+                f"choose: the images have {len(names)} new embeddings that differ; leave it out"
+            )
+    of = np.searchsorted(names, labels).astype(np.int64)
+    drawn = np.random.default_rng(seed).permutation(len(names))
+    folds = tuple(np.sort(fold) for fold in np.array_split(drawn, _FOLDS))
+    return Groups(of, len(names), folds, f"{len(names)} {kind}, a third held back at a time")
+
+
+def _combinations(method: UpgradeMethod, names: list[str]) -> Iterator[Values]:
+    """Of the values tried, the usual ones first."""
+    for values in itertools.product(*(method.choices[name] for name in names)):
+        yield dict(zip(names, values, strict=True))
+
+
+def _scores(upgrade: UpgradeNetwork, inputs: UpgradeInputs, groups: Groups, fold: Ints) -> Scores:
+    """By group of the fold, the mean of CMC-1 and mAP of its new embeddings, which search all
+    carried ones.
+    """
+    drawn = np.random.default_rng(inputs.config.seed).permutation(len(groups.of))[:_MOST_SEARCHED]
+    view = {name: rows[drawn, 0] for name, rows in inputs.rows.items() if rows.ndim > 2}
+    with torch.no_grad():
+        carried = upgrade(view["old"], view.get("side")).embedding.numpy()
+    own = groups.of[drawn]
+    asking = np.flatnonzero(np.isin(own, fold))
+    relevance = same_label(own[asking], own, asking, np.arange(len(own)))
+    ranking = rank(view["new"].numpy()[asking], carried, relevance)
+    both = (cmc(ranking, 1) + average_precision(ranking)) / 2
+    # An image without another one of its group has nothing to find.
+    found = [both[(own[asking] == group) & np.isfinite(both)] for group in fold]
+    return np.array([one.mean() if len(one) else 0.0 for one in found])
 
 
 @dataclass(frozen=True)
@@ -40,7 +192,7 @@ class Sources:
     """The frozen models of an upgrade; None: without. Stored vectors stand for an old model."""
 
     old: FrozenEncoder | None
-    stored: StoredVectors | None
+    stored: StoredVectorFiles | None
     old_side: FrozenEncoder | None
     new: FrozenEncoder
     new_side: FrozenEncoder | None
@@ -59,7 +211,7 @@ class Sources:
 def open_sources(config: UpgradeConfig) -> Sources:
     """Load what the configuration names. Raises ConfigurationError where it is not of its kind."""
     old = stored = old_side = None
-    if isinstance(config.old, StoredVectors):
+    if isinstance(config.old, StoredVectorFiles):
         stored = config.old
     elif isinstance(config.old, PublishedSource):
         old, old_side = of_release(config.old)
@@ -165,7 +317,7 @@ _FEATURES = ("old", "side", "new", "new_side")
 
 
 def train_upgrade(
-    config: UpgradeConfig, train: Listing, held_out: Listing, progress: Progress
+    config: UpgradeConfig, train: Listing, held_out: Listing, progress: ProgressBars
 ) -> Checkpoint:
     """Train the upgrade of a configuration; a finished run is returned as it is."""
     method = upgrade_method(config.method)
@@ -198,7 +350,7 @@ def train_upgrade(
         new_names,
     )
     digests = {f"{name}_digest": e.digest for name, e in sources.encoders().items()}
-    if isinstance(config.old, StoredVectors):
+    if isinstance(config.old, StoredVectorFiles):
         digests["old_vectors_digest"] = sha256_file(config.old.vectors)
         digests["old_paths_digest"] = sha256_file(config.old.paths)
     if config.choose:
@@ -230,7 +382,7 @@ def _rows_of(
 
 
 def fit_upgrade(
-    inputs: UpgradeInputs, progress: Progress, digests: Mapping[str, str]
+    inputs: UpgradeInputs, progress: ProgressBars, digests: Mapping[str, str]
 ) -> Checkpoint:
     """Train, or solve, the upgrade of `inputs`; `digests` say which models it belongs to."""
     config, shape = inputs.config, inputs.shape
@@ -248,7 +400,7 @@ def fit_upgrade(
     }
     if inputs.chosen_on:
         facts["chosen_on"] = inputs.chosen_on
-    if isinstance(config.old, StoredVectors | PublishedSource):
+    if isinstance(config.old, StoredVectorFiles | PublishedSource):
         facts["old_release"] = config.old.release
     if method.solve is not None:
         if config.keep_best:
@@ -260,7 +412,7 @@ def fit_upgrade(
     return fit(objective, inputs.rows, config, inputs.class_names, progress=progress, facts=facts)
 
 
-def load_upgrade(checkpoint: Checkpoint) -> Upgrade:
+def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
     """The finished upgrade of a checkpoint, in eval mode."""
     config, facts = checkpoint.config, checkpoint.facts
     if not isinstance(config, UpgradeConfig):
@@ -279,7 +431,7 @@ def load_upgrade(checkpoint: Checkpoint) -> Upgrade:
     return upgrade.eval().requires_grad_(False)
 
 
-def read_upgrade(run_dir: Path) -> tuple[Upgrade, Checkpoint]:
+def read_upgrade(run_dir: Path) -> tuple[UpgradeNetwork, Checkpoint]:
     """The finished upgrade of a run folder."""
     checkpoint = read_finished(run_dir)
     return load_upgrade(checkpoint), checkpoint

@@ -18,7 +18,7 @@ from nobackfill.training.methods.compatible import (
     encode_all,
     read_options,
 )
-from nobackfill.training.networks.fixed_classifier import FixedClassifier
+from nobackfill.training.networks.heads import FixedClassifier
 
 
 class BctObjective(CompatibleObjective):

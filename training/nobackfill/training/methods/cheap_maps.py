@@ -13,7 +13,7 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.networks.maps import AffineMap, affine, low_rank, procrustes
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class InputShape(NamedTuple):
@@ -72,18 +72,18 @@ def set_linear(layer: nn.Linear, solution: AffineMap) -> None:
         layer.bias.copy_(solution.bias)
 
 
-def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """h, and g where new side-information is written, as one linear layer each."""
     read_options(config.options, Options, config.method)
     reads = input_shape(config, shape)
-    return Upgrade(
+    return UpgradeNetwork(
         LinearMap(reads, shape.new_dim, shape.unit),
         reads_side=shape.side_dim > 0,
         g=LinearMap(reads, shape.new_side_dim, False) if shape.new_side_dim else None,
     )
 
 
-def solve_affine(upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     """Least squares of the new embedding, and of the new side-information, on what is read."""
     reads = input_shape(inputs.config, inputs.shape)
     x = training_inputs(inputs.rows, reads)
@@ -99,7 +99,7 @@ def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
     return joined(flat(rows, "old"), side, reads)
 
 
-def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """h as one linear layer of the embedding alone: a rotation has no use for side-information."""
     read_options(config.options, Options, config.method)
     if not config.reads_embedding or shape.new_side_dim:
@@ -108,17 +108,17 @@ def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
             "reads_embedding: true and side: carries or drops"
         )
     h = LinearMap(InputShape(shape.old_dim, 0), shape.new_dim, shape.unit)
-    return Upgrade(h, reads_side=False)
+    return UpgradeNetwork(h, reads_side=False)
 
 
-def solve_procrustes(upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     """Orthogonal between spaces of unit vectors, times one factor between others."""
     assert isinstance(upgrade.h, LinearMap)
     x, y = flat(inputs.rows, "old"), flat(inputs.rows, "new")
     set_linear(upgrade.h.up, procrustes(x, y, scaled=not inputs.shape.unit))
 
 
-def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """h as two linear layers through `rank` numbers."""
     options = read_options(config.options, LowRankOptions, config.method)
     if shape.new_side_dim:
@@ -129,10 +129,10 @@ def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
     if rank > largest:
         raise ConfigurationError(f"method low_rank: expected a rank of 1 to {largest}, got {rank}")
     h = LinearMap(reads, shape.new_dim, shape.unit, rank)
-    return Upgrade(h, reads_side=shape.side_dim > 0)
+    return UpgradeNetwork(h, reads_side=shape.side_dim > 0)
 
 
-def solve_low_rank(upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
     """Reduced-rank regression of the new embedding on what is read."""
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
     x = training_inputs(inputs.rows, upgrade.h.reads)

@@ -14,10 +14,14 @@ from torch import Tensor
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.data.pictures import Images, chunks
-from nobackfill.training.loop.objective import Batch, Frozen, Terms
+from nobackfill.training.loop.objective import Batch, FrozenModule, Terms
 from nobackfill.training.method import Classifier, EmbedderInputs
-from nobackfill.training.networks.embedder import EmbedderObjective, ImageEncoder, to_pixels
-from nobackfill.training.networks.fixed_classifier import (
+from nobackfill.training.networks.embedder import (
+    EmbedderObjective,
+    ImageEncoder,
+    to_pixels,
+)
+from nobackfill.training.networks.heads import (
     FixedClassifier,
     first_elements,
     labels_in,
@@ -60,7 +64,7 @@ class CompatibleObjective(EmbedderObjective):
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs.config, len(inputs.class_names))
         self.old = old_model(inputs)
-        self.old_encoder = Frozen(_Resized(self.old.encoder))
+        self.old_encoder = FrozenModule(_Resized(self.old.encoder))
         self.old_classifier: FixedClassifier = of_head(self.old.head)
         # Each new class's row in the old classifier, -1 for classes that it does not know.
         known = labels_in(self.old.class_names, inputs.class_names)

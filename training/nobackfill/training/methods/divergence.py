@@ -9,13 +9,13 @@ from nobackfill.training.losses.distillation import forward_kl, reversed_kl
 from nobackfill.training.method import UpgradeMethod
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
-from nobackfill.training.networks.transform import Upgraded
+from nobackfill.training.networks.transform import UpgradeOutput
 
 
 class KlObjective(ForwardObjective):
     """KL of the frozen new classifier's answers, from the new embedding's to the upgraded one's."""
 
-    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+    def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         terms = super().distance_terms(upgraded, view)
         predicted = self.classifier.logits(upgraded.embedding)
         terms["distance"] = self.divergence(predicted, self.classifier.logits(view["new"])).mean()

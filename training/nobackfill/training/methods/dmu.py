@@ -25,7 +25,7 @@ from nobackfill.training.method import EmbedderInputs, EmbedderMethod, UpgradeSh
 from nobackfill.training.methods.bct import extended_classifier
 from nobackfill.training.methods.compatible import CompatibleObjective, WeightOptions, read_options
 from nobackfill.training.networks.embedder import to_pixels
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class DmuOptions(WeightOptions):
@@ -63,11 +63,11 @@ class ForwardAdaptiveHead(nn.Module):
         return nn.functional.normalize(output) if self.unit else output
 
 
-def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> Upgrade:
+def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """psi as the upgrade that is published."""
     options = read_options(config.options, DmuOptions, config.method)
     head = ForwardAdaptiveHead(shape.old_dim, shape.new_dim, options.hidden_dim, shape.unit)
-    return Upgrade(head, reads_side=False)
+    return UpgradeNetwork(head, reads_side=False)
 
 
 class DmuObjective(CompatibleObjective):

@@ -18,7 +18,11 @@ from nobackfill.training.methods.cheap_maps import InputShape, input_shape, join
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
-from nobackfill.training.networks.transform import Upgrade, Upgraded, projection_unit
+from nobackfill.training.networks.transform import (
+    UpgradeNetwork,
+    UpgradeOutput,
+    projection_unit,
+)
 
 
 class FastFillOptions(Options):
@@ -51,7 +55,7 @@ class VarianceHead(nn.Module):
         return output[:, 0] + self.offset
 
 
-def build_fastfill(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+def build_fastfill(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """FCT's h and g, and a small network for the variance."""
     read_options(config.options, FastFillOptions, config.method)
     upgrade = build_fct(config, shape)
@@ -69,12 +73,12 @@ class FastFillObjective(ForwardObjective):
 
     options_model: type[FastFillOptions] = FastFillOptions
 
-    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+    def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__(upgrade, inputs)
         self.options = read_options(inputs.options, self.options_model, inputs.config.method)
         self.held_out = inputs.held_out
 
-    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+    def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         terms = super().distance_terms(upgraded, view)
         predicted, target = upgraded.embedding, view["new"]
         assert upgraded.log_variance is not None

@@ -1,14 +1,45 @@
 """FCT's own method: h and g by squared L2 (fct.txt sections 3.3 and 4.4, D.5)."""
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.training.config import UpgradeConfig
-from nobackfill.training.loop.best_epoch import BestEpoch
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
-from nobackfill.training.networks.transform import FctTransform, Upgrade, Upgraded
+from nobackfill.training.networks.transform import (
+    FctTransform,
+    UpgradeNetwork,
+    UpgradeOutput,
+)
+
+
+class BestEpoch(nn.Module):
+    """The weights that had the least figure so far, and that figure.
+
+    A part of the checkpoint while the training runs, so that a resumed run knows the best epoch
+    before its kill.
+    """
+
+    least: Tensor
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.kept = copy.deepcopy(network).requires_grad_(False)
+        # Not infinity: a checkpoint holds finite numbers.
+        self.register_buffer("least", torch.tensor(torch.finfo(torch.float32).max))
+
+    def offer(self, network: nn.Module, figure: float) -> None:
+        """Keep the weights of `network` if `figure` is less than that of any before."""
+        if figure < float(self.least):
+            self.kept.load_state_dict(network.state_dict())
+            self.least.fill_(figure)
+
+    def restore(self, network: nn.Module) -> None:
+        """Give `network` the kept weights."""
+        network.load_state_dict(self.kept.state_dict())
 
 
 def squared_l2(predicted: Tensor, target: Tensor) -> Tensor:
@@ -16,7 +47,7 @@ def squared_l2(predicted: Tensor, target: Tensor) -> Tensor:
     return (predicted - target).float().square().sum(1).mean()
 
 
-def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """h, and g where the new side-information is written (section 4.4: the same architecture)."""
 
     def transform(dim: int, unit: bool) -> FctTransform:
@@ -29,7 +60,7 @@ def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
             unit=unit,
         )
 
-    return Upgrade(
+    return UpgradeNetwork(
         transform(shape.new_dim, shape.unit),
         reads_side=shape.side_dim > 0,
         g=transform(shape.new_side_dim, False) if shape.new_side_dim else None,
@@ -43,7 +74,7 @@ class FctObjective(Objective):
     `distance_terms`.
     """
 
-    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+    def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__()
         self.upgrade = upgrade
         self.freeze_at = inputs.config.freeze_batchnorm_at
@@ -88,7 +119,7 @@ class FctObjective(Objective):
         view = draw_view(batch)
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
 
-    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+    def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         """The terms, given outputs and targets of one view a row ([b,dim] each)."""
         terms = {"distance": squared_l2(upgraded.embedding, view["new"])}
         if upgraded.side is not None:

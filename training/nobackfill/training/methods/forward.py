@@ -9,13 +9,13 @@ from nobackfill.training.losses.prototypes import by_class, class_average
 from nobackfill.training.method import UpgradeInputs
 from nobackfill.training.methods.cheap_maps import flat
 from nobackfill.training.methods.fct import FctObjective
-from nobackfill.training.networks.fixed_classifier import (
+from nobackfill.training.networks.heads import (
     FixedClassifier,
     gaussian_classifier,
     labels_in,
     of_head,
 )
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 
 # Of cosines, where there is no head whose scale could be taken.
 _SCALE = 16.0
@@ -29,7 +29,7 @@ class ForwardObjective(FctObjective):
     new_labels: Tensor
     spread: Tensor
 
-    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+    def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__(upgrade, inputs)
         self.classifier, labels = new_classifier(inputs)
         # Each training class's row in the new classifier, -1 for classes that it does not know.

@@ -5,13 +5,13 @@ from nobackfill.training.losses.lce import boundary, centre_alignment
 from nobackfill.training.method import UpgradeMethod
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
-from nobackfill.training.networks.transform import Upgraded
+from nobackfill.training.networks.transform import UpgradeOutput
 
 
 class LceObjective(ForwardObjective):
     """Classification under the frozen new classifier, aligned class centres, a tight boundary."""
 
-    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+    def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         predicted, labels = upgraded.embedding, view["labels"]
         own = self.new_labels[labels]
         known = own >= 0

@@ -14,7 +14,7 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.method import UpgradeMethod, UpgradeShape
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import FctObjective
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class RbtOptions(Options):
@@ -59,7 +59,7 @@ class ResidualBottlenecks(nn.Module):
         return F.normalize(output) if self.unit else output
 
 
-def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """h of residual bottlenecks. Raises ConfigurationError where it should read or write
     side-information alone.
     """
@@ -70,7 +70,7 @@ def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
             "reads_embedding: true and side: carries or drops"
         )
     h = ResidualBottlenecks(shape.old_dim, shape.new_dim, options, shape.unit)
-    return Upgrade(h, reads_side=False)
+    return UpgradeNetwork(h, reads_side=False)
 
 
 RBT = UpgradeMethod(build=build_rbt, objective=FctObjective)

@@ -27,7 +27,7 @@ from nobackfill.training.methods.fastfill import (
     classifies,
 )
 from nobackfill.training.networks.maps import affine, whitening
-from nobackfill.training.networks.transform import Upgrade, Upgraded
+from nobackfill.training.networks.transform import UpgradeNetwork, UpgradeOutput
 
 # Strong on purpose: int8 has 256 steps for the largest of the inputs, and directions of little
 # variance that were blown up to the size of the others would be those steps' rounding.
@@ -149,12 +149,12 @@ def _network(total: int, inner_dim: int, dim: int) -> nn.Sequential:
     )
 
 
-def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """h and g of this form, and FastFill's variance."""
     options = read_options(config.options, ResidualOptions, config.method)
     reads = input_shape(config, shape)
     side = shape.new_side_dim
-    return Upgrade(
+    return UpgradeNetwork(
         ResidualMap(reads, shape.new_dim, config.inner_dim, shape.unit, options.members),
         reads_side=shape.side_dim > 0,
         g=ResidualMap(reads, side, config.inner_dim, False) if side else None,
@@ -167,7 +167,7 @@ class ResidualObjective(FastFillObjective):
 
     options_model = ResidualOptions
 
-    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+    def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__(upgrade, inputs)
         self.listwise_options = read_options(inputs.options, ResidualOptions, inputs.config.method)
         side = flat(inputs.rows, "side") if inputs.shape.side_dim else None
@@ -189,7 +189,7 @@ class ResidualObjective(FastFillObjective):
         h.alone = None
         return total
 
-    def distance_terms(self, upgraded: Upgraded, view: Batch) -> Terms:
+    def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         terms = super().distance_terms(upgraded, view)
         options = self.listwise_options
         assert isinstance(self.queue, Tensor)
@@ -207,7 +207,7 @@ class ResidualObjective(FastFillObjective):
         shrink(self.upgrade, self.listwise_options.share)
 
 
-def shrink(upgrade: Upgrade, share: float) -> None:
+def shrink(upgrade: UpgradeNetwork, share: float) -> None:
     """Leave `share` of what h's network adds to the straight part."""
     assert isinstance(upgrade.h, ResidualMap)
     for network in upgrade.h.members:
@@ -218,7 +218,7 @@ def shrink(upgrade: Upgrade, share: float) -> None:
             last.bias.mul_(share)
 
 
-def shrunk(upgrade: Upgrade, share: float) -> Upgrade:
+def shrunk(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
     """A copy with `share` of the network."""
     copied = copy.deepcopy(upgrade)
     shrink(copied, share)

@@ -18,7 +18,7 @@ from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShap
 from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, joined
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import draw_view
-from nobackfill.training.networks.transform import Upgrade
+from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class SoftPrototypesOptions(Options):
@@ -52,20 +52,20 @@ class SoftPrototypes(nn.Module):
         return F.normalize(output) if self.unit else output
 
 
-def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> Upgrade:
+def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
     """h as soft-assigned class averages."""
     options = read_options(config.options, SoftPrototypesOptions, config.method)
     if shape.new_side_dim:
         raise ConfigurationError("method soft_prototypes maps no side-information; use side: drops")
     reads = input_shape(config, shape)
     h = SoftPrototypes(reads, options.classes, shape.new_dim, shape.unit)
-    return Upgrade(h, reads_side=shape.side_dim > 0)
+    return UpgradeNetwork(h, reads_side=shape.side_dim > 0)
 
 
 class SoftPrototypesObjective(Objective):
     """Cross-entropy of the linear classifier; the prototypes are the new model's class averages."""
 
-    def __init__(self, upgrade: Upgrade, inputs: UpgradeInputs) -> None:
+    def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__()
         assert isinstance(upgrade.h, SoftPrototypes)
         self.upgrade, self.h = upgrade, upgrade.h

@@ -25,12 +25,12 @@ from nobackfill.training.methods.compatible import (
     encode_all,
     read_options,
 )
-from nobackfill.training.networks.fixed_classifier import (
+from nobackfill.training.networks.heads import (
     FixedClassifier,
+    Head,
     form_of,
     gaussian_classifier,
 )
-from nobackfill.training.networks.heads import Head
 
 
 class UniBctOptions(WeightOptions):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         build_backbone as build_backbone,
     )
     from nobackfill.training.networks.embedder import (
+        Binarise as Binarise,
         EmbedderObjective as EmbedderObjective,
         ImageEncoder as ImageEncoder,
         build_encoder as build_encoder,
@@ -27,22 +28,25 @@ if TYPE_CHECKING:
         FrozenEncoder as FrozenEncoder,
         load_encoder as load_encoder,
     )
-    from nobackfill.training.networks.heads import Head as Head, build_head as build_head
+    from nobackfill.training.networks.heads import (
+        Head as Head,
+        build_head as build_head,
+    )
     from nobackfill.training.networks.maps import AffineMap as AffineMap
     from nobackfill.training.networks.transform import (
         FctTransform as FctTransform,
-        Upgrade as Upgrade,
-        Upgraded as Upgraded,
+        UpgradeNetwork as UpgradeNetwork,
+        UpgradeOutput as UpgradeOutput,
     )
 else:
     __getattr__ = offer(
         __name__,
         {
             "backbones": "backbone_names build_backbone",
-            "embedder": "EmbedderObjective ImageEncoder build_encoder",
+            "embedder": "Binarise EmbedderObjective ImageEncoder build_encoder",
             "frozen": "FrozenEncoder load_encoder",
             "heads": "Head build_head",
             "maps": "AffineMap",
-            "transform": "FctTransform Upgrade Upgraded",
+            "transform": "FctTransform UpgradeNetwork UpgradeOutput",
         },
     )

@@ -14,7 +14,22 @@ from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.loop.run import Checkpoint, load_part
 from nobackfill.training.networks.backbones import build_backbone
 from nobackfill.training.networks.heads import Head, build_head
-from nobackfill.training.side_info.binarise import Binarise
+
+
+class Binarise(nn.Module):
+    """[n,d] -> -1 or 1; 0 counts as 1.
+
+    The gradient is that of the identity where |x| <= 1 and 0 beyond (the straight-through
+    estimator), so that numbers far from their threshold stay where they are.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = torch.where(x >= 0, torch.ones_like(x), -torch.ones_like(x))
+        if not self.training:
+            return signs
+        kept = x.clamp(-1, 1)
+        return signs.detach() + kept - kept.detach()
+
 
 # Kinds of psi with an extra BatchNorm at the end of the model (fct.txt D.4.1).
 _NORMALISED = ("simclr", "binary_simclr", "vicreg", "distilled")

@@ -7,6 +7,7 @@ images is read where all is kept. A file replaced by one alike in all three is n
 
 import hashlib
 import io
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +21,29 @@ from torch import Tensor
 from nobackfill.class_folders import Listing
 from nobackfill.digests import sha256_file
 from nobackfill.durable import make_dir, write_file
-from nobackfill.errors import ConfigurationError
-from nobackfill.training.config import Augmentation, EmbedderConfig, SideEncoderConfig
-from nobackfill.training.data.augment import Augment, mixed
-from nobackfill.training.data.pictures import (
-    CHUNK,
-    Listed,
-    Reading,
-    Source,
-    chunks,
+from nobackfill.errors import ConfigurationError, InvalidInputError
+from nobackfill.framing import Frame
+from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import Files, open_embedder, open_side_encoder
+from nobackfill.release.trust.publication import read_publication, require_release
+from nobackfill.training.config import (
+    Augmentation,
+    EmbedderConfig,
+    PublishedSource,
+    SideEncoderConfig,
 )
-from nobackfill.training.loop.precision import reads_in_bf16
+from nobackfill.training.data.augment import Augment, mixed
+from nobackfill.training.data.pictures import CHUNK, ImageSource, Listed, Reading, chunks
+from nobackfill.training.loop.loop import reads_in_bf16
 from nobackfill.training.loop.run import CHECKPOINT, Checkpoint, load_part, read_finished
 from nobackfill.training.method import Classifier
-from nobackfill.training.networks.embedder import ImageEncoder, build_encoder, to_pixels
+from nobackfill.training.networks.embedder import (
+    ImageEncoder,
+    build_encoder,
+    to_pixels,
+)
 from nobackfill.training.networks.heads import Head, build_head
+from nobackfill.vectors import Vectors
 
 Floats = NDArray[np.float32]
 
@@ -123,7 +132,7 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
     )
 
 
-def features(encoder: FrozenEncoder, images: Source, cache: Path) -> Floats:
+def features(encoder: FrozenEncoder, images: ImageSource, cache: Path) -> Floats:
     """Vectors [n,dim] of images uint8 [n,size,size,3] in all digits, computed once and kept in the
     folder `cache`.
     """
@@ -131,7 +140,7 @@ def features(encoder: FrozenEncoder, images: Source, cache: Path) -> Floats:
 
 
 def training_features(
-    encoders: Sequence[FrozenEncoder], images: Source, cache: Path
+    encoders: Sequence[FrozenEncoder], images: ImageSource, cache: Path
 ) -> list[Floats]:
     """By each of the encoders what an upgrade is trained on: in bf16 by those that bf16 trained.
     The images are read, or made, once for all.
@@ -140,7 +149,7 @@ def training_features(
 
 
 def _features(
-    encoders: Sequence[FrozenEncoder], images: Source, cache: Path, *, quick: bool
+    encoders: Sequence[FrozenEncoder], images: ImageSource, cache: Path, *, quick: bool
 ) -> list[Floats]:
     paths, kept, computed = [], {}, {}
     for encoder in encoders:
@@ -225,7 +234,7 @@ def augmented_views(
     seed: int,
     reading: Reading,
     mixed_views: int = 0,
-) -> Iterator[Mapping[int, Source]]:
+) -> Iterator[Mapping[int, ImageSource]]:
     """`views` times the images of `listing` at each of `sizes`, by size; then `mixed_views` times.
 
     The first is the images as they are; the others are augmented at the largest size and scaled
@@ -247,3 +256,57 @@ def _to_images(pixels: Tensor, size: int) -> Tensor:
     if pixels.shape[2] != size:
         pixels = F.interpolate(pixels, (size, size), mode="bilinear", antialias=True)
     return (pixels * 255).round().clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous()
+
+
+_CHUNK = 256
+
+
+def of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenEncoder | None]:
+    """The embedder and, where it has one, the side encoder of a release."""
+    manifest = require_release(source.release, read_publication(source.model_repo).manifests)
+    return of_manifest(source.model_repo, manifest)
+
+
+def of_manifest(files: Files, manifest: Manifest) -> tuple[FrozenEncoder, FrozenEncoder | None]:
+    """The encoders of a manifest whose files are published, or drafted, at `files`."""
+    spec, side = manifest.embedder, manifest.side_encoder
+    size, sha256 = _square(manifest)
+    threads = os.cpu_count() or 1
+    embedder = open_embedder(files, manifest, threads)
+    name = f"release {manifest.release}"
+    first = FrozenEncoder(name, _chunked(embedder.run), spec.dim, size, spec.unit, sha256)
+    if side is None:
+        return first, None
+    encoder = open_side_encoder(files, manifest, threads)
+    return first, FrozenEncoder(
+        f"{name}, side-information",
+        _chunked(encoder.run),
+        side.dim,
+        size,
+        False,
+        side.file.sha256,
+    )
+
+
+def _square(manifest: Manifest) -> tuple[int, str]:
+    """Height and width, and the digest of the model of images."""
+    frame, file = manifest.frame, manifest.embedder.file
+    assert file is not None, "what reads images has a model"
+    if frame != Frame(frame.height, frame.height):
+        raise InvalidInputError(
+            f"release {manifest.release} takes {frame.height} x {frame.width} images by "
+            f"{frame.fit}, {frame.interpolation}; training reads square ones only, by stretch, "
+            "bilinear. Train from its stored vectors"
+        )
+    return frame.height, file.sha256
+
+
+def _chunked(
+    run: Callable[[NDArray[np.uint8]], Vectors],
+) -> Callable[[NDArray[np.uint8]], Vectors]:
+    def whole(images: NDArray[np.uint8]) -> Vectors:
+        return np.concatenate(
+            [run(images[start : start + _CHUNK]) for start in range(0, len(images), _CHUNK)]
+        )
+
+    return whole

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Upgraded(NamedTuple):
+class UpgradeOutput(NamedTuple):
     """Outputs of an upgrade; side [n,new_side_dim] and log_variance [n] where it has them."""
 
     embedding: Tensor
@@ -65,7 +65,7 @@ class FctTransform(nn.Module):
         return F.normalize(output) if self.unit else output
 
 
-class Upgrade(nn.Module):
+class UpgradeNetwork(nn.Module):
     """h, and optionally g for side-information and a log-variance, as one graph.
 
     `h` is any module (embedding, side) -> [n,new_dim]; `g` likewise -> [n,new_side_dim];
@@ -84,8 +84,8 @@ class Upgrade(nn.Module):
         self.h, self.g, self.log_variance = h, g, log_variance
         self.reads_side = reads_side
 
-    def forward(self, embedding: Tensor, side: Tensor | None = None) -> Upgraded:
-        return Upgraded(
+    def forward(self, embedding: Tensor, side: Tensor | None = None) -> UpgradeOutput:
+        return UpgradeOutput(
             self.h(embedding, side),
             None if self.g is None else self.g(embedding, side),
             None if self.log_variance is None else self.log_variance(embedding, side),

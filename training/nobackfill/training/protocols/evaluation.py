@@ -1,15 +1,44 @@
-"""Cells of the compatibility matrix by a protocol, from published releases."""
+"""Every protocol by name, and the cells of the compatibility matrix that it measures."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
+from nobackfill.errors import ConfigurationError
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Published, cell_vectors
 from nobackfill.release.manifest import Manifest
-from nobackfill.training.protocols.catalogue import protocol_named
-from nobackfill.training.protocols.ijbc import OperatingPoints
-from nobackfill.training.protocols.protocol import Figures
+from nobackfill.training.protocols import landmarks, persons
+from nobackfill.training.protocols.persons import OperatingPoints
+from nobackfill.training.protocols.protocol import Figures, Protocol
+
+# Each reads its files below a folder, and may write images below a second, temporary one.
+PROTOCOLS: Mapping[str, Callable[[Path, Path], Protocol]] = {
+    "ijbc": persons.ijbc,
+    "gldv2": landmarks.gldv2,
+    "roxford5k": landmarks.oxford,
+    "rparis6k": landmarks.paris,
+    "market1501": persons.market1501,
+    "vggface2": persons.vggface2,
+}
+
+
+def protocol_named(
+    name: str, points: persons.OperatingPoints | None = None
+) -> Callable[[Path, Path], Protocol]:
+    """The reader of a protocol, at other operating points where it has such.
+
+    Raises ConfigurationError for an unknown name, naming the known, and for points of a protocol
+    without.
+    """
+    if name not in PROTOCOLS:
+        raise ConfigurationError(f"unknown protocol {name!r}; known: {', '.join(PROTOCOLS)}")
+    if points is None:
+        return PROTOCOLS[name]
+    if name != "ijbc":
+        raise ConfigurationError(f"--far and --fpir are of ijbc; {name} has no operating points")
+    return partial(persons.ijbc, points=points)
 
 
 def evaluate_protocol(

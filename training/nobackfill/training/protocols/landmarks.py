@@ -1,26 +1,149 @@
-"""Revisited Oxford and Paris (Radenovic et al. 2018): easy, medium and hard, with junk left out.
+"""Retrieval of landmarks: Google Landmarks v2, and the revisited Oxford and Paris.
 
+Google Landmarks v2: mAP@100 of test queries over the index set. `retrieval_solution_v2.1.csv` has
+id, images (index ids, spaces between, or None) and Usage: Public, Private, or Ignored for queries
+without an answer. `index.csv` lists the index images by id. The images lie below `test` and
+`index`, and there the data set's own script puts both files, too.
+
+Revisited Oxford and Paris (Radenovic et al. 2018): easy, medium and hard, with junk left out.
 `gnd_roxford5k.pkl`, `gnd_rparis6k.pkl`: {"imlist", "qimlist", "gnd": [{"bbx", "easy", "hard",
 "junk"}]}, the last three as positions in imlist. The images lie in `jpg`, or in folders in there.
 """
 
 import io
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy._core import multiarray, numeric
 from PIL import Image
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.images import checked_header, read_file
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank
-from nobackfill.metrics.retrieval import PerQuery, mean
-from nobackfill.training.protocols.pickles import read_plain
-from nobackfill.training.protocols.protocol import Figures, Protocol, images
+from nobackfill.metrics.retrieval import PerQuery, average_precision_at, mean
+from nobackfill.training.protocols.protocol import Figures, Protocol, either, images, ranked, table
 from nobackfill.vectors import Vectors
+
+MAP_AT = 100
+SOLUTION = "retrieval_solution_v2.1.csv"
+
+
+@dataclass(frozen=True)
+class Landmarks:
+    """Query and index ids in the order of their vectors; relevance by positions in `index`."""
+
+    queries: tuple[str, ...]
+    index: tuple[str, ...]
+    relevance: Relevance
+
+
+def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
+    """The queries of one usage. The papers report the private ones (750), public ones select
+    models.
+
+    Raises NotFoundError, InvalidInputError (an answer outside the index, no query of that usage).
+    """
+    listed = either(folder / "index.csv", folder / "index" / "index.csv")
+    index = tuple(row["id"] for row in table(listed, ("id",)))
+    position = {image: place for place, image in enumerate(index)}
+    path = either(folder / SOLUTION, folder / "test" / SOLUTION)
+    queries, relevant = [], []
+    for row in table(path, ("id", "images", "Usage")):
+        if row["Usage"] != usage:
+            continue
+        answers = row["images"].split()
+        unknown = [image for image in answers if image not in position]
+        if unknown:
+            raise InvalidInputError(
+                f"{path}: image {unknown[0]} of query {row['id']} is not in index.csv"
+            )
+        queries.append(row["id"])
+        relevant.append(np.array([position[image] for image in answers], np.int64))
+    if not queries:
+        raise InvalidInputError(f"{path}: no query of usage {usage!r}; known: Public, Private")
+    nothing = np.empty(0, np.int64)
+    return Landmarks(tuple(queries), index, Relevance(relevant, [nothing] * len(queries)))
+
+
+def image_path(image_id: str) -> str:
+    """Where the data set keeps an image: below the first three characters of its id."""
+    return f"{image_id[0]}/{image_id[1]}/{image_id[2]}/{image_id}.jpg"
+
+
+def gldv2(root: Path, _scratch: Path) -> Protocol:
+    """mAP@100 of the private queries."""
+    landmarks = read_landmarks(root)
+    queries = images(root / "test", [image_path(query) for query in landmarks.queries])
+    index = images(root / "index", [image_path(image) for image in landmarks.index])
+    return ranked(queries, index, landmarks.relevance, _figures)
+
+
+def _figures(ranking: Ranking) -> Figures:
+    return {f"map_at_{MAP_AT}": mean(average_precision_at(ranking, MAP_AT))}
+
+
+# Reading a pickle that others made, without running anything of it.
+#
+# The revisited Oxford and Paris ground truth is published as a pickle. Only plain containers,
+# numbers, strings and numpy arrays come through; every other name is refused before it is looked
+# up.
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    """How Python 3 writes bytes into an old pickle protocol; no other codec comes through."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"the codec {encoding} is not plain data")
+    return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    """How Python 3 writes empty bytes into an old protocol; a number in there could be huge."""
+    return b""
+
+
+# Both spellings: numpy 2 moved its core, files were written before and after.
+_ALLOWED: Mapping[tuple[str, str], object] = {
+    (module, name): value
+    for prefix in ("numpy.core", "numpy._core")
+    for (module, name), value in {
+        (f"{prefix}.multiarray", "_reconstruct"): multiarray._reconstruct,
+        (f"{prefix}.multiarray", "scalar"): multiarray.scalar,
+        (f"{prefix}.numeric", "_frombuffer"): numeric.__dict__["_frombuffer"],
+    }.items()
+} | {
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): _latin1,
+    ("builtins", "bytes"): _no_bytes,
+    ("__builtin__", "bytes"): _no_bytes,
+}
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"the name {module}.{name} is not plain data")
+        return _ALLOWED[module, name]
+
+
+def read_plain(path: Path) -> Any:
+    """The data in a pickle. Raises NotFoundError; InvalidInputError where it holds
+    anything else.
+    """
+    try:
+        with path.open("rb") as file:
+            # Files of Python 2 hold bytes where text is meant.
+            return _Plain(file, encoding="latin1").load()
+    except FileNotFoundError as error:
+        raise NotFoundError(f"no protocol file {path}") from error
+    except (pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise InvalidInputError(f"{path}: expected a pickle of plain data: {error}") from error
+
 
 Difficulty = Literal["easy", "medium", "hard"]
 # Answers that mP@k looks at.

@@ -1,11 +1,19 @@
-"""IJB-C: 1:1 verification of template pairs, 1:N search over two galleries.
+"""Recognition of persons: IJB-C and VGGFace2 by their faces, Market-1501 by their whole bodies.
 
-Files, as NIST and the usual copies name them: `ijbc_face_tid_mid.txt` (image, template, media),
+IJB-C: 1:1 verification of template pairs, 1:N search over two galleries. Files, as NIST and the
+usual copies name them: `ijbc_face_tid_mid.txt` (image, template, media),
 `ijbc_template_pair_label.txt` (template, template, 1 or 0), `ijbc_1N_gallery_G1.csv` and `…_G2.csv`
 and `ijbc_1N_probe_mixed.csv` (TEMPLATE_ID, SUBJECT_ID, …), all of them below `meta`. The faces, cut
 out, lie below `loose_crop`.
+
+VGGFace2: the test set, 50 images of each of its 500 subjects, drawn once (fct.txt section 4.2).
+
+Market-1501: the person and the camera are in the file's name. `0002_c1s1_000451_03.jpg` is person 2
+by camera 1. Person 0000 is a distractor, which no query asks for; -1 is a bad detection and counts
+for nothing. A query's own person by the same camera counts for nothing either.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +21,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.errors import InvalidInputError
+from nobackfill.class_folders import Listing, list_images
+from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.metrics.distances import Floats, Metric, unit
 from nobackfill.metrics.identification import open_set_search, tpir_at_fpir
-from nobackfill.metrics.ranking import rank, same_label
-from nobackfill.metrics.retrieval import cmc, mean
+from nobackfill.metrics.ranking import Ranking, Relevance, rank, same_label
+from nobackfill.metrics.retrieval import average_precision, cmc, mean
 from nobackfill.metrics.verification import tar_at_far
-from nobackfill.training.protocols.files import integer, table, words
-from nobackfill.training.protocols.protocol import Figures, Protocol, images
+from nobackfill.training.protocols.protocol import (
+    Figures,
+    Protocol,
+    images,
+    integer,
+    ranked,
+    table,
+    words,
+)
 from nobackfill.vectors import Vectors
 
 Ints = NDArray[np.int64]
@@ -62,7 +78,7 @@ class Templates:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class VerificationPairs:
     """Template pairs of the 1:1 protocol; `same` is whether they show one person."""
 
     first: Ints
@@ -88,13 +104,13 @@ def read_faces(folder: Path) -> Faces:
     return Faces(tuple(name for name, _, _ in rows), numbers[:, 0], numbers[:, 1])
 
 
-def read_pairs(folder: Path) -> Pairs:
+def read_pairs(folder: Path) -> VerificationPairs:
     """Raises NotFoundError, InvalidInputError."""
     path = folder / "ijbc_template_pair_label.txt"
     numbers = np.array([[integer(w, path) for w in row] for row in words(path, 3)], np.int64)
     if not len(numbers) or not np.isin(numbers[:, 2], (0, 1)).all():
         raise InvalidInputError(f"{path}: expected pairs labelled 0 or 1")
-    return Pairs(numbers[:, 0], numbers[:, 1], numbers[:, 2] == 1)
+    return VerificationPairs(numbers[:, 0], numbers[:, 1], numbers[:, 2] == 1)
 
 
 def read_enrolled(path: Path) -> Enrolled:
@@ -122,8 +138,8 @@ def pool(faces: Faces, vectors: Floats) -> Templates:
     return Templates(ids, unit(_means(of_media, place.reshape(-1), len(ids))))
 
 
-def verify(
-    pairs: Pairs, first: Templates, second: Templates, rates: Sequence[float]
+def verify_templates(
+    pairs: VerificationPairs, first: Templates, second: Templates, rates: Sequence[float]
 ) -> Mapping[float, float]:
     """TAR at each FAR: the first template of a pair by one model, the second by another
     (BCT 3.3).
@@ -134,7 +150,7 @@ def verify(
     return {rate: tar_at_far(genuine, impostor, rate) for rate in rates}
 
 
-def search(
+def search_templates(
     probes: Enrolled,
     galleries: Sequence[Enrolled],
     of_probes: Templates,
@@ -172,7 +188,7 @@ def _merged(galleries: Sequence[Enrolled]) -> Enrolled:
     return Enrolled(templates, np.concatenate([gallery.subjects for gallery in galleries]))
 
 
-def protocol(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()) -> Protocol:
+def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()) -> Protocol:
     """TAR@FAR of the pairs, TPIR@FPIR and ranks of the mixed probes in both galleries.
 
     The first template of a pair, and the probes, by the query's model; the others by the gallery's.
@@ -186,9 +202,9 @@ def protocol(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoin
     def figures(queries: Vectors, stored: Vectors, _metric: Metric) -> Figures:
         # Templates are means of unit norm, which both metrics rank alike.
         first, second = pool(faces, queries), pool(faces, stored)
-        verified = verify(pairs, first, second, points.far)
+        verified = verify_templates(pairs, first, second, points.far)
         accepted = {f"tar@far={rate:g}": share for rate, share in verified.items()}
-        return accepted | dict(search(probes, galleries, first, second, points.fpir))
+        return accepted | dict(search_templates(probes, galleries, first, second, points.fpir))
 
     return Protocol(listing, listing, figures)
 
@@ -198,3 +214,95 @@ def _means(vectors: Floats, place: Ints, groups: int) -> Floats:
     np.add.at(sums, place, vectors)
     means: Floats = sums / np.bincount(place, minlength=groups)[:, None]
     return means
+
+
+SUBSAMPLE = 50
+
+
+def subsample(listing: Listing, per_class: int = SUBSAMPLE, seed: int = 0) -> NDArray[np.int64]:
+    """Rows of `per_class` images of every class, ascending, the same for a seed on any machine.
+
+    The images are both the queries and the gallery. Raises InvalidInputError for a class with
+    fewer.
+    """
+    rng = np.random.default_rng(seed)
+    chosen = []
+    for label, name in enumerate(listing.class_names):
+        rows = np.flatnonzero(listing.labels == label)
+        if len(rows) < per_class:
+            raise InvalidInputError(
+                f"class {name} of {listing.root}: expected at least {per_class} images, "
+                f"got {len(rows)}"
+            )
+        chosen.append(rng.permutation(rows)[:per_class])
+    return np.sort(np.concatenate(chosen))
+
+
+def vggface2(root: Path, _scratch: Path) -> Protocol:
+    """CMC and mAP over class folders, a folder a subject. A query is left out of its answers."""
+    listing = list_images(root)
+    drawn = listing.select(subsample(listing))
+    relevance = same_label(drawn.labels, drawn.labels, drawn.paths, drawn.paths)
+    return ranked(drawn, drawn, relevance, _face_figures)
+
+
+def _face_figures(ranking: Ranking) -> Figures:
+    first = {f"cmc{k}": mean(cmc(ranking, k)) for k in (1, 5)}
+    return {**first, "map": mean(average_precision(ranking))}
+
+
+_NAME = re.compile(r"^(-1|\d{4})_c(\d)s\d_\d{6}_\d{2}\.jpg(\.jpg)?\Z")
+_BAD = -1
+
+
+@dataclass(frozen=True)
+class Sightings:
+    """Images of a folder, ordered by name: paths, persons and cameras."""
+
+    paths: tuple[Path, ...]
+    persons: NDArray[np.int64]
+    cameras: NDArray[np.int64]
+
+
+def read_sightings(folder: Path) -> Sightings:
+    """`query`, `bounding_box_test` or `bounding_box_train`. Raises NotFoundError; InvalidInputError
+    for a name of another form, or for no image."""
+    if not folder.is_dir():
+        raise NotFoundError(f"no folder {folder}; expected Market-1501's")
+    paths = sorted(path for path in folder.iterdir() if path.suffix == ".jpg")
+    if not paths:
+        raise InvalidInputError(f"{folder}: expected images like 0002_c1s1_000451_03.jpg, got none")
+    persons, cameras = [], []
+    for path in paths:
+        match = _NAME.match(path.name)
+        if match is None:
+            raise InvalidInputError(f"{path}: expected a name like 0002_c1s1_000451_03.jpg")
+        persons.append(int(match[1]))
+        cameras.append(int(match[2]))
+    return Sightings(tuple(paths), np.array(persons), np.array(cameras))
+
+
+def relevance(queries: Sightings, gallery: Sightings) -> Relevance:
+    """The same person by another camera; bad detections and the same camera are ignored."""
+    bad = gallery.persons == _BAD
+    relevant, ignored = [], []
+    for person, camera in zip(queries.persons, queries.cameras, strict=True):
+        same = gallery.persons == person
+        here = gallery.cameras == camera
+        relevant.append(np.flatnonzero(same & ~here & ~bad))
+        ignored.append(np.flatnonzero(bad | (same & here)))
+    return Relevance(relevant, ignored)
+
+
+def market1501(root: Path, _scratch: Path) -> Protocol:
+    """Rank-1 and mAP of `query` in `bounding_box_test`."""
+    queries, gallery = (read_sightings(root / part) for part in ("query", "bounding_box_test"))
+    asked, searched = (
+        images(sightings.paths[0].parent, [path.name for path in sightings.paths])
+        for sightings in (queries, gallery)
+    )
+    return ranked(asked, searched, relevance(queries, gallery), _sighting_figures)
+
+
+def _sighting_figures(ranking: Ranking) -> Figures:
+    return {"rank-1": mean(cmc(ranking, 1)), "map": mean(average_precision(ranking))}

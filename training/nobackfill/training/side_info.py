@@ -1,0 +1,309 @@
+"""The kinds of side-information psi (FCT section 5.1): SimCLR, an autoencoder, a second old model;
+VICReg, self-distillation.
+
+psi's output passes a last BatchNorm and is what gets stored. A loss is taken behind a network of
+its own (a projection, an expander), which is thrown away.
+
+>>> import torch
+>>> from nobackfill.training.side_info import nt_xent
+>>> views = torch.eye(4)
+>>> bool(nt_xent(views, views, temperature=0.1) < nt_xent(views, views.roll(1, 0), 0.1))
+True
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nobackfill.training.config import SideEncoderConfig
+from nobackfill.training.data.augment import Augment, small_crops
+from nobackfill.training.loop.objective import Batch, Objective, Terms
+from nobackfill.training.networks.embedder import (
+    ImageEncoder,
+    build_encoder,
+    to_pixels,
+)
+from nobackfill.training.networks.heads import Head, build_head
+
+
+def mix_images(pixels: Tensor, alpha: float) -> Tensor:
+    """Each image [n,3,H,W] mixed with another of the batch, itself the larger part.
+
+    Mixup on images only: labels stay one-hot (section 5.1), so the share drawn from Beta(alpha,
+    alpha) is turned to the side of the image whose label is kept.
+    """
+    share = torch.distributions.Beta(alpha, alpha).sample((len(pixels), 1, 1, 1))
+    share = torch.maximum(share, 1 - share).to(pixels)
+    return share * pixels + (1 - share) * pixels[torch.randperm(len(pixels)).to(pixels.device)]
+
+
+class AlternateObjective(Objective):
+    """A second old model (fct.txt section 5.1): the old model's training over again where the
+    configuration repeats the embedder's. What differs is the seed, and mixup where asked.
+
+    The side-information is the backbone's own output, not normalised.
+    """
+
+    def __init__(self, config: SideEncoderConfig, classes: int) -> None:
+        super().__init__()
+        self.encoder = build_encoder(config)
+        self.head: Head = build_head(
+            config.head, classes, config.side_info_dim, margin=config.margin, scale=config.scale
+        )
+        self.augment = Augment(config.augmentation)
+        self.alpha = config.mixup_alpha if config.side_info == "mixup" else None
+
+    def forward(self, batch: Batch) -> Terms:
+        pixels = self.augment(to_pixels(batch["images"]))
+        if self.alpha is not None:
+            pixels = mix_images(pixels, self.alpha)
+        return {"classification": self.head(self.encoder.encode(pixels), batch["labels"])}
+
+    def trained(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"encoder": self.encoder, "head": self.head})
+
+
+class Decoder(nn.Module):
+    """[n,dim] -> pixels [n,3,S,S] in 0..1: a 4 x 4 map, doubled and convolved up to the size."""
+
+    def __init__(self, dim: int, image_size: int, width: int) -> None:
+        super().__init__()
+        self.image_size, self.width = image_size, width
+        doublings = max(1, (image_size - 1).bit_length() - 2)
+        self.start = nn.Linear(dim, width * 16)
+        layers: list[nn.Module] = []
+        for _ in range(doublings):
+            layers += [
+                nn.Upsample(scale_factor=2),
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+            ]
+        self.layers = nn.Sequential(*layers, nn.Conv2d(width, 3, 3, padding=1), nn.Sigmoid())
+
+    def forward(self, code: Tensor) -> Tensor:
+        maps = self.start(code).unflatten(1, (self.width, 4, 4))
+        pixels: Tensor = self.layers(maps)
+        size = (self.image_size, self.image_size)
+        return pixels if pixels.shape[2:] == size else F.interpolate(pixels, size, mode="bilinear")
+
+
+class AutoencoderObjective(Objective):
+    """Mean squared error a pixel value between an augmented image and its reconstruction (fct.txt
+    5.1, D.4.2).
+    """
+
+    def __init__(self, config: SideEncoderConfig) -> None:
+        super().__init__()
+        self.encoder = build_encoder(config)
+        self.decoder = Decoder(config.side_info_dim, config.image_size, 2 * config.width)
+        self.augment = Augment(config.augmentation)
+
+    def forward(self, batch: Batch) -> Terms:
+        pixels = self.augment(to_pixels(batch["images"]))
+        return {"reconstruction": F.mse_loss(self.decoder(self.encoder.encode(pixels)), pixels)}
+
+    def trained(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"encoder": self.encoder, "decoder": self.decoder})
+
+
+def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
+    """SimCLR's loss over two views [n,d] of the same n images: each of the 2n rows must find the
+    other view of its image among the 2n - 1 others, by cosine / temperature.
+    """
+    n = len(first)
+    views = F.normalize(torch.cat((first, second)).float())
+    # Autocast multiplies in bf16 here: cosines are right to .4 %, which no negative feels.
+    similarity = views @ views.t() / temperature
+    itself = torch.eye(2 * n, dtype=torch.bool, device=views.device)
+    partner = torch.arange(2 * n, device=views.device).roll(n)
+    return F.cross_entropy(similarity.masked_fill(itself, -torch.inf), partner)
+
+
+def one_sided(anchor: Tensor, views: Tensor, temperature: float) -> Tensor:
+    """Each anchor [n,d] must find its image's row among the n rows of `views` (multi-crop's
+    term).
+    """
+    similarity = F.normalize(anchor.float()) @ F.normalize(views.float()).t() / temperature
+    return F.cross_entropy(similarity, torch.arange(len(anchor), device=anchor.device))
+
+
+class SimclrObjective(Objective):
+    """SimCLR, the psi that FCT found best (fct.txt section 3.4, D.4.1), under a projection of two
+    layers. With multi-crop, small crops are attracted to both full views.
+
+    Batches hold `images` uint8 [b,H,W,3]; labels are not read.
+    """
+
+    def __init__(self, config: SideEncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = build_encoder(config)
+        dim = config.side_info_dim
+        self.projection = nn.Sequential(
+            nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, config.projection_dim)
+        )
+        self.augment = Augment(config.augmentation)
+
+    def forward(self, batch: Batch) -> Terms:
+        pixels, temperature = to_pixels(batch["images"]), self.config.temperature
+        # Both views in one pass: BatchNorm then sees one distribution.
+        both = self.projection(
+            self.encoder.encode(torch.cat((self.augment(pixels), self.augment(pixels))))
+        )
+        first, second = both.chunk(2)
+        terms = {"contrastive": nt_xent(first, second, temperature)}
+        for number in range(self.config.small_crops):
+            crops = small_crops(pixels, self.config.augmentation, self.config.small_crop_area)
+            anchor = self.projection(self.encoder.encode(crops))
+            attraction = one_sided(anchor, first, temperature)
+            attraction = attraction + one_sided(anchor, second, temperature)
+            terms[f"small_crop_{number}"] = attraction / (2 * self.config.small_crops)
+        return terms
+
+    def trained(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"encoder": self.encoder, "projection": self.projection})
+
+
+# VICReg's lambda, mu and nu (section 4.2).
+INVARIANCE, VARIANCE, COVARIANCE = 25.0, 25.0, 1.0
+# Variances below this are 0: keeps the root's gradient finite.
+_EPSILON = 1e-4
+
+
+def variance_hinge(z: Tensor) -> Tensor:
+    """How far the numbers of z [n,d] are below a deviation of 1, their mean (Eq. 1)."""
+    return F.relu(1 - (z.var(0) + _EPSILON).sqrt()).mean()
+
+
+def covariance_penalty(z: Tensor) -> Tensor:
+    """Squared covariances of different numbers of z [n,d], summed, over d (Eq. 3 and 4)."""
+    covariance = torch.cov(z.T)
+    return (covariance.square().sum() - covariance.diagonal().square().sum()) / z.shape[1]
+
+
+class VicregObjective(Objective):
+    """VICReg (Bardes et al. 2022) under an expander of two layers: two views alike, every number
+    used, no two that say the same. It needs no negatives, so that batches may be small.
+
+    Batches hold `images` uint8 [b,H,W,3]; labels are not read.
+    """
+
+    def __init__(self, config: SideEncoderConfig) -> None:
+        super().__init__()
+        self.encoder = build_encoder(config)
+        width = 4 * config.projection_dim
+        self.expander = nn.Sequential(
+            nn.Linear(config.side_info_dim, width),
+            nn.BatchNorm1d(width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+        )
+        self.augment = Augment(config.augmentation)
+
+    def forward(self, batch: Batch) -> Terms:
+        pixels = to_pixels(batch["images"])
+        views = torch.cat((self.augment(pixels), self.augment(pixels)))
+        first, second = self.expander(self.encoder.encode(views)).float().chunk(2)
+        # As in the authors' code: half of the sum over both views.
+        hinges = (variance_hinge(first) + variance_hinge(second)) / 2
+        return {
+            "invariance": INVARIANCE * F.mse_loss(first, second),
+            "variance": VARIANCE * hinges,
+            "covariance": COVARIANCE * (covariance_penalty(first) + covariance_penalty(second)),
+        }
+
+    def trained(self) -> nn.ModuleDict:
+        return nn.ModuleDict({"encoder": self.encoder, "expander": self.expander})
+
+
+# Share of the teacher that a step of self-distillation keeps. BYOL's .996 is for a million steps.
+MOMENTUM = 0.99
+
+
+class Projected(nn.Module):
+    """psi under its projection: what is imitated."""
+
+    def __init__(self, encoder: ImageEncoder, projection: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.projection = encoder, projection
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        output: Tensor = self.projection(self.encoder.encode(pixels))
+        return output
+
+
+class DistilledObjective(Objective):
+    """Self-distillation (BYOL, Grill et al. 2020): psi predicts what its own moving average says of
+    another view of the image. psi has a projection and a predictor; the moving average of the first
+    two is the teacher.
+
+    Batches hold `images` uint8 [b,H,W,3]; labels are not read.
+    """
+
+    def __init__(self, config: SideEncoderConfig) -> None:
+        super().__init__()
+        dim, out = config.side_info_dim, config.projection_dim
+        self.student = Projected(build_encoder(config), _two_layers(dim, 4 * dim, out))
+        self.predictor = _two_layers(out, 4 * dim, out)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.augment = Augment(config.augmentation)
+
+    def forward(self, batch: Batch) -> Terms:
+        pixels = to_pixels(batch["images"])
+        views = torch.cat((self.augment(pixels), self.augment(pixels)))
+        predicted = self.predictor(self.student(views))
+        with torch.no_grad():
+            if self.training:
+                self._follow()
+            target = self.teacher(views)
+        # Each view predicts the other.
+        return {"distillation": regression(predicted, target.roll(len(pixels), 0))}
+
+    def _follow(self) -> None:
+        """Move the teacher towards the student, as it was after the last step."""
+        followed = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+        for teacher, student in followed:
+            teacher.lerp_(student.detach(), 1 - MOMENTUM)
+
+    def trained(self) -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                "encoder": self.student.encoder,
+                "projection": self.student.projection,
+                "predictor": self.predictor,
+                "teacher": self.teacher,
+            }
+        )
+
+
+def regression(predicted: Tensor, target: Tensor) -> Tensor:
+    """2 - 2 cos of [n,d] and [n,d], their mean (Eq. 2); no gradient goes to `target`."""
+    return 2 - 2 * F.cosine_similarity(predicted.float(), target.detach().float(), dim=1).mean()
+
+
+def _two_layers(dim: int, inner: int, out: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(dim, inner), nn.BatchNorm1d(inner), nn.ReLU(), nn.Linear(inner, out)
+    )
+
+
+_UNLABELLED: Mapping[str, Callable[[SideEncoderConfig], Objective]] = {
+    "autoencoder": AutoencoderObjective,
+    "vicreg": VicregObjective,
+    "distilled": DistilledObjective,
+    "simclr": SimclrObjective,
+    # build_encoder makes the difference.
+    "binary_simclr": SimclrObjective,
+}
+
+
+def side_objective(config: SideEncoderConfig, classes: int) -> Objective:
+    """The training objective of a side encoder; `classes` of its images, which only a second old
+    model reads."""
+    if config.side_info in ("alternate", "mixup"):
+        return AlternateObjective(config, classes)
+    return _UNLABELLED[config.side_info](config)
