@@ -1,0 +1,1 @@
+"""What earlier commits wrote, opened with the code of today."""
