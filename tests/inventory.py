@@ -23,7 +23,7 @@ from nobackfill import errors
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.series import CanarySeries
 from nobackfill.server.galleries.sizes import IndexSizes
-from nobackfill.server.grpc.interceptor import Interceptor
+from nobackfill.server.grpc.loop import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.healing.series import HealingSeries
 from nobackfill.server.settings import Settings

@@ -9,8 +9,8 @@ import pytest
 
 from nobackfill.errors import DeadlineError
 from nobackfill.server.embedding.batching import Batcher
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.tokens import LOCAL
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.access import LOCAL
 
 
 def test_every_thread_gets_its_own_answer() -> None:
@@ -71,7 +71,7 @@ def test_a_deadline_ends_the_wait_and_the_queue_goes_on() -> None:
     batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest=1)
 
     def ask(query: int, seconds: float) -> int:
-        calls.begin(calls.Call(LOCAL, time.monotonic() + seconds))
+        context.begin(context.Call(LOCAL, time.monotonic() + seconds))
         return batcher(query)
 
     with ThreadPoolExecutor(3) as pool:
@@ -92,7 +92,7 @@ def test_a_call_without_a_deadline_waits_in_the_queue() -> None:
     batcher: Batcher[int, int] = Batcher(lambda q: (hold.wait(10), q)[1], largest=1)
 
     def ask(query: int) -> int:
-        calls.begin(calls.Call(LOCAL, time.monotonic() + 9.2e18))
+        context.begin(context.Call(LOCAL, time.monotonic() + 9.2e18))
         return batcher(query)
 
     with ThreadPoolExecutor(2) as pool:

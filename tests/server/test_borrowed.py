@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.server.grpc.connections import _borrowed
+from nobackfill.server.grpc.admission import _borrowed
 
 DESCRIPTORS = Path("/proc/self/fd")
 

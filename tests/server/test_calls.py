@@ -5,9 +5,9 @@ import time
 import pytest
 
 from nobackfill.errors import CancelledError, DeadlineError
-from nobackfill.server.grpc.calls import Call
+from nobackfill.server.grpc.access import LOCAL
+from nobackfill.server.grpc.context import Call
 from nobackfill.server.grpc.logs import Sparing
-from nobackfill.server.grpc.tokens import LOCAL
 
 
 def test_a_call_is_wanted_until_its_deadline_or_its_caller_has_gone() -> None:

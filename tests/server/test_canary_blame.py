@@ -12,7 +12,7 @@ from nobackfill.errors import DeadlineError, NobackfillError, OverloadedError, U
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.publish import publish
 from nobackfill.server.gateway import Gateway
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 from nobackfill.server.state import OutdatedError
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1 import search_pb2, types_pb2
@@ -58,7 +58,7 @@ def before(served: tuple[Gateway, Client], monkeypatch: pytest.MonkeyPatch) -> M
 def too_slow(release: int) -> None:
     """As a model server that has not answered when the call's time is over."""
     if release == 2:
-        time.sleep(calls.current().remaining())
+        time.sleep(context.current().remaining())
         raise DeadlineError("the model of release 2 did not answer within the call's time")
 
 

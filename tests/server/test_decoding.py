@@ -16,8 +16,8 @@ from nobackfill.errors import (
 from nobackfill.framing import Frame
 from nobackfill.server.embedding import decoding
 from nobackfill.server.embedding.decoding import Decoding
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.tokens import LOCAL
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.access import LOCAL
 from tests.support import pictures
 
 SIZE, OTHER = Frame(8, 8), Frame(4, 4)
@@ -27,7 +27,7 @@ SMALL = pictures.blank_png(8, 8)
 
 @pytest.fixture(autouse=True)
 def a_call() -> Iterator[None]:
-    with calls.until(time.monotonic() + 60):
+    with context.until(time.monotonic() + 60):
         yield
 
 
@@ -43,7 +43,7 @@ def test_each_is_decoded_or_refused_by_itself() -> None:
 
 def test_what_nobody_waits_for_is_not_decoded() -> None:
     """A hundred pictures take seconds; the call ends after the one at hand."""
-    with calls.until(time.monotonic() + 0.2):
+    with context.until(time.monotonic() + 0.2):
         began = time.thread_time()
         with pytest.raises(DeadlineError):
             Decoding(1).each([LARGE] * 100, [SIZE])
@@ -55,7 +55,7 @@ def test_what_nobody_waits_for_is_not_decoded() -> None:
 
 def test_a_call_that_was_given_up_is_not_decoded() -> None:
     looked = iter([True, True, True])
-    calls.begin(calls.Call(LOCAL, time.monotonic() + 60, lambda: next(looked, False)))
+    context.begin(context.Call(LOCAL, time.monotonic() + 60, lambda: next(looked, False)))
     with pytest.raises(CancelledError):
         Decoding(1).each([SMALL] * 100, [SIZE])
 
@@ -64,11 +64,11 @@ def test_one_that_waits_for_its_turn_is_given_up_too() -> None:
     shared = Decoding(1)
     with (
         shared._turns.turn(0.0, 1),
-        calls.until(time.monotonic() + 0.1),
+        context.until(time.monotonic() + 0.1),
         pytest.raises(DeadlineError),
     ):
         shared.each([SMALL], [SIZE])
-    calls.begin(calls.Call(LOCAL, time.monotonic() + 60))
+    context.begin(context.Call(LOCAL, time.monotonic() + 60))
     assert len(shared.each([SMALL], [SIZE])) == 1
 
 

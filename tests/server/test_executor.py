@@ -9,9 +9,8 @@ import pytest
 from grpc import _server
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.grpc.arrival import Arrival
-from nobackfill.server.grpc.interceptor import Interceptor
-from nobackfill.server.grpc.quick_call import QuickCall
+from nobackfill.server.grpc.loop import Interceptor, QuickCall
+from nobackfill.server.grpc.rpc import Arrival
 from tests.server.support import TIMEOUT_S, Client, images, running
 from tests.server.test_immediate_answers import asking
 from tests.support.blocks import png

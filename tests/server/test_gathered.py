@@ -15,9 +15,9 @@ from nobackfill.server.embedding import decoding
 from nobackfill.server.embedding.embedding import Embedding, Row
 from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
 from nobackfill.server.gateway import Gateway
+from nobackfill.server.grpc.access import Principal, Role
 from nobackfill.server.grpc.rpc import Kind, Later
 from nobackfill.server.grpc.services.search import SEARCH
-from nobackfill.server.grpc.tokens import Principal, Role
 from nobackfill.v1 import search_pb2
 from tests.server.support import TIMEOUT_S, Client, images, refused
 from tests.server.test_immediate_answers import asking, on_a_thread, searched_in_batches

@@ -14,8 +14,8 @@ from nobackfill.release.calibration import Scorer
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.queries import Question
 from nobackfill.server.gateway import Gateway
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.tokens import LOCAL
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.access import LOCAL
 from nobackfill.server.healing import answering
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.server.conftest import Stages
@@ -110,7 +110,7 @@ def test_a_batch_is_answered_in_parts_that_end_with_the_call(
     questions = [Question(hosted, parts, (vector(two, i)[None],), k=3, ef=0) for i in TRUE[:4]]
 
     def gives_up_when_the_first_is_read() -> None:
-        calls.begin(calls.Call(LOCAL, time.monotonic() + 60, lambda: not host.asked))
+        context.begin(context.Call(LOCAL, time.monotonic() + 60, lambda: not host.asked))
         healing.healing.find(questions, None)
 
     with pytest.raises(CancelledError):

@@ -16,8 +16,8 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import immediate_answers, items
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
 from nobackfill.server.gateway import Gateway
+from nobackfill.server.grpc.access import LOCAL, Principal, Role
 from nobackfill.server.grpc.services.search import _parsed
-from nobackfill.server.grpc.tokens import LOCAL, Principal, Role
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from tests.server.conftest import SERVED as COUNT
 from tests.server.support import (

@@ -14,12 +14,10 @@ import grpc
 import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, OutOfRangeError, TooLargeError
-from nobackfill.server.grpc.lanes import STREAMS
-from nobackfill.server.grpc.messages import LARGEST_COUNT
+from nobackfill.server.grpc.admission import LARGEST_COUNT, STREAMS, OpenStream, Stalls
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
-from nobackfill.server.grpc.stalls import OpenStream, Stalls
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from nobackfill.wire.calls import translated
 from tests.server.support import Client, ids, images, random_id, refused, running

@@ -13,9 +13,9 @@ from typing import cast
 import grpc
 from grpc_health.v1 import health_pb2
 
-from nobackfill.server.grpc.auth import RULES
-from nobackfill.server.grpc.interceptor import Interceptor
-from nobackfill.server.grpc.lanes import Lanes
+from nobackfill.server.grpc.access import RULES
+from nobackfill.server.grpc.admission import Lanes
+from nobackfill.server.grpc.loop import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
 from tests.server.support import Client, images, running
 from tests.support.waiting import wait_until

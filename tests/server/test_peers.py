@@ -22,10 +22,9 @@ from nobackfill.errors import (
     OverloadedError,
     UnauthenticatedError,
 )
-from nobackfill.server.grpc.auth import RULES
-from nobackfill.server.grpc.connections import LARGEST_PEER
-from nobackfill.server.grpc.interceptor import Interceptor
-from nobackfill.server.grpc.lanes import STREAMS
+from nobackfill.server.grpc.access import RULES
+from nobackfill.server.grpc.admission import LARGEST_PEER, STREAMS
+from nobackfill.server.grpc.loop import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.v1 import search_pb2
 from tests.server import process

@@ -10,8 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from nobackfill.errors import ConfigurationError, NotPermittedError
 from nobackfill.server.gateway import Gateway
-from nobackfill.server.grpc.auth import RULES, UNBOUND, check_gallery
-from nobackfill.server.grpc.tokens import Principal, Role, Tokens
+from nobackfill.server.grpc.access import RULES, UNBOUND, Principal, Role, Tokens, check_gallery
 from nobackfill.v1 import gallery_pb2
 from tests.server.support import Client, images, refused, running
 from tests.server.test_rules import FILES, METHODS

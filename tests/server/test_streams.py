@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from nobackfill.server.grpc import lanes
+from nobackfill.server.grpc import admission
 from nobackfill.v1 import gallery_pb2, release_pb2, vault_pb2
 from nobackfill.wire.connection import WATCH_AGAIN
 from tests.server.conftest import Stages, publish_stage
@@ -97,8 +97,11 @@ def test_watchers_keep_nobody_from_activating(guarded: Guarded) -> None:
 def test_an_old_watch_ends_and_our_client_watches_again(
     stages: Stages, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    young = {**lanes.STREAMS, "watches": dataclasses.replace(lanes.STREAMS["watches"], longest_s=1)}
-    monkeypatch.setattr(lanes, "STREAMS", young)
+    young = {
+        **admission.STREAMS,
+        "watches": dataclasses.replace(admission.STREAMS["watches"], longest_s=1),
+    }
+    monkeypatch.setattr(admission, "STREAMS", young)
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
         alone = client.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest())
         assert len(list(alone)) == 1

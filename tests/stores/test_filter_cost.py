@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from nobackfill.errors import CancelledError, DeadlineError
 from nobackfill.gallery.filters import All, AnyOf, Filter, Not, OneOf, Range, TimeRange
 from nobackfill.gallery.spec import Metadata
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.calls import Call
-from nobackfill.server.grpc.tokens import Principal, Role
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.access import Principal, Role
+from nobackfill.server.grpc.context import Call
 from nobackfill.server.stores.postgresql import conditions, schema
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Database
@@ -82,7 +82,7 @@ def url(postgres: Server) -> Iterator[str]:
 
 @contextmanager
 def opened(url: str, most: int = 4) -> Iterator[Database]:
-    with closing(Database(url, most, reader=calls.reader)) as database:
+    with closing(Database(url, most, reader=context.reader)) as database:
         database.open(schema.prepare)
         yield database
 
@@ -103,7 +103,7 @@ def call(name: str, seconds: float = 60.0, left: threading.Event | None = None) 
 
 def read_for(database: Database, caller: Call, query: bytes = SLEEP) -> object:
     """In a thread that works for a call."""
-    calls.begin(caller)
+    context.begin(caller)
     return database.read(lambda connection: connection.execute(query).fetchone())
 
 

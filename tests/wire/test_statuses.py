@@ -8,7 +8,7 @@ import pytest
 from grpc_status import rpc_status
 
 from nobackfill import errors
-from nobackfill.server.grpc.errors import status_of
+from nobackfill.server.grpc.context import status_of
 from nobackfill.v1.search_pb2 import SearchRequest
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.wire.channel import open_channel

@@ -19,7 +19,7 @@ from nobackfill.errors import (
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import twin_of
 from nobackfill.release.trust.trust import TrustedFolder
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.publication import Opened, fetch
 

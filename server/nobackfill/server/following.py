@@ -12,7 +12,7 @@ from nobackfill.server.catalog import Catalog
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.admission import check_models

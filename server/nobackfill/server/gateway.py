@@ -27,17 +27,15 @@ from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.galleries.sizes import IndexSizes, vectors
-from nobackfill.server.grpc.interceptor import Interceptor
-from nobackfill.server.grpc.listener import Listener, check_free
+from nobackfill.server.grpc.access import Tokens, certificates
+from nobackfill.server.grpc.listener import GrpcListener, check_free, socket_in
+from nobackfill.server.grpc.loop import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.gallery import GalleryService
 from nobackfill.server.grpc.services.release import ReleaseService
 from nobackfill.server.grpc.services.search import SEARCH, SearchService
 from nobackfill.server.grpc.services.upgrade import UpgradeService
 from nobackfill.server.grpc.services.vault import VaultService
-from nobackfill.server.grpc.socket_file import socket_in
-from nobackfill.server.grpc.tls import certificates
-from nobackfill.server.grpc.tokens import Tokens
 from nobackfill.server.grpc.traces import tracing_of
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.rollout.activation import Activations
@@ -84,7 +82,7 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._closing = ExitStack()
-        self._listener: Listener | None = None
+        self._listener: GrpcListener | None = None
         # Held to look at the model server and to report it: what is reported last was seen last.
         self._health = threading.Lock()
         # Set when it drains: streams that only watch end then.
@@ -219,7 +217,7 @@ class Gateway:
             metrics.expiries.tokens = tokens.first_expiry
         if chain is not None:
             metrics.expiries.certificates = chain.expiries
-        self._listener = Listener(self._add_services, interceptor, settings, chain, metrics)
+        self._listener = GrpcListener(self._add_services, interceptor, settings, chain, metrics)
         if self.activations.resume() is None and self.state.now.active is None:
             FirstActivation(
                 self.catalog, self.state, models, self.activations, self._stopping, metrics
@@ -252,7 +250,7 @@ class Gateway:
         upgrade_pb2_grpc.add_UpgradeServiceServicer_to_server(upgrade, server)
         vault_pb2_grpc.add_VaultServiceServicer_to_server(VaultService(self.vault), server)
 
-    def _listen(self, closing: ExitStack, listener: Listener) -> None:
+    def _listen(self, closing: ExitStack, listener: GrpcListener) -> None:
         settings = self._settings
         socket = socket_in(settings.data, closing) if settings.console else None
         self.address = listener.start(socket)
@@ -269,7 +267,7 @@ class Gateway:
         console = closing.enter_context(Console(settings, socket, self.metrics, embed))
         self.console_address = console.address
 
-    def _drain(self, listener: Listener) -> None:
+    def _drain(self, listener: GrpcListener) -> None:
         self._stopping.set()
         self.catalog.changed.notify()
         listener.stop(self._settings.drain_seconds)

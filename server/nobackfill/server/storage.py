@@ -17,7 +17,7 @@ from nobackfill.extras import extra
 from nobackfill.gallery.residents import Residents
 from nobackfill.server.descriptors import open_galleries
 from nobackfill.server.galleries.in_files import Home, InFiles
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 from nobackfill.server.settings import DATABASES, SQLITE, Settings
 from nobackfill.server.state import UNFINISHED_RESTORE, GatewayState, StateFile
 
@@ -169,7 +169,7 @@ class Storage:
             from nobackfill.server.stores.postgresql.state import StateRow
             from nobackfill.server.stores.postgresql.tenure import Tenure
         url, engine = split_store(store)
-        database = Database(url, _CONNECTIONS, reader=calls.reader)
+        database = Database(url, _CONNECTIONS, reader=context.reader)
         ending.callback(database.close)
         database.open(schema.prepare)
         if lock is not None:

@@ -19,7 +19,7 @@ from nobackfill.server.canary.mirror import Mirror
 from nobackfill.server.canary.sessions import Kind
 from nobackfill.server.galleries.asked import Answers, Asked, Found, Query, Search
 from nobackfill.server.galleries.plan import Part, Plan
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import Canary, GatewayState, OutdatedError
 from nobackfill.shares import digest, in_share
@@ -87,7 +87,7 @@ class Canaries:
         canary = self.setting()
         if canary is None:
             return search(asked, plan, None)
-        call = calls.current()
+        call = context.current()
         key = digest(on_trial.query.release, call.key)
         chosen = in_share(key, canary.share)
         by_new = chosen and not canary.shadow
@@ -129,7 +129,7 @@ class Canaries:
         if canary is None or canary.shadow:
             return answer(None)
         release = on_trial.query.release
-        key = digest(release, calls.current().key)
+        key = digest(release, context.current().key)
         if not in_share(key, canary.share):
             return answer(None)
         comparison = self._comparison(release)
@@ -221,7 +221,7 @@ class _Trial:
     def answer(self, ask: Callable[[Part | None], Answers]) -> tuple[Answers, bool]:
         """What the new pair answers; what it fails, the old one does, and it is counted. And
         whether it failed."""
-        left, single = calls.current().remaining(), self.query is not None
+        left, single = context.current().remaining(), self.query is not None
         given = self.comparison.share_of_time(left) if single else left / 2
         try:
             return _within(given, lambda: ask(self.on_trial)), False
@@ -266,7 +266,7 @@ def _within(seconds: float, ask: Callable[[], Answers]) -> Answers:
     """Ask as the call under way does, with less time than it has left."""
 
     def shortened() -> Answers:
-        calls.begin(replace(calls.current(), deadline=time.monotonic() + seconds))
+        context.begin(replace(context.current(), deadline=time.monotonic() + seconds))
         return ask()
 
     return contextvars.copy_context().run(shortened)

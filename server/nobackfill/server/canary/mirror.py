@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from nobackfill.gallery.search.aside import give_way
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 
 # What may wait; more is passed over, as callers come first.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from nobackfill.errors import DeadlineError
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 
 Query = TypeVar("Query")
 Answer = TypeVar("Answer")
@@ -19,7 +19,7 @@ class _Entry(Generic[Query, Answer]):
 
     def __init__(self, query: Query) -> None:
         self.query = query
-        self.deadline = calls.current().deadline
+        self.deadline = context.current().deadline
         self.turn = threading.Lock()
         self.turn.acquire()
         self.leads = False
@@ -70,7 +70,7 @@ class Batcher(Generic[Query, Answer]):
         return entry.answer  # type: ignore[return-value] # set with the turn
 
     def _wait(self, entry: _Entry[Query, Answer]) -> None:
-        if entry.turn.acquire(timeout=calls.current().remaining()):
+        if entry.turn.acquire(timeout=context.current().remaining()):
             return
         with self._lock:
             if entry in self._waiting:
@@ -89,7 +89,7 @@ class Batcher(Generic[Query, Answer]):
             if len(batch) == 1:
                 answers = self._run([first.query])
             else:
-                with calls.until(max(entry.deadline for entry in batch)):
+                with context.until(max(entry.deadline for entry in batch)):
                     answers = self._run([entry.query for entry in batch])
             for entry, answer in zip(batch, answers, strict=True):
                 entry.answer = answer

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from nobackfill.errors import InvalidInputError, OverloadedError, TooLargeError
 from nobackfill.framing import Frame
 from nobackfill.images import Pixels, checked_header, decode_picture
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 
 # Costs are in pixels of a plain JPEG, see core/nobackfill/image_header.py: 7 ns each on one core.
 # What the pictures of one call, or of one message of a stream, may cost together.
@@ -48,7 +48,7 @@ class Decoding:
         began, spent = time.monotonic(), 0
         found: list[Decoded | InvalidInputError] = []
         for image in images:
-            calls.current().check()
+            context.current().check()
             try:
                 header = checked_header(image)
                 spent += header.cost * len(sizes)
@@ -154,7 +154,7 @@ class _Turns:
         place = waiting[2]
         try:
             while not place.turn.acquire(timeout=_LOOK_S):
-                calls.current().check()
+                context.current().check()
         except BaseException:
             with self._lock:
                 came = waiting not in self._waiting

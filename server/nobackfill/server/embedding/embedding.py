@@ -13,7 +13,7 @@ from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.embedding.decoding import Decoding, Size
 from nobackfill.server.embedding.models import Models
 from nobackfill.server.embedding.texts import Texts
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.vectors import Vectors
 
@@ -46,7 +46,7 @@ class Embedding:
         Raises InvalidInputError for what is no image, or one that has no vector, NoEncoderError,
         UnavailableError, DeadlineError.
         """
-        with calls.part("embed"):
+        with context.part("embed"):
             row = (
                 self.texts.query(manifest, item)
                 if isinstance(item, str)
@@ -82,7 +82,7 @@ class Embedding:
         """
         images = [item for item in items if isinstance(item, bytes)]
         texts = [item for item in items if isinstance(item, str)]
-        with calls.part("embed"):
+        with context.part("embed"):
             seen = iter(self._images(manifests, images) if images else ())
             columns = [self.texts.rows(m, texts, "query") for m in manifests] if texts else []
         read = iter(_together(rows) for rows in zip(*columns, strict=True))
@@ -170,7 +170,7 @@ def _together(rows: Sequence[Row]) -> tuple[Vectors, ...] | InvalidInputError:
 def _in_chunks(run: Callable[[Images], Vectors], images: Sequence[Pixels]) -> Vectors:
     parts, bad, why = [], list[int](), ""
     for start in range(0, len(images), LARGEST_BATCH):
-        calls.current().check()
+        context.current().check()
         try:
             parts.append(run(np.stack(images[start : start + LARGEST_BATCH])))
         except UnusableOutputError as error:

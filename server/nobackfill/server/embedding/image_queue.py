@@ -15,8 +15,8 @@ from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.decoding import cheap
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, Row, size_of
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.vectors import Vectors
 
@@ -177,7 +177,7 @@ class ImageQueue(Generic[Of]):
             pixels = [one.pixels for one in wanted if one.pixels is not None]
             if wanted:
                 self._observe(len(wanted))
-                with calls.until(max(one.deadline for one in wanted)):
+                with context.until(max(one.deadline for one in wanted)):
                     made = self._embedding.rows(wanted[0].manifest, pixels)
                 rows.update(zip(wanted, made, strict=True))
         except NobackfillError:

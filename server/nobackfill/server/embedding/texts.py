@@ -8,7 +8,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.text_models import no_text_vector
 from nobackfill.server.embedding.batching import Batcher
 from nobackfill.server.embedding.models import Models
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 from nobackfill.tokenizing import check_text, check_texts
 from nobackfill.vectors import Vectors
 
@@ -63,7 +63,7 @@ class Texts:
         # A batch is as long as its longest text.
         good.sort(key=lambda number: len(texts[number]))
         for start in range(0, len(good), LARGEST_BATCH):
-            calls.current().check()
+            context.current().check()
             self._batch(manifest, texts, role, good[start : start + LARGEST_BATCH], found)
         return found
 

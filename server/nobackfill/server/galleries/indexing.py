@@ -13,7 +13,7 @@ from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile, due, tuned
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 
 # While a gallery is filled, that keeps its graph from being made over and over. Once nothing

@@ -22,7 +22,7 @@ from nobackfill.server.galleries.allowance import Allowance
 from nobackfill.server.galleries.contents import Bare, Put
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 from nobackfill.server.state import OutdatedError
 from nobackfill.vectors import from_bytes
 
@@ -88,9 +88,9 @@ class Putting:
         """Make vectors for the present plan and store them; False if the plan changed meanwhile."""
         with hosted.using() as plan:
             refused: list[tuple[str, str]] = []
-            with calls.part("embed"):
+            with context.part("embed"):
                 ready = self._make(plan, puts, refused)
-            with calls.part("store"), hosted.write_lock.shared():
+            with context.part("store"), hosted.write_lock.shared():
                 if hosted.plan is not plan:
                     return False
                 for group in _by_spaces(ready):

@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.server.galleries.allowance import Allowance
 from nobackfill.server.galleries.galleries import Galleries
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.tokens import Principal
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.access import Principal
 
 # How old, in seconds, a count may be: other gateways put, too. Where there is room for fewer items
 # than a second brings, none is kept.
@@ -82,8 +82,8 @@ class _Quota:
             if not self._under_way:
                 return self._admit_new(gallery, ids)
             # What is counted may hold some of those under way already.
-            self._turn.wait(min(_COUNTED_S, calls.current().remaining()))
-            calls.current().check()
+            self._turn.wait(min(_COUNTED_S, context.current().remaining()))
+            context.current().check()
 
     def _admit_new(self, gallery: str, ids: set[str]) -> int:
         self._count()

@@ -20,7 +20,7 @@ from nobackfill.server.galleries.choosing import Choosing, asked_beside, parts_o
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Part, Plan
 from nobackfill.server.galleries.queries import Answer, Before, Question, Shortcut, run
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState, OutdatedError
 from nobackfill.vectors import Vectors
@@ -102,9 +102,9 @@ class Searching:
                 raise healed
             return healed
         if question.before is not None:
-            with calls.part("search"):
+            with context.part("search"):
                 return both_answers.found(question, allowed(question.hosted, filtered))
-        with calls.part("search"):
+        with context.part("search"):
             for _ in range(_TRIES):
                 answer = self._answer(question, filtered)
                 shown = found(question, answer)
@@ -179,7 +179,7 @@ class Searching:
                 questions = [one for one in asked if isinstance(one, Question)]
                 for question in questions:
                     self._count(question)
-                with calls.part("search"):
+                with context.part("search"):
                     passing = allowed(hosted, filtered)
                     answers = iter(self._together(questions, passing, heal=heal))
                 return [next(answers) if isinstance(one, Question) else one for one in asked]
@@ -273,7 +273,7 @@ class Searching:
 
 
 def _by_both(question: Question, passing: Matches | None) -> Found | InvalidInputError:
-    calls.current().check()
+    context.current().check()
     try:
         return both_answers.found(question, passing)
     except InvalidInputError as error:

@@ -1,8 +1,11 @@
 """The gRPC server: services behind the interceptor, health, reflection, a bounded drain."""
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -10,11 +13,10 @@ from grpc_reflection.v1alpha import reflection
 
 from nobackfill.errors import BusyError
 from nobackfill.server.descriptors import open_connections
-from nobackfill.server.grpc.connections import Connections
-from nobackfill.server.grpc.interceptor import Interceptor
+from nobackfill.server.grpc.access import Certificates
+from nobackfill.server.grpc.admission import GrpcConnections
+from nobackfill.server.grpc.loop import Interceptor, Server
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.server import Server
-from nobackfill.server.grpc.tls import Certificates
 from nobackfill.server.settings import Settings, split_address
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.wire.limits import LARGEST_REQUEST
@@ -76,7 +78,7 @@ def _busy(address: str, option: str) -> BusyError:
     )
 
 
-class Listener:
+class GrpcListener:
     """Answers calls from `start` to `stop`."""
 
     def __init__(
@@ -122,7 +124,7 @@ class Listener:
         if file is not None:
             self._server.add_insecure_port(file)
         self._server.start()
-        self._connections = Connections(port, self._metrics)
+        self._connections = GrpcConnections(port, self._metrics)
         host, _ = split_address(address, "address")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -153,3 +155,14 @@ class Listener:
         self._server.stop(max(0.0, end - time.monotonic())).wait()
         self._connections.close()
         self._interceptor.close()
+
+
+# A socket file in the data folder, for what runs in this process beside the gRPC server.
+
+
+def socket_in(folder: Path, closing: ExitStack) -> str:
+    """Its name for gRPC: by way of a descriptor of `folder`, open until `closing`, for a socket's
+    path may have 107 bytes only."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    closing.callback(os.close, descriptor)
+    return f"unix:/proc/{os.getpid()}/fd/{descriptor}/console.sock"

@@ -1,20 +1,229 @@
 """What Prometheus reads. No ids in labels."""
 
+import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from itertools import accumulate
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from nobackfill.errors import BusyError
-from nobackfill.server.grpc import health_pages
-from nobackfill.server.grpc.call_metrics import CallMetrics
-from nobackfill.server.grpc.device_metrics import DeviceMetrics
-from nobackfill.server.grpc.expiry import Expiries
 from nobackfill.server.settings import split_address
+
+# What Prometheus reads about calls: how many ended how, their time, how many are open and wait.
+#
+# Each call is counted here and each look adds up: prometheus_client's own counters take a tenth of
+# a search.
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_BOUNDS = (*map(str, map(float, _BUCKETS)), "+Inf")
+
+
+class _Ended:
+    """Calls of one method."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.codes = dict.fromkeys(grpc.StatusCode, 0)
+        self.buckets = [0] * len(_BOUNDS)
+        self.seconds = 0.0
+
+
+class CallMetrics(Collector):
+    """Counts calls as they end, and those that are there when somebody looks."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._methods: dict[str, _Ended] = {}
+        # Of methods that do not exist; their names are the callers', so no labels.
+        self._unknown = 0
+        # Set by the interceptor: calls that are open and those that wait, by lane, when asked.
+        self.lanes: Mapping[str, tuple[Callable[[], int], Callable[[], int]]] = {}
+        registry.register(self)
+
+    def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
+        """A call of `method` (/package.Service/Name) ended, so long after it arrived."""
+        ended = self._methods.get(method)
+        if ended is None:
+            ended = self._methods.setdefault(method, _Ended())
+        with ended.lock:
+            ended.codes[code] += 1
+            ended.buckets[bisect_left(_BUCKETS, seconds)] += 1
+            ended.seconds += seconds
+
+    def count_unknown(self) -> None:
+        """A call of a method that does not exist."""
+        self._unknown += 1
+
+    def _ended(self) -> Iterator[Metric]:
+        labels = ["grpc_service", "grpc_method"]
+        handled = CounterMetricFamily(
+            "grpc_server_handled", "Calls ended.", labels=[*labels, "grpc_code"]
+        )
+        handling = HistogramMetricFamily(
+            "grpc_server_handling_seconds", "Time from a call's arrival to its end.", labels=labels
+        )
+        for method, ended in list(self._methods.items()):
+            service, _, name = method.strip("/").rpartition("/")
+            with ended.lock:
+                codes, buckets = dict(ended.codes), list(accumulate(ended.buckets))
+                seconds = ended.seconds
+            for code, calls in codes.items():
+                handled.add_metric([service, name, code.name], calls)
+            pairs = list(zip(_BOUNDS, buckets, strict=True))
+            handling.add_metric([service, name], buckets=pairs, sum_value=seconds)
+        if self._unknown:
+            handled.add_metric(["unknown", "unknown", "UNIMPLEMENTED"], self._unknown)
+        yield handled
+        yield handling
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._ended()
+        is_open = GaugeMetricFamily(
+            "nobackfill_calls_open", "Calls that came and have not ended, by lane.", labels=["lane"]
+        )
+        waits = GaugeMetricFamily(
+            "nobackfill_calls_waiting",
+            "Calls that wait for a thread of their lane; in lane message, for their message.",
+            labels=["lane"],
+        )
+        for lane, (held, waiting) in self.lanes.items():
+            is_open.add_metric([lane], held())
+            waits.add_metric([lane], waiting())
+        yield is_open
+        yield waits
+
+
+# What devices reported, for Prometheus.
+
+# Outcomes of a reported sync, the label `failure`.
+FAILURES = ("none", "probes", "refused", "no route", "left behind")
+
+
+class DeviceMetrics:
+    """Of the syncs that devices report on request: counts, and no device is told apart."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.syncs = Counter(
+            "nobackfill_device_syncs_total", "Syncs that devices reported, by release and failure.",
+            ["release", "failure"], registry=registry,
+        )  # fmt: skip
+        self.seconds = Histogram(
+            "nobackfill_device_sync_seconds", "Their upgrades' durations, by release.",
+            ["release"], buckets=(1, 5, 20, 60, 300, 1200, 3600), registry=registry,
+        )  # fmt: skip
+        self.neighbours_kept = Histogram(
+            "nobackfill_device_neighbours_kept", "Share of nearest neighbours they kept, 0 to 1.",
+            ["release"], buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1), registry=registry,
+        )  # fmt: skip
+
+    def expect(self, release: int) -> None:
+        """Start the counters of a release at 0, so that Prometheus sees its first failed sync."""
+        for failure in FAILURES:
+            self.syncs.labels(str(release), failure)
+
+
+# Days until what lets people in or releases be believed expires, for Prometheus.
+
+_DAY = timedelta(days=1)
+
+
+def _none() -> Mapping[str, datetime]:
+    return {}
+
+
+class Expiries(Collector):
+    """Asked when somebody looks. Each source, set by the gateway, maps a label to a time."""
+
+    def __init__(self) -> None:
+        self.metadata: Callable[[], Mapping[str, datetime]] = _none
+        self.certificates: Callable[[], Mapping[str, datetime]] = _none
+        # The first token to expire; nobody's name is shown.
+        self.tokens: Callable[[], datetime | None] = lambda: None
+
+    def collect(self) -> Iterator[Metric]:
+        now = datetime.now(UTC)
+        for name, what, label, ends in (
+            ("metadata", "TUF metadata of a role", "role", self.metadata()),
+            ("certificate", "a TLS certificate", "certificate", self.certificates()),
+        ):
+            family = GaugeMetricFamily(
+                f"nobackfill_{name}_expires_days",
+                f"Days until {what} expires; negative: since it did.",
+                labels=[label],
+            )
+            for value, end in ends.items():
+                family.add_metric([value], (end - now) / _DAY)
+            yield family
+        tokens = GaugeMetricFamily(
+            "nobackfill_token_expires_days", "Days until the first of the tokens expires."
+        )
+        first = self.tokens()
+        if first is not None:
+            tokens.add_metric([], (first - now) / _DAY)
+        yield tokens
+
+
+# HTTP of the metrics port: /metrics, and what a kubelet asks, /healthz and /readyz.
+#
+# In the clear, so that probes work where gRPC is behind TLS and tokens; nothing private is told.
+
+_TEXT = [("Content-Type", "text/plain; charset=utf-8")]
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Silent(WSGIRequestHandler):
+    # Seconds that a request may take to come.
+    timeout = 10
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Every probe would be a line."""
+
+
+def serve(
+    host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool]
+) -> WSGIServer:
+    """A server that is to be run with serve_forever. /healthz: the process answers; /readyz: 503
+    until `ready` holds, and once it holds no more. Raises OSError."""
+    metrics: Any = make_wsgi_app(registry)
+
+    def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO")
+        if path == "/healthz" or (path == "/readyz" and ready()):
+            start_response("200 OK", _TEXT)
+            return [b"ok\n"]
+        if path == "/readyz":
+            start_response("503 Service Unavailable", _TEXT)
+            return [b"starting, or draining\n"]
+        if path in ("/metrics", "/"):
+            return metrics(environ, start_response)  # type: ignore[no-any-return]
+        start_response("404 Not Found", _TEXT)
+        return [b"expected /metrics, /healthz or /readyz\n"]
+
+    kind = _Server6 if ":" in host else _Server
+    return make_server(host, port, answer, kind, _Silent)
+
 
 # Threads of work whose unforeseen errors are counted (`error_boundary`). A series starts at 0, or
 # Prometheus' `increase` misses its first error.
@@ -95,7 +304,7 @@ class Metrics:
         BusyError."""
         host, port = split_address(address, "metrics_address")
         try:
-            self._server = health_pages.serve(host, port, self.registry, lambda: self.ready())
+            self._server = serve(host, port, self.registry, lambda: self.ready())
         except OSError as error:
             raise BusyError(
                 f"metrics address {address} cannot be used ({error.strerror}); "

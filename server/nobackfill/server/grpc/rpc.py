@@ -7,17 +7,17 @@ from typing import Any, NamedTuple, NoReturn
 
 import grpc
 import structlog
+from grpc import _server
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_status import rpc_status
 
 from nobackfill.errors import DeadlineError, NobackfillError
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.auth import check_gallery
-from nobackfill.server.grpc.errors import code_of, status_of
-from nobackfill.server.grpc.lanes import Lane
+from nobackfill.server.grpc import context as calls
+from nobackfill.server.grpc.access import LOCAL, Principal, check_gallery
+from nobackfill.server.grpc.admission import Lane, OpenStream, Stalls
+from nobackfill.server.grpc.context import code_of, status_of
 from nobackfill.server.grpc.logs import Sparing
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.stalls import OpenStream, Stalls
-from nobackfill.server.grpc.tokens import LOCAL, Principal
 from nobackfill.server.grpc.traces import CallTrace
 from nobackfill.v1 import search_pb2
 from nobackfill.wire.connection import WATCH_AGAIN
@@ -245,3 +245,81 @@ class Rpc:
         status = rpc_status.to_status(status_of(error, self.request_id))
         metadata = (*status.trailing_metadata, ("x-request-id", self.request_id))
         context.abort_with_status(_Status(status.code, status.details, metadata))
+
+
+# One call as grpcio hands it to its pool: received, then answered, from whichever thread.
+
+
+class Arrival:
+    """A call as grpcio hands it to its pool."""
+
+    def __init__(
+        self, run: Callable[..., object], respond: Callable[..., object], event: Any, state: Any,
+        rpc: Rpc, argument: Callable[[], Any], _read: object, write: object,
+    ) -> None:  # fmt: skip
+        self.rpc = rpc
+        self.event = event
+        self.state = state
+        self.argument = argument
+        self._run = run
+        self._respond = respond
+        self._write = write
+        self._came = False
+        self.began = time.monotonic()
+
+    def whole(self) -> "Arrival":
+        """As a call of grpcio's, which it is."""
+        return self
+
+    def answer(self, argument: Callable[[], Any]) -> None:
+        """Call the behavior on this thread, and send what it answers."""
+        self._run(self._respond, self.event, self.state, self.rpc, argument, None, self._write)
+
+    def send(self, answer: bytes) -> None:
+        """Answer with a message that is there."""
+        self.rpc.end(grpc.StatusCode.OK)
+        _server._status(self.event, self.state, answer)
+
+    def is_wanted(self) -> bool:
+        """Whether the caller still waits."""
+        open_ = self.state.client is not _server._CANCELLED
+        return open_ and self.event.call_details.deadline > time.time()
+
+    def deadline(self) -> float:
+        """Until when its answer may come, on the monotonic clock."""
+        left = float(self.event.call_details.deadline) - time.time()
+        return time.monotonic() + min(left, self.rpc.seconds())
+
+    def refuse(self, error: NobackfillError) -> None:
+        """Answer with a refusal, without waiting for anything."""
+        self.rpc.refusal = error
+        self.answer(lambda: b"")
+
+    def receive(self, received: Callable[[bytes | None], None]) -> None:
+        """Ask for the message; `received` gets it, or None when none will come."""
+        take = _server._receive_message(self.state, self.event.call, None)
+
+        def come(event: Any) -> Any:
+            finished = take(event)
+            with self.state.condition:
+                message, self.state.request = self.state.request, None
+                # With a second status a call never ends, nor the server.
+                self._came = True
+                if self.state.statused:
+                    message = None
+            received(message)
+            return finished
+
+        with self.state.condition:
+            operation = cygrpc.ReceiveMessageOperation(0)
+            self.event.call.start_server_batch((operation,), come)
+            self.state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
+
+    def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
+        """End a call whose message has not come; its receiving ends with None. Nothing, once it
+        has come: whoever has it answers."""
+        with self.state.condition:
+            if not self._came and not self.state.statused:
+                self.rpc.code = code
+                number = _server._application_code(code)
+                _server._abort(self.state, self.event.call, number, sentence.encode())

@@ -14,7 +14,7 @@ from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.queries import Question, run
 from nobackfill.server.galleries.ranking import rank
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc import context
 from nobackfill.server.healing.healer import Healer
 
 # Labels of a query's candidates, with their distances.
@@ -41,7 +41,7 @@ def candidates(
             continue
         near = _by_label(answer[0][0], answer[1])
         if native is not None:
-            calls.current().check()
+            context.current().check()
             alone = question.hosted.search(
                 question.parts, question.vectors, question.k, native, question.ef
             )

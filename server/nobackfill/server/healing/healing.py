@@ -37,8 +37,8 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.galleries.plan import SOURCE
 from nobackfill.server.galleries.queries import Question, run
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.healing import answering
 from nobackfill.server.healing.healer import Healer, Progress
@@ -116,10 +116,10 @@ class Healing:
             return [found_or_refused(q, a) for q, a in zip(questions, answers, strict=True)]
         near = answering.candidates(healer, questions, allowed)
         # All of them together wait as long as one.
-        patience = min(healer.source.seconds, _SHARE * calls.current().remaining())
+        patience = min(healer.source.seconds, _SHARE * context.current().remaining())
         end, found = time.monotonic() + patience, list[Found | InvalidInputError]()
         for group in answering.groups(near):
-            calls.current().check()
+            context.current().check()
             found += _answered(healer, questions[group], near[group], end)
         self._series.count(one for one in found if isinstance(one, Found))
         return found

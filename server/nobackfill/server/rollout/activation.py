@@ -21,7 +21,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.lock_order import Level
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.rollout.endings import behind, end_jobs, fail
 from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.rollout import Rollout

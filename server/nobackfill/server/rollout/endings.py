@@ -7,7 +7,7 @@ import structlog
 
 from nobackfill.errors import NobackfillError
 from nobackfill.server.galleries.hosted import NOTE
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.rollout.parts import Parts
 from nobackfill.server.rollout.recovery import return_galleries, writes_locked
 from nobackfill.server.rollout.run import Phase

@@ -7,7 +7,7 @@ import structlog
 from nobackfill.errors import BusyError, NobackfillError
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.models import Models
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.state import GatewayState

@@ -21,8 +21,8 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.release.paths import embedder_model, side_encoder_model
 from nobackfill.release.text_models import TextReader
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.error_boundary import error_boundary
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import LIVE_TIMEOUT_S, Inputs, TritonClient
 from nobackfill.server.triton.loading import load_models, model_names, probes, text_model
@@ -98,7 +98,7 @@ class TritonModels:
             )  # fmt: skip
 
     def load(self, manifest: Manifest) -> None:
-        if not self._up.wait(min(_START_S, calls.current().remaining())):
+        if not self._up.wait(min(_START_S, context.current().remaining())):
             raise UnavailableError("the model server is away; load the release when it is back")
         with self._lock:
             self._leftover -= set(model_names(manifest))
@@ -194,7 +194,7 @@ class TritonModels:
             raise UnavailableError(
                 "the model server is away, it is being brought back; searching by embedding works"
             )
-        vectors = self._client.infer(name, inputs, output, calls.current().remaining())
+        vectors = self._client.infer(name, inputs, output, context.current().remaining())
         self._answered[name] = time.monotonic()
         return vectors
 

@@ -6,6 +6,11 @@ from contextlib import suppress
 import grpc
 
 from nobackfill.errors import InvalidInputError, NotFoundError, TooLargeError
+from nobackfill.gallery import edits
+from nobackfill.gallery.edits import Chosen
+from nobackfill.gallery.filters import check
+from nobackfill.gallery.listing import Place
+from nobackfill.gallery.store import Item
 from nobackfill.server.galleries.contents import Bare, Put
 from nobackfill.server.galleries.galleries import CREATED, Galleries
 from nobackfill.server.galleries.hosted import NOTE, Hosted
@@ -13,19 +18,183 @@ from nobackfill.server.galleries.plan import BOTH, SOURCE
 from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.quotas import Quotas
 from nobackfill.server.galleries.sizes import searched
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.errors import without_folders
-from nobackfill.server.grpc.messages import LARGEST_COUNT
-from nobackfill.server.grpc.services import items
-from nobackfill.server.grpc.services.convert import to_end
-from nobackfill.server.grpc.services.healing import from_source, to_source
-from nobackfill.server.grpc.tokens import Role
+from nobackfill.server.grpc import context
+from nobackfill.server.grpc.access import Role
+from nobackfill.server.grpc.admission import LARGEST_COUNT
+from nobackfill.server.grpc.context import current, without_folders
+from nobackfill.server.grpc.services.convert import (
+    from_filter,
+    keys_of,
+    to_end,
+    to_metadata,
+)
+from nobackfill.server.healing.healer import Progress
 from nobackfill.server.healing.registration import Source
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.state import GatewayState
+from nobackfill.v1 import gallery_pb2, upgrade_pb2
 from nobackfill.v1 import gallery_pb2 as pb
+from nobackfill.v1 import types_pb2 as types
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
-from nobackfill.wire.values import from_value
+from nobackfill.wire.values import ORIGINS, from_value
+
+# Items of a gallery, for GalleryService: pages, and changes by ids or by filter.
+
+LARGEST_CHANGE = 10_000
+LARGEST_PAGE = 1000
+DEFAULT_PAGE = 100
+# A page ends at the item that makes it larger.
+PAGE_BYTES = 1 << 20
+# Items read together, of which each may have 64 KiB of metadata.
+_READ = 50
+
+
+def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
+    """Raises NotFoundError."""
+    found = hosted.store.get(name)
+    if found is None:
+        raise NotFoundError(f"gallery {hosted.name!r} has no item of that id")
+    item = hosted.store.items([found.label], hosted.spec().space)[0] or found
+    response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
+    to_metadata(item.metadata, None, response.metadata)
+    _tell_vector(item, response)
+    return response
+
+
+def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
+    """Raises InvalidInputError for a size, a token or a filter that is none."""
+    if request.page_size > LARGEST_PAGE:
+        raise InvalidInputError(
+            f"page_size: expected at most {LARGEST_PAGE}, got {request.page_size}"
+        )
+    if request.order not in (pb.ITEM_ORDER_UNSPECIFIED, pb.ITEM_ORDER_LEAST_CERTAIN):
+        raise InvalidInputError(f"order: expected a known one, got {request.order}")
+    least_certain = request.order == pb.ITEM_ORDER_LEAST_CERTAIN
+    after = (
+        Place.read(request.page_token, least_certain=least_certain) if request.page_token else None
+    )
+    filtered = from_filter(request.filter)
+    allowed = None if filtered is None else hosted.filtering.passing(filtered)
+    keys = keys_of(request.fields if request.HasField("fields") else None)
+    response, size = pb.ListItemsResponse(), 0
+    left = request.page_size or DEFAULT_PAGE
+    while left > 0:
+        context.current().check()
+        found, after = hosted.store.page(
+            hosted.spec().space,
+            min(left, _READ),
+            after=after,
+            allowed=allowed,
+            least_certain=least_certain,
+        )
+        for item, place in found:
+            listed = response.items.add(id=item.id)
+            to_metadata(item.metadata, keys, listed.metadata)
+            _tell_vector(item, listed)
+            left -= 1
+            size += listed.ByteSize()
+            if size > PAGE_BYTES:
+                response.next_page_token = place.token()
+                return response
+        if after is None:
+            return response
+    response.next_page_token = after.token() if after is not None else ""
+    return response
+
+
+def count(hosted: Hosted, filtered: types.Filter) -> int:
+    """Items that pass."""
+    asked = from_filter(filtered)
+    return hosted.store.count() if asked is None else len(hosted.filtering.passing(asked))
+
+
+def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
+    """How many are gone. Raises InvalidInputError, TooLargeError."""
+    return edits.delete(hosted.store, _chosen(hosted, request), context.current().check)
+
+
+def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
+    """How many have it. Raises InvalidInputError, TooLargeError."""
+    if not request.ids and not request.HasField("filter"):
+        raise InvalidInputError("expected ids or a filter, got neither")
+    values = {key: from_value(value, key) for key, value in request.set.items()}
+    remove = frozenset(request.remove)
+    if both := remove & set(values):
+        raise InvalidInputError(f"expected {min(both)[:64]!r} to be set or removed, got both")
+    chosen = _chosen(hosted, request)
+    return edits.describe(hosted.store, chosen, values, remove, context.current().check)
+
+
+def _chosen(hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataRequest) -> Chosen:
+    if not request.HasField("filter"):
+        if len(request.ids) > LARGEST_CHANGE:
+            raise TooLargeError(
+                f"expected at most {LARGEST_CHANGE} ids, got {len(request.ids)}; send several calls"
+            )
+        return edits.chosen_by_ids(hosted.store, list(request.ids))
+    filtered = from_filter(request.filter)
+    if request.ids or filtered is None or not check(filtered):
+        raise InvalidInputError(
+            "expected either ids or a filter with a condition: one without lets every item pass"
+        )
+    return edits.chosen_by_filter(hosted.filtering, filtered)
+
+
+def _tell_vector(item: Item, into: pb.GetItemResponse | pb.ListedItem) -> None:
+    """What there is to say of its vector in the active space, if it has one there."""
+    if item.origin is not None:
+        into.origin = ORIGINS[item.origin]
+    if item.uncertainty is not None:
+        into.uncertainty = item.uncertainty
+
+
+# Sources of images, and how far a gallery has healed, as messages.
+
+
+def from_source(message: gallery_pb2.ItemSource) -> Source | None:
+    """None for an empty address. Raises InvalidInputError."""
+    if not message.address:
+        return None
+    return Source.checked(
+        message.address,
+        hits=message.hits,
+        seconds=message.patience.ToTimedelta().total_seconds(),
+        bytes_a_query=message.bytes_a_query,
+        concurrency=message.concurrency,
+        a_day=message.items_a_day,
+    )
+
+
+def to_source(source: Source, *, address: bool) -> gallery_pb2.ItemSource:
+    """`address`: whether the caller may know where it is."""
+    message = gallery_pb2.ItemSource(
+        address=source.address if address else "",
+        hits=source.hits,
+        bytes_a_query=source.bytes_a_query,
+        concurrency=source.concurrency,
+        items_a_day=source.a_day,
+    )
+    message.patience.FromNanoseconds(int(1e9 * source.seconds))
+    return message
+
+
+def to_healing(progress: Progress) -> upgrade_pb2.Healing:
+    """What WatchUpgrade tells."""
+    cost = progress.cost
+    message = upgrade_pb2.Healing(
+        items=progress.items,
+        carried=progress.carried,
+        today=progress.today,
+        a_day=progress.a_day,
+        embedded=cost.embedded,
+        failed=cost.failed,
+        bytes_read=cost.bytes,
+    )
+    if context.current().principal.role is Role.ADMIN:
+        message.last_failure = cost.last_failure
+    message.seconds.FromNanoseconds(int(1e9 * cost.seconds))
+    return message
+
 
 # Refused items that an answer names.
 LISTED_ERRORS = 1_000
@@ -81,16 +250,16 @@ class GalleryService(GalleryServiceServicer):
     def ListGalleries(  # noqa: N802
         self, request: pb.ListGalleriesRequest, context: grpc.ServicerContext
     ) -> pb.ListGalleriesResponse:
-        galleries, caller = self._galleries, calls.current().principal
-        if request.page_size > items.LARGEST_PAGE:
+        galleries, caller = self._galleries, current().principal
+        if request.page_size > LARGEST_PAGE:
             raise InvalidInputError(
-                f"page_size: expected at most {items.LARGEST_PAGE}, got {request.page_size}"
+                f"page_size: expected at most {LARGEST_PAGE}, got {request.page_size}"
             )
         left = sorted(n for n in galleries.names() if n > request.page_token and caller.may_use(n))
         page = left[: request.page_size or None]
         response = pb.ListGalleriesResponse()
         for name in page:
-            calls.current().check()
+            current().check()
             if reason := galleries.aside().get(name):
                 response.galleries.add(name=name, set_aside=without_folders(reason))
                 continue
@@ -119,7 +288,7 @@ class GalleryService(GalleryServiceServicer):
             # Before anything is made of the items.
             self._galleries.get(name)
             puts, errors = _puts(request)
-            caller, ids = calls.current().principal, [put.id for put in puts]
+            caller, ids = current().principal, [put.id for put in puts]
             # Not kept open while the client makes its next message.
             with (
                 self._quotas.taking(caller, name, ids) as allowance,
@@ -135,37 +304,37 @@ class GalleryService(GalleryServiceServicer):
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
     ) -> pb.GetItemResponse:
         with self._galleries.using(request.gallery) as hosted:
-            return items.get(hosted, request.id)
+            return get(hosted, request.id)
 
     def ListItems(  # noqa: N802
         self, request: pb.ListItemsRequest, context: grpc.ServicerContext
     ) -> pb.ListItemsResponse:
         with self._galleries.using(request.gallery) as hosted:
-            return items.page(hosted, request)
+            return page(hosted, request)
 
     def CountItems(  # noqa: N802
         self, request: pb.CountItemsRequest, context: grpc.ServicerContext
     ) -> pb.CountItemsResponse:
         with self._galleries.using(request.gallery) as hosted:
-            return pb.CountItemsResponse(items=items.count(hosted, request.filter))
+            return pb.CountItemsResponse(items=count(hosted, request.filter))
 
     def SetMetadata(  # noqa: N802
         self, request: pb.SetMetadataRequest, context: grpc.ServicerContext
     ) -> pb.SetMetadataResponse:
         with self._galleries.using(request.gallery) as hosted:
-            return pb.SetMetadataResponse(items=items.set_metadata(hosted, request))
+            return pb.SetMetadataResponse(items=set_metadata(hosted, request))
 
     def DeleteItems(  # noqa: N802
         self, request: pb.DeleteItemsRequest, context: grpc.ServicerContext
     ) -> pb.DeleteItemsResponse:
         with self._galleries.using(request.gallery) as hosted:
-            deleted = items.delete(hosted, request)
+            deleted = delete(hosted, request)
         if deleted:
             self._audit("delete", f"{deleted} items of gallery {request.gallery}")
         return pb.DeleteItemsResponse(deleted=deleted)
 
     def _audit(self, what: str, of_what: str) -> None:
-        self._state.audit(calls.current().principal.name, what, of_what)
+        self._state.audit(current().principal.name, what, of_what)
 
     def _gallery(self, hosted: Hosted) -> pb.Gallery:
         return _gallery(hosted, self._state.now.ends)
@@ -216,7 +385,7 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
         both_with=hosted.plan.both.part.release if hosted.plan.both else 0,
     )
     if kept := hosted.state(SOURCE):
-        told = calls.current().principal.role is Role.ADMIN
+        told = current().principal.role is Role.ADMIN
         gallery.source.CopyFrom(to_source(Source.from_state(kept), address=told))
     gallery.created.FromSeconds(int(hosted.state(CREATED) or 0))
     for info in hosted.spaces():

@@ -9,20 +9,120 @@ import grpc
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries
+from nobackfill.server.canary.comparison import STOPS_AT, CanaryState, PairReport, Report
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.context import current
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.services.canary import from_canary, to_canary
 from nobackfill.server.grpc.services.convert import to_end
-from nobackfill.server.grpc.services.device_reports import count_report
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.rollout.canary_steps import share_of
-from nobackfill.server.rollout.promotion import Promotion
+from nobackfill.server.rollout.promotion import Promotion, check
 from nobackfill.server.rollout.rollback import Rollbacks
 from nobackfill.server.rollout.run import Event, Phase
-from nobackfill.server.state import GatewayState, RolloutName, State
+from nobackfill.server.state import Canary, GatewayState, RolloutName, State
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
+
+# Between the contract's messages of a canary and what the gateway works on.
+
+_STATES = {
+    CanaryState.RUNNING: pb.CANARY_STATE_RUNNING,
+    CanaryState.PROMOTED: pb.CANARY_STATE_PROMOTED,
+    CanaryState.STOPPED: pb.CANARY_STATE_STOPPED,
+    CanaryState.ENDED: pb.CANARY_STATE_ENDED,
+}
+
+
+def from_canary(asked: pb.Canary) -> Canary:
+    """Raises InvalidInputError."""
+    given = {
+        name: value
+        for name in ("most_errors", "largest_p99_ratio")
+        if (value := getattr(asked, name))
+    }
+    canary = Canary(
+        share=asked.share,
+        steps=tuple(asked.steps),
+        every_s=asked.every.seconds + asked.every.nanos / 1e9,
+        shadow=asked.shadow,
+        **given,
+    )
+    check(canary)
+    return canary
+
+
+def to_canary(report: Report, canary: Canary | None) -> pb.WatchCanaryResponse:
+    """`canary`: as it is set now."""
+    answer = pb.WatchCanaryResponse(
+        release=report.release,
+        state=_STATES[report.state],
+        message=report.message,
+        old_pair=_pair(report.old),
+        new_pair=_pair(report.new),
+        compared=report.compared,
+        overlap=report.overlap,
+        rank_correlation=report.rank_correlation,
+        skipped=report.skipped,
+        evidence=report.evidence,
+        stops_at=STOPS_AT,
+    )
+    if canary is not None and report.state is CanaryState.RUNNING:
+        answer.canary.CopyFrom(
+            pb.Canary(
+                share=canary.share,
+                steps=canary.steps,
+                shadow=canary.shadow,
+                most_errors=canary.most_errors,
+                largest_p99_ratio=canary.largest_p99_ratio,
+            )
+        )
+        answer.canary.every.FromMilliseconds(int(canary.every_s * 1000))
+    return answer
+
+
+def _pair(pair: PairReport) -> pb.CanaryPair:
+    return pb.CanaryPair(
+        queries=pair.queries,
+        errors=pair.errors,
+        empty=pair.empty,
+        p50=pair.p50,
+        p99=pair.p99,
+        score=pair.score,
+        sessions=pair.sessions,
+        approved=pair.said["approved"],
+        rejected=pair.said["rejected"],
+    )
+
+
+# Reports of devices: counted, and nothing else is kept of them.
+
+_FAILURES = {
+    pb.SYNC_FAILURE_UNSPECIFIED: "none",
+    pb.SYNC_FAILURE_NO_ROUTE: "no route",
+    pb.SYNC_FAILURE_REFUSED: "refused",
+    pb.SYNC_FAILURE_LEFT_BEHIND: "left behind",
+}
+
+
+def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, known: bool) -> None:
+    """`known`: its release is published here. Raises InvalidInputError."""
+    kept = report.neighbours_kept if report.HasField("neighbours_kept") else 0.0
+    good = known and report.failure in _FAILURES and 0 <= report.seconds < 1e9 and 0 <= kept <= 1
+    if not good:
+        raise InvalidInputError(
+            "report: expected a release that is published here, a failure of the contract, seconds "
+            "of 0 and more, and a share from 0 to 1"
+        )
+    release = str(report.release)
+    failure = _FAILURES[report.failure]
+    if failure == "none" and not report.probes_passed:
+        failure = "probes"
+    metrics.devices.syncs.labels(release, failure).inc()
+    if failure == "none":
+        metrics.devices.seconds.labels(release).observe(report.seconds)
+    if report.HasField("neighbours_kept"):
+        metrics.devices.neighbours_kept.labels(release).observe(kept)
+
 
 _ROLLOUTS: dict[int, RolloutName | None] = {
     pb.ROLLOUT_UNSPECIFIED: None,
@@ -147,7 +247,7 @@ class ReleaseService(ReleaseServiceServicer):
         return pb.ReportSyncResponse()
 
     def _gone(self) -> bool:
-        return not calls.current().active() or self._stopping.is_set()
+        return not current().active() or self._stopping.is_set()
 
     def RollbackRelease(  # noqa: N802
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
@@ -171,7 +271,7 @@ class ReleaseService(ReleaseServiceServicer):
         return pb.RetireReleaseResponse(retired=retired)
 
     def _audit(self, what: str, of_what: str) -> None:
-        self._state.audit(calls.current().principal.name, what, of_what)
+        self._state.audit(current().principal.name, what, of_what)
 
     def _releases(self) -> list[pb.Release]:
         manifests = self._catalog.manifests

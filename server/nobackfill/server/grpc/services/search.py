@@ -22,6 +22,7 @@ from nobackfill.server.galleries.immediate_answers import (
 )
 from nobackfill.server.galleries.queries import Question
 from nobackfill.server.galleries.searching import Searching
+from nobackfill.server.grpc.access import Principal
 from nobackfill.server.grpc.rpc import Later
 from nobackfill.server.grpc.services.convert import (
     from_filter,
@@ -29,7 +30,6 @@ from nobackfill.server.grpc.services.convert import (
     to_end,
     to_metadata,
 )
-from nobackfill.server.grpc.tokens import Principal
 from nobackfill.server.state import GatewayState
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1.search_pb2_grpc import SearchServiceServicer

@@ -9,8 +9,8 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.searching import Searching
-from nobackfill.server.grpc import calls
-from nobackfill.server.grpc.services.healing import to_healing
+from nobackfill.server.grpc.context import current
+from nobackfill.server.grpc.services.gallery import to_healing
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
@@ -75,7 +75,7 @@ class UpgradeService(UpgradeServiceServicer):
         last, report = None, _Report(self._searching, request.group_by)
 
         def gone() -> bool:
-            return not calls.current().active() or self._stopping.is_set()
+            return not current().active() or self._stopping.is_set()
 
         for job in self._lifecycle.jobs(request.gallery, gone):
             progress = _message(job)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import grpc
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.server.grpc import calls
+from nobackfill.server.grpc.context import current
 from nobackfill.server.vault import PAGE, Blob, Vault
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1.vault_pb2_grpc import VaultServiceServicer
@@ -56,7 +56,7 @@ class VaultService(VaultServiceServicer):
 
 
 def _owner() -> str:
-    return calls.current().principal.name
+    return current().principal.name
 
 
 def _message(blob: Blob) -> pb.Blob:

@@ -5,14 +5,24 @@ takes the Call along, as they have none of their own.
 """
 
 import contextvars
+import re
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from nobackfill.errors import CancelledError, DeadlineError
-from nobackfill.server.grpc.tokens import LOCAL, Principal
+import structlog
+from google.protobuf.any_pb2 import Any
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode
+
+from nobackfill.errors import CancelledError, DeadlineError, NobackfillError
+from nobackfill.server.grpc.access import LOCAL, Principal
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace
+from nobackfill.wire.statuses import row_of
 
 # No wait of a call takes longer, whatever its caller allows: gRPC and locks refuse the 292 years
 # that a call without a deadline has left.
@@ -89,3 +99,64 @@ def part(name: str) -> AbstractContextManager[None]:
     """The block is a part of the call under way, for whoever traces it."""
     call = _current.get(None)
     return _UNTRACED if call is None or call.trace is None else call.trace.part(name)
+
+
+# Every refusal as a gRPC status: the table of nobackfill.wire.statuses, read by the gateway.
+
+DOMAIN = "nobackfill.v1"
+_FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/:]+/)+")
+
+
+def code_of(error: Exception) -> StatusCode:
+    """The table's status code; INTERNAL for what nobody foresaw."""
+    row = row_of(type(error))
+    if row is not None:
+        return row.code
+    # A full or failing disk, or a locked file, met below the rooms' own errors.
+    storage = isinstance(error, OSError | sqlite3.OperationalError)
+    return StatusCode.UNAVAILABLE if storage else StatusCode.INTERNAL
+
+
+def status_of(error: Exception, request_id: str) -> Status:
+    """The whole status: code, sentence, and ErrorInfo with a reason machines can read.
+
+    Only our own errors speak for themselves: they hold no vectors and no tokens. Folders of this
+    machine are cut off the paths they name.
+    """
+    code = code_of(error)
+    own = isinstance(error, NobackfillError)
+    message = without_folders(str(error)) if own else _unspoken(code, request_id)
+    status = Status(code=code.value[0], message=message)
+    row = row_of(type(error))
+    if row is not None and row.reason:
+        detail = Any()
+        detail.Pack(ErrorInfo(reason=row.reason, domain=DOMAIN))
+        status.details.append(detail)
+    return status
+
+
+def without_folders(sentence: str) -> str:
+    """A sentence as clients may read it: files without the folders of this machine."""
+    return _FOLDERS.sub("", sentence)
+
+
+def _unspoken(code: StatusCode, request_id: str) -> str:
+    if code is StatusCode.UNAVAILABLE:
+        return f"storage does not answer as it should; the gateway's log knows request {request_id}"
+    return f"unexpected failure; the gateway's log knows request {request_id}"
+
+
+# What nobody foresaw does not end a thread that must go on: it is counted and logged.
+
+log = structlog.get_logger("server.survival")
+
+
+@contextmanager
+def error_boundary(metrics: Metrics, thread: str) -> Iterator[None]:
+    """One turn of a thread's work. `thread` is a label of nobackfill_unforeseen_errors_total: a
+    fixed word, never a name from outside."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("unforeseen, going on", thread=thread, error=type(error).__name__)
+        metrics.unforeseen.labels(thread).inc()
