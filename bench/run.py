@@ -4,16 +4,18 @@ Each topic runs in a process of its own, prints its tables and writes bench/resu
 """
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bench import record
+from bench import pairs, record
 from bench.harness import Bench, Scale
 
 # In the order in which they are shown; each is bench/topics/NAME.py with a function `run`.
@@ -31,12 +33,25 @@ def main(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="The large sizes.")] = False,
     docs: Annotated[bool, typer.Option(help="Only put the results into the docs.")] = False,
+    beside: Annotated[
+        Path | None,
+        typer.Option(help="Compare one topic with this checkout, a folder with its own .venv."),
+    ] = None,
+    number: Annotated[
+        int, typer.Option("--pairs", min=2, help="Pairs of runs that --beside takes.")
+    ] = 10,
+    file: Annotated[
+        Path | None, typer.Option("--json", help="Write what --beside found to this file, too.")
+    ] = None,
     part: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run topics, one after the other."""
     chosen = topics or list(TOPICS)
     if unknown := [topic for topic in chosen if topic not in TOPICS]:
         raise typer.BadParameter(f"no topic {', '.join(unknown)}; known: {', '.join(TOPICS)}")
+    if beside is not None:
+        _compare(chosen, beside, number, file)
+        return
     if docs:
         record.refresh_docs()
         return
@@ -69,6 +84,22 @@ def measure(topic: str, scale: Scale) -> None:
     record.save(path, topic, scale, seconds, tables)
     print(f"{seconds:.0f} s; {path.relative_to(record.ROOT)}\n", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compare(topics: list[str], other: Path, number: int, file: Path | None) -> None:
+    if len(topics) != 1 or topics[0] not in pairs.SIZES:
+        raise typer.BadParameter(f"--beside needs one topic of {', '.join(pairs.SIZES)}")
+    (topic,) = topics
+    try:
+        found = pairs.compare(topic, record.ROOT, other, number, BUILD / "pairs")
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from error
+    for table in found.tables():
+        print(record.markdown(table))
+    if file is not None:
+        file.write_text(json.dumps(found.answer(), indent=1) + "\n", encoding="utf-8")
+    raise typer.Exit(0 if found.met else 1)
 
 
 def _apart(topic: str, full: bool) -> bool:
