@@ -2,20 +2,33 @@
 tests/inventory.json.
 Names in it change only together with a table of old and new names in the commit that changes them.
 Help texts and sentences are left out: they may be rewritten at any time.
+
+SQL names are those of real objects that the code makes. Where PostgreSQL cannot start, the file
+keeps what it has of it.
 """
 
+import ast
+import functools
+import inspect
 import json
 import re
+import sqlite3
+import sys
 import tempfile
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 from prometheus_client import generate_latest
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
 from manual.commands import COMMANDS, application
@@ -29,16 +42,123 @@ from nobackfill.server.healing.series import HealingSeries
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import StateFile
 
+if TYPE_CHECKING:
+    from tests.support.postgres import Server
+
 ROOT = Path(__file__).parents[1]
 FILE = Path(__file__).with_suffix(".json")
 # Programs that users install or are told to run; the benchmarks are the developers' own.
+_KEY = re.compile(r"[\w{}]+")
 PROGRAMS = [name for name in COMMANDS if not name.startswith("python -m bench")]
+# Where the keys of a command's --json are written: dataclasses, named tuples, models of pydantic,
+# messages of the contract, and functions whose dictionaries have them.
+_APP, _CLIENT = "nobackfill.adopt", "nobackfill.client"
+_PUBLISHING, _SERVER = "nobackfill.release.publishing", "nobackfill.server"
+_TRAINING, _V1 = "nobackfill.training", "nobackfill.v1"
+JSON: Mapping[str, tuple[str, ...]] = {
+    "edge-client add": (f"{_CLIENT}.cli.galleries:add", f"{_CLIENT}.cli.notes:add_texts"),
+    "edge-client browse": (f"{_CLIENT}.cli.pages:browse",),
+    "edge-client gc": (f"{_CLIENT}.maintenance:collect",),
+    "edge-client init": (f"{_CLIENT}.creation:init",),
+    "edge-client list": (f"{_CLIENT}.cli.galleries:list_items",),
+    "edge-client pull": (f"{_CLIENT}.vault.pull:Pulled",),
+    "edge-client push": (f"{_CLIENT}.vault.push:Pushed",),
+    "edge-client remove": (f"{_CLIENT}.maintenance:remove",),
+    "edge-client report": (f"{_CLIENT}.sync.report:remember", f"{_CLIENT}.cli.releases:report"),
+    "edge-client rescue": (f"{_CLIENT}.rescue:rescue", "nobackfill.gallery.rescue:Rescued"),
+    "edge-client rollback": (f"{_CLIENT}.cli.releases:rollback",),
+    "edge-client search": (
+        f"{_CLIENT}.cli.searching:answer",
+        f"{_CLIENT}.photos.search:Answer.as_json",
+        f"{_CLIENT}.photos.search:Hit.as_json",
+    ),
+    "edge-client set": (f"{_CLIENT}.cli.galleries:set_metadata",),
+    "edge-client status": (f"{_CLIENT}.status:status", f"{_CLIENT}.status:_space"),
+    "edge-client sync": (f"{_CLIENT}.sync.sync:Report",),
+    "edge-client verify": (f"{_CLIENT}.maintenance:verify",),
+    "gateway activate": (f"{_V1}.release_pb2:ActivateReleaseResponse",),
+    "gateway audit": (f"{_SERVER}.cli.audit:audit", f"{_SERVER}.state:Deed"),
+    "gateway backup": (f"{_SERVER}.backup:Summary",),
+    "gateway estimate": (f"{_V1}.upgrade_pb2:EstimateUpgradeResponse",),
+    "gateway export": (f"{_SERVER}.cli.export:export",),
+    "gateway install-triton": (f"{_SERVER}.cli.install:install_triton",),
+    "gateway migrate": (f"{_SERVER}.cli.migrate:migrate",),
+    "gateway move": (f"{_SERVER}.cli.move:move", f"{_SERVER}.transfer:Transferred"),
+    "gateway put": (f"{_SERVER}.cli.put:put",),
+    "gateway releases": (
+        f"{_V1}.release_pb2:ListReleasesResponse",
+        "nobackfill.release.manifest:Manifest",
+    ),
+    "gateway restore": (f"{_SERVER}.backup:Summary",),
+    "gateway retire": (f"{_V1}.release_pb2:RetireReleaseResponse",),
+    "gateway rollback": (f"{_V1}.release_pb2:RollbackReleaseResponse",),
+    "gateway status": (
+        f"{_V1}.gallery_pb2:ListGalleriesResponse",
+        f"{_SERVER}.cli.operations:status",
+    ),
+    "gateway update-gallery": (f"{_V1}.gallery_pb2:Gallery",),
+    "gateway upgrade": (f"{_SERVER}.cli.upgrade:upgrade",),
+    "gateway verify": (f"{_SERVER}.backup:Summary",),
+    "gateway watch": (
+        f"{_V1}.release_pb2:WatchCanaryResponse",
+        f"{_V1}.upgrade_pb2:UpgradeProgress",
+    ),
+    "nobackfill carry": (f"{_APP}.cli.app:carry", f"{_APP}.carrying:Carried"),
+    "nobackfill fit": (
+        f"{_APP}.cli.fitting:run",
+        f"{_APP}.verdict:Verdict",
+        f"{_APP}.verdict:Way",
+        f"{_APP}.verdict:Point",
+        f"{_APP}.healing:Healing",
+    ),
+    "nobackfill inspect": (f"{_APP}.inspection:Inspection",),
+    "publication keys": (f"{_PUBLISHING}.cli:keys",),
+    "publication list": (f"{_PUBLISHING}.cli:list_command", f"{_PUBLISHING}.inspection:Entry"),
+    "publication resign": (f"{_PUBLISHING}.cli:_tell_renewed",),
+    "publication rollout": (f"{_PUBLISHING}.cli:rollout",),
+    "publication rotate": (f"{_PUBLISHING}.cli:_tell_renewed",),
+    "publication verify": (f"{_PUBLISHING}.cli:verify",),
+    "publication withdraw": (f"{_PUBLISHING}.cli:withdraw",),
+    "python training/evaluate.py": (
+        f"{_TRAINING}.cli.evaluate:main",
+        f"{_TRAINING}.cli.evaluate:_report",
+        f"{_TRAINING}.cli.evaluate:_figures",
+        "nobackfill.quality.matrix:_evaluate",
+        "nobackfill.quality.matrix:_recognition",
+        "nobackfill.quality.criterion:_judged",
+        "nobackfill.quality.criterion:_strict",
+    ),
+    "python training/export.py": (
+        f"{_TRAINING}.cli.export:_report",
+        "nobackfill.release.manifest:GateVerdict",
+        "nobackfill.release.evidence:Cell",
+        "nobackfill.release.evidence:Unlabelled",
+        "nobackfill.release.evidence:RouteEvidence",
+    ),
+}
+# Keys of files that users keep or write, by the same kinds of sources.
+FILES: Mapping[str, tuple[str, ...]] = {
+    "a backup's listing": (f"{_SERVER}.backup:_Listing",),
+    "a converter": ("nobackfill.release.converter:Converter",),
+    "a declaration beside an ONNX file": (f"{_PUBLISHING}.declaration:Declaration",),
+    "a release's manifest": ("nobackfill.release.manifest:Manifest",),
+    "a training's configuration": (f"{_TRAINING}.config:Config",),
+    "audit.jsonl": (f"{_SERVER}.state:Deed",),
+    "state.json": (f"{_SERVER}.state:State",),
+    "the file of fit --card": (f"{_APP}.cards:Card",),
+    "the file of gateway serve --settings": (f"{_SERVER}.settings:Settings",),
+}
 
 
 def read() -> dict[str, Any]:
-    """Everything, as JSON values with sorted keys."""
+    """Everything but what PostgreSQL has, as JSON values with sorted keys."""
     protos = _protos()
     return {
+        "json": {name: _keys(sources) for name, sources in JSON.items()},
+        "files": {name: _keys(sources) for name, sources in FILES.items()},
+        "gallery_state": _gallery_state(),
+        "sqlite": _sqlite(),
+        "proto_defaults": _proto_defaults(),
         "commands": {name: _command(application(name)) for name in PROGRAMS},
         "settings": _settings(),
         "services": protos["services"],
@@ -159,10 +279,234 @@ def _exit_codes() -> dict[str, int]:
     }
 
 
-def text() -> str:
+def _keys(sources: tuple[str, ...]) -> list[str]:
+    return sorted({key for source in sources for key in _keys_of(_named(source))})
+
+
+def _named(source: str) -> Any:
+    """What MODULE:NAME or MODULE:CLASS.NAME is."""
+    module, _, names = source.partition(":")
+    return functools.reduce(getattr, names.split("."), import_module(module))
+
+
+def _keys_of(source: Any) -> Iterator[str]:
+    if isinstance(source, UnionType):
+        for one in get_args(source):
+            yield from _keys_of(one)
+    elif not isinstance(source, type):
+        yield from _keys_in(source)
+    elif issubclass(source, Message):
+        yield f"fields of {source.DESCRIPTOR.full_name}"
+    elif issubclass(source, BaseModel):
+        schema = source.model_json_schema()
+        for model in (schema, *schema.get("$defs", {}).values()):
+            yield from model.get("properties", {})
+    elif is_dataclass(source):
+        yield from (field.name for field in fields(source))
+    else:
+        yield from cast(Any, source)._fields
+
+
+def _keys_in(function: Any) -> Iterator[str]:
+    """Keys of the dictionaries that a function writes, but of what it gives to another file."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    others = [call.args[0] for call in _calls(tree, "state_set", "load_settings")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict) and node not in others:
+            yield from filter(_KEY.fullmatch, map(_word, node.keys))
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            yield from filter(_KEY.fullmatch, [_word(node.slice)])
+
+
+def _word(node: ast.expr | None) -> str:
+    """A text that is written out, with braces for what is filled in; empty for anything else."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_word(part) or "{}" for part in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _calls(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
+    """Calls of functions and methods of these names that have an argument."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args:
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if isinstance(node.func, ast.Name):
+                name = node.func.id
+            if name in names:
+                yield node
+
+
+def _gallery_state() -> list[str]:
+    """Keys of the small values that are kept in a gallery, as far as the code writes them out."""
+    found = set()
+    for root in ("core", "client", "server"):
+        for path in sorted((ROOT / root).rglob("*.py")):
+            content = path.read_text(encoding="utf-8")
+            if "state_set(" in content or ".state(" in content:
+                for call in _calls(ast.parse(content), "state_set", "state"):
+                    value = call.args[0]
+                    keys = value.keys if isinstance(value, ast.Dict) else [value]
+                    found |= set(filter(_KEY.fullmatch, map(_word, keys)))
+    return sorted(found)
+
+
+def _sqlite() -> dict[str, Any]:
+    """Tables, columns, indexes and triggers of the files that the code makes."""
+    from nobackfill.client.vault import queue
+    from nobackfill.gallery.sqlite_gallery import SqliteGallery
+    from nobackfill.serve.natives import Natives
+    from nobackfill.server.healing.ledger import FileLedger
+    from tests.gallery.making import spec
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with closing(SqliteGallery.create(folder / "gallery", spec())) as store:
+            store.begin(spec(2))
+            with store.writing() as connection:
+                queue._prepare(connection)
+            FileLedger(folder, store, spec().space).close()
+        (ledger,) = (path for path in folder.iterdir() if path.name.endswith(".sqlite"))
+        Natives(folder / "natives", "fingerprint", 4).close()
+        return {
+            "a gallery": _sqlite_names(folder / "gallery"),
+            ledger.name: _sqlite_names(ledger),
+            "the file of Natives": _sqlite_names(folder / "natives"),
+        }
+
+
+def _sqlite_names(path: Path) -> dict[str, Any]:
+    with closing(sqlite3.connect(path)) as connection:
+        objects = connection.execute(
+            "SELECT type, name, tbl_name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
+        ).fetchall()
+        found: dict[str, Any] = {}
+        for kind, name, table in objects:
+            if kind == "table":
+                columns = connection.execute(f"PRAGMA table_info({name})").fetchall()
+                found[f"table {name}"] = {column: type_ for _, column, type_, *_ in columns}
+            else:
+                found[f"{kind} {name}"] = table
+    return found
+
+
+def _proto_defaults() -> dict[str, Any]:
+    """What the gateway takes where a number of a request is 0, which proto3 cannot tell from
+    absent."""
+    from nobackfill.server.galleries.immediate_answers import DEFAULT_K
+    from nobackfill.server.grpc.services.gallery import DEFAULT_PAGE
+    from nobackfill.server.healing.registration import _NUMBERS
+    from nobackfill.server.state import Canary
+    from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
+
+    usual = {name: number for name, (_, _, number) in _NUMBERS.items()}
+    canary = Canary(share=1)
+    return {
+        "ActivateReleaseRequest.spare_cores": DEFAULT_SPARE_CORES,
+        "Canary.largest_p99_ratio": canary.largest_p99_ratio,
+        "Canary.most_errors": canary.most_errors,
+        "EstimateUpgradeRequest.spare_cores": DEFAULT_SPARE_CORES,
+        "ItemSource.bytes_a_query": usual["bytes_a_query"],
+        "ItemSource.concurrency": usual["concurrency"],
+        "ItemSource.hits": usual["hits"],
+        "ItemSource.items_a_day": usual["a_day"],
+        "ItemSource.patience": usual["seconds"],
+        "ListItemsRequest.page_size": DEFAULT_PAGE,
+        "SearchRequest.k": DEFAULT_K,
+        "StartUpgradeRequest.spare_cores": DEFAULT_SPARE_CORES,
+    }
+
+
+def read_postgresql(server: "Server") -> dict[str, Any]:
+    """Tables, columns, indexes, functions and triggers that the code makes in databases: those of
+    gateways, and those that `nobackfill carry` puts beside a user's table."""
+    from nobackfill.adopt.carrying import carry
+    from nobackfill.adopt.sources.opening import open_source
+    from nobackfill.adopt.sources.source import Target
+    from nobackfill.server.stores.milvus import journal
+    from nobackfill.server.stores.postgresql import schema
+    from nobackfill.server.stores.postgresql.database import Database
+    from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+    from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
+    from tests.adopt.table_beside import MADE, MAP, put
+    from tests.gallery.making import spec
+
+    found = {}
+    with server.database() as url, closing(Database(url, most=2)) as database:
+        database.open(schema.prepare)
+        gallery = PostgresqlGalleries(database).create("g", [spec()], {})
+        DatabaseLedger(gallery, spec().space)
+        gallery.begin(spec(2))
+        found["gateways"] = _postgresql_names(server, url)
+        database.write(lambda connection: journal.begin(connection, gallery.schema))
+        found["gateways with Milvus"] = {
+            name: columns
+            for name, columns in _postgresql_names(server, url).items()
+            if name not in found["gateways"]
+        }
+    for to, flip in (("vector_new", False), ("vector_new", True), ("table:beside", False)):
+        with server.connected() as (url, connection):
+            connection.execute("CREATE EXTENSION vector")
+            connection.execute("CREATE TABLE t (id int PRIMARY KEY, v vector(24), body text)")
+            put(connection, range(50), MADE.old[:50])
+            before = _postgresql_names(server, url)
+            target = Target(to, MAP.dims[1], MAP.digest)
+            carry(open_source(f"{url}#t"), target, MAP, window=50, flip=flip)
+            after = _postgresql_names(server, url)
+            name = f"carry --to {to}{' --flip' * flip}"
+            found[name] = {k: v for k, v in after.items() if before.get(k) != v}
+    return found
+
+
+def _postgresql_names(server: "Server", url: str) -> dict[str, Any]:
+    import psycopg
+
+    ours = """n.nspname !~ '^(pg_|information_schema)' AND NOT EXISTS (
+        SELECT FROM pg_depend d WHERE d.objid = {}.oid AND d.deptype = 'e')"""
+    found: dict[str, Any] = {}
+    with psycopg.connect(url) as connection:
+        for query in (
+            "SELECT 'table ' || n.nspname || '.' || c.relname, jsonb_object_agg(a.attname,"
+            " format_type(a.atttypid, a.atttypmod)) FROM pg_class c JOIN pg_namespace n"
+            " ON n.oid = c.relnamespace JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0"
+            f" AND NOT a.attisdropped WHERE c.relkind IN ('r', 'p', 'v') AND {ours.format('c')}"
+            " GROUP BY 1",
+            "SELECT 'index ' || n.nspname || '.' || c.relname, i.indrelid::regclass::text"
+            " FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
+            f" JOIN pg_index i ON i.indexrelid = c.oid WHERE {ours.format('c')}",
+            "SELECT 'function ' || n.nspname || '.' || p.proname,"
+            " pg_get_function_identity_arguments(p.oid) FROM pg_proc p"
+            f" JOIN pg_namespace n ON n.oid = p.pronamespace WHERE {ours.format('p')}",
+            "SELECT 'trigger ' || t.tgname, t.tgrelid::regclass::text FROM pg_trigger t"
+            " JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace"
+            f" WHERE NOT t.tgisinternal AND {ours.format('c')}",
+        ):
+            found |= dict(connection.execute(query.encode()).fetchall())
+    return found
+
+
+def text(postgresql: Mapping[str, Any]) -> str:
     """The file's content."""
-    return json.dumps(read(), indent=1, sort_keys=True) + "\n"
+    return json.dumps(read() | {"postgresql": postgresql}, indent=1, sort_keys=True) + "\n"
+
+
+def written() -> dict[str, Any]:
+    """What the file has."""
+    content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return content
+
+
+def _write() -> None:
+    from nobackfill.errors import NobackfillError
+    from tests.support.postgres import running
+
+    try:
+        with running() as server:
+            postgresql = read_postgresql(server)
+    except NobackfillError as error:
+        print(f"what PostgreSQL has is left as it was: {error}", file=sys.stderr)
+        postgresql = written().get("postgresql", {})
+    FILE.write_text(text(postgresql), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
+    _write()
