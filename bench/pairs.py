@@ -27,7 +27,7 @@ CONFIDENCE = 0.95
 # For each topic, numbers of its small scale and what pairs take instead: a run of half a minute.
 SIZES: Mapping[str, Mapping[Any, Any]] = {
     "search": {(10_000, 100_000): (10_000,)},
-    "image": {},
+    "image": {10_000: 3000, 3: 2},
     "swap": {20_000: 5000, 10: 4, 10_000: 2000, 5.0: 2.0},
     "filter": {200_000: 50_000},
     "memory": {(40_000, 512): (20_000, 512)},
