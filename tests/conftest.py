@@ -28,11 +28,12 @@ def _rank(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked_trials() -> Iterator[None]:
+def _forked_trials(request: pytest.FixtureRequest) -> Iterator[None]:
     """Trials of releases in children that have imported what they need."""
     from tests.support import trials
 
-    with trials.forked():
+    quick = request.config.pluginmanager.hasplugin("tests.quick")
+    with trials.near() if quick else trials.forked():
         yield
 
 

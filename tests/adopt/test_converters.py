@@ -83,6 +83,7 @@ def write(path: Path, vectors: Vectors, model: str | None) -> None:
     path.write_bytes(table_bytes("id", ids, "vector", vectors, said))
 
 
+@pytest.mark.slow
 def test_who_has_no_pairs_carries_by_what_another_published(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

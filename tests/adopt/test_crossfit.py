@@ -43,6 +43,7 @@ def told(held: Held, pairs: Pairs, asked: Queries, figure: str) -> float:
     return float(figures_of(held.apart[0], pairs, asked)[figure].mean())
 
 
+@pytest.mark.slow
 def test_noise_has_as_many_rivals_before_it_as_behind() -> None:
     """A map that learnt an item by heart would find it; rivals whose maps have seen it are bent
     towards what asks for it, and stand before it."""
@@ -56,6 +57,7 @@ def test_noise_has_as_many_rivals_before_it_as_behind() -> None:
         assert np.mean(values) == pytest.approx(0.5, abs=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "share"), [(80, 0.4), (400, 0.3)])
 def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
     """With fewer pairs than two for each dimension, and with eight: what maps of as many pairs as
@@ -80,6 +82,7 @@ def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
         assert np.mean(values) == pytest.approx(0, abs=0.04)
 
 
+@pytest.mark.slow
 def test_two_sets_of_queries_are_judged_by_the_same_maps() -> None:
     pairs, asked = world(90, 0, share=0.5)
     alike = among_items(pairs)
@@ -100,6 +103,7 @@ def test_what_is_as_near_stands_before_what_is_asked_for() -> None:
     assert figures["MRR"] == pytest.approx(1 / 60)
 
 
+@pytest.mark.slow
 def test_a_query_that_is_fitted_on_is_left_out_with_its_item() -> None:
     """Noise again: a query has its item's vectors nearly, and a map that kept it would find it."""
     before = []

@@ -60,6 +60,7 @@ def test_a_trained_map_is_written_read_and_run_elsewhere(tmp_path: Path) -> None
     np.testing.assert_allclose(run, found(pairs.old), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_is_judged_out_of_fold_and_chosen_where_it_keeps_more() -> None:
     pairs = folded(200)
     found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), also=sizes)
@@ -100,6 +101,7 @@ def test_layers_that_do_not_fit_are_refused(layers: list[tuple[Floats, Floats]],
         trained(straight, pairs.old, pairs.new, lambda *_: layers)
 
 
+@pytest.mark.slow
 def test_who_cannot_train_is_named() -> None:
     for name in ("nobackfill.nowhere:residual", "nobackfill.training.pairs:nobody", "residual"):
         with pytest.raises(NotFoundError, match="cannot be imported"):
@@ -108,6 +110,7 @@ def test_who_cannot_train_is_named() -> None:
         open_trainer("nobackfill.adopt.residual:RESIDUAL")
 
 
+@pytest.mark.slow
 def test_ours_follows_what_no_line_does_and_adds_nothing_to_what_one_does() -> None:
     trainer = open_trainer(OURS)
     pairs, others = folded(600), folded(300, seed=1)

@@ -36,6 +36,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "topic",
     [t if t in QUICK else pytest.param(t, marks=pytest.mark.faults) for t in TOPICS],
 )
+@pytest.mark.slow
 def test_a_tiny_run(topic: str, shared: Path, tmp_path: Path) -> None:
     module = importlib.import_module(f"bench.topics.{topic}")
     tables: list[Table] = module.run(Bench(Scale.TINY, tmp_path, shared))

@@ -158,6 +158,7 @@ def test_bad_queries_are_refused_as_in_python() -> None:
         assert snapshot.compiled.answers([(values, 3, np.inf)], True, {}, curves, b"") == [None]
 
 
+@pytest.mark.slow
 def test_a_search_outlives_the_graph_that_others_let_go_of() -> None:
     """Threads search what they hold while it is replaced and let go of; then nothing is left."""
     rng = np.random.default_rng(1)

@@ -189,6 +189,7 @@ def test_equal_vectors_found_by_the_graph_come_by_label(engine: str, tmp_path: P
     assert (np.diff(found.labels[found.distances[:, 2] == 0], axis=1) > 0).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_exact_engines_agree_with_the_oracle_on_any_input(data: st.DataObject) -> None:

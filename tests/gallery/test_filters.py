@@ -125,6 +125,7 @@ def moment(text: str) -> int:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     items=st.lists(METADATA, min_size=1, max_size=25),

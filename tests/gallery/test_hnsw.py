@@ -103,6 +103,7 @@ def test_what_is_gone_is_forgotten_by_the_memory(old: hnsw.HnswIndex) -> None:
     assert len(new.labels) == COUNT - 1 and new.graph.get_current_count() == COUNT
 
 
+@pytest.mark.slow
 def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
     rng = np.random.default_rng(8)
     content = rng.standard_normal((COUNT, 64)).astype(np.float32)
@@ -237,6 +238,7 @@ def test_a_header_says_what_the_file_holds(old: hnsw.HnswIndex, tmp_path: Path) 
         assert word.encode() in head
 
 
+@pytest.mark.slow
 def test_searches_go_on_while_a_graph_is_built() -> None:
     """A build holds the interpreter lock for a small part of its time only."""
     content = np.random.default_rng(1).standard_normal((6000, 64)).astype(np.float32)

@@ -14,6 +14,7 @@ COUNT, DIM = 3000, 512
 UNKNOWN_ADVICE = 9999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advice", [graph_memory._MADV_COLLAPSE, UNKNOWN_ADVICE])
 def test_what_is_moved_answers_as_before(advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     labels, content, queries = np.arange(COUNT), vectors(COUNT, 1, DIM), vectors(20, 2, DIM)

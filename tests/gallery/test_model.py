@@ -7,6 +7,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.gallery.model import GalleryModel
 
 
+@pytest.mark.slow
 def test_short_random_lives() -> None:
     run_state_machine_as_test(
         GalleryModel, settings=settings(max_examples=12, stateful_step_count=30, deadline=None)

@@ -33,6 +33,7 @@ def recall(index: hnsw.HnswIndex, queries: Vectors, ef: int = 0) -> float:
     return float((found[:, :, None] == true[:, None, :]).any(axis=1).mean())
 
 
+@pytest.mark.slow
 def test_an_index_is_tuned_on_what_was_asked(foreign: tuple[hnsw.HnswIndex, Vectors]) -> None:
     index, queries = foreign
     before = index.ef
@@ -44,6 +45,7 @@ def test_an_index_is_tuned_on_what_was_asked(foreign: tuple[hnsw.HnswIndex, Vect
     assert hnsw.tuned(found, index.vectors[:64]).ef == before
 
 
+@pytest.mark.slow
 def test_a_search_looks_at_as_many_candidates_as_it_asks_for(
     foreign: tuple[hnsw.HnswIndex, Vectors],
 ) -> None:

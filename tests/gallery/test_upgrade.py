@@ -68,6 +68,7 @@ def after(chunks: int) -> Callable[[], bool]:
     return lambda: next(asked) >= chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["label", "uncertainty"])
 def test_a_stopped_run_goes_on_and_gives_the_same_bits(tmp_path: Path, order: Order) -> None:
     results = []

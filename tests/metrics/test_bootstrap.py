@@ -88,6 +88,7 @@ def runs_of_one_test(rng: np.random.Generator, runs: int, queries: int) -> Runs:
     return [common + rng.normal(0, 0.005) + rng.normal(0, 0.15, queries) for _ in range(runs)]
 
 
+@pytest.mark.slow
 def test_runs_of_one_test_are_decided_wrongly_about_as_seldom_as_it_says() -> None:
     """Were queries drawn for each run apart, about half of these would be decided."""
     rng, zero = np.random.default_rng(3), np.zeros(200)

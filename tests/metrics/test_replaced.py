@@ -1,6 +1,7 @@
 """Ranks while a gallery is replaced, against ranking each mixed gallery by itself."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +9,7 @@ from nobackfill.metrics.ranking import Relevance, rank_block
 from nobackfill.metrics.replaced import Steps, rank_steps
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_each_step_is_the_ranking_of_its_mixture(data: st.DataObject) -> None:
     """In two orders, with ties of every kind, ignored items, and relevant ones that are ignored."""
