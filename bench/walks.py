@@ -318,7 +318,7 @@ def sync(testbed: Testbed) -> Iterator[Request]:
 
 def fit(testbed: Testbed) -> Iterator[Request]:
     """Judge the ways to go on with 400 items in two Parquet files."""
-    from nobackfill.adopt.cli.app import app
+    from nobackfill.adopt.cli import app
 
     testbed.closing.close()
     made, folder = world(), testbed.folder / "fit"

@@ -14,7 +14,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "edge-client": ("nobackfill.client.cli.app", "app"),
     "gateway": ("nobackfill.server.cli.main", "app"),
     "publication": ("nobackfill.release.publishing.cli", "app"),
-    "nobackfill": ("nobackfill.adopt.cli.app", "app"),
+    "nobackfill": ("nobackfill.adopt.cli", "app"),
     "python training/train.py": ("nobackfill.training.cli.train", "app"),
     "python training/export.py": ("nobackfill.training.cli.export", "app"),
     "python training/evaluate.py": ("nobackfill.training.cli.evaluate", "app"),

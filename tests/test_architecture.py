@@ -249,10 +249,7 @@ def test_only_the_store_and_the_source_in_postgresql_import_psycopg() -> None:
     )
     assert {path.name for path in users if path.parent == folder("adopt") / "sources"} == {
         "pgvector.py",
-        "pgvector_column.py",
-        "pgvector_table.py",
-        "pgvector_table_made.py",
-        "postgres_connections.py",
+        "pgvector_beside.py",
         "postgres_dependents.py",
         "postgres_table.py",
     }

@@ -4,7 +4,7 @@ import numpy as np
 
 from bench.adoption.curves import Labels, gained
 from bench.harness import Row, Value
-from nobackfill.adopt.figures import Figures
+from nobackfill.adopt.judgement import Figures
 
 FIGURES = ("agreement@10", "R@1", "R@10")
 OURS = "affine"

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.figures import Queries, blocked, measure
-from nobackfill.adopt.maps import normalised
+from nobackfill.adopt.judgement import Queries, blocked, measure_figures
+from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Doubles
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 
 # New queries [q, b] -> old space [q, a].
 Turn = Callable[[Vectors], Vectors]
@@ -49,7 +48,7 @@ def _turn(weight: Doubles) -> Turn:
 
 def _kept(turn: Turn, old: Vectors, new: Vectors) -> float:
     asked = Queries(old, new, np.arange(len(old), dtype=np.int64), own=True)
-    found = measure(blocked(new, new), asked)[0](blocked(turn(new), old))
+    found = measure_figures(blocked(new, new), asked)[0](blocked(turn(new), old))
     return float(found["agreement@10"].mean())
 
 

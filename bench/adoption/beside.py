@@ -10,13 +10,12 @@ from bench.adoption.rivals import local, nearly_orthogonal
 from bench.adoption.trial import Trial
 from bench.adoption.unpaired import without_pairs
 from bench.harness import Row
-from nobackfill.adopt.choice import choose
-from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.crossfit import MANY_DIMS
-from nobackfill.adopt.figures import Figures, Queries, blocked, measure
 from nobackfill.adopt.joining import Block
-from nobackfill.adopt.maps import Map
+from nobackfill.adopt.judgement import Figures, Queries, blocked, measure_figures
+from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.verdict import choose
 from nobackfill.vectors import Vectors
 
 DRAWS = 2
@@ -79,5 +78,5 @@ def _by(carried: Vectors) -> Search:
 
 
 def _figures(search: Search, gallery: Pairs, asked: Queries) -> Figures:
-    found = measure(blocked(asked.new, gallery.new), asked)[0](search(asked, gallery))
+    found = measure_figures(blocked(asked.new, gallery.new), asked)[0](search(asked, gallery))
     return found if asked.own else {name: found[name] for name in ("R@1", "R@10")}

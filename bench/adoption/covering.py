@@ -5,11 +5,9 @@ import numpy as np
 from bench.adoption.curves import gained, interval
 from bench.adoption.trial import Trial
 from bench.harness import Row, Value
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.figures import Figures, Queries
-from nobackfill.adopt.judgement import figure_of
-from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.sampling import sample
+from nobackfill.adopt.judgement import Figures, Queries, figure_of
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import Pairs, sample
 from nobackfill.adopt.sources.source import Rows
 from nobackfill.metrics.ranking import Ints
 

@@ -6,15 +6,13 @@ from bench.adoption.against import OURS, compared
 from bench.adoption.trial import Trial
 from bench.harness import Row
 from nobackfill import ridge
-from nobackfill.adopt.closed_form import LEFT_OUT, fit_maps
 from nobackfill.adopt.crossfit import MANY_DIMS
-from nobackfill.adopt.figures import Figures, Queries, blocked, measure
 from nobackfill.adopt.joining import CROWD, Block, hubs
-from nobackfill.adopt.judgement import figure_of
-from nobackfill.adopt.maps import is_unit, normalised
+from nobackfill.adopt.judgement import Figures, Queries, blocked, figure_of, measure_figures
+from nobackfill.adopt.maps import LEFT_OUT, fit_maps, is_unit
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Floats, Moments, in_blocks
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 
 COUNTS = (100, 250, 500, 1000, 2000, 5000)
 # Draws of pairs: of fewer there are more, where a map does not take seconds.
@@ -104,7 +102,9 @@ def _ended(vectors: Floats, unit: bool) -> Vectors:
 
 
 def _judged(block: Block, gallery: Pairs, queries: Queries) -> Figures:
-    return measure(blocked(queries.new, gallery.new), queries)[0](np.asarray(block, np.float32))
+    return measure_figures(blocked(queries.new, gallery.new), queries)[0](
+        np.asarray(block, np.float32)
+    )
 
 
 def _known(asked: Figures, alike: Figures) -> Figures:

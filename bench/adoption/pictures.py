@@ -16,8 +16,7 @@ from demo.adoption import lite
 from demo.adoption.pictures import second_view
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.embedding.embedder import Embedder
-from nobackfill.adopt.maps import normalised
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 
 _BATCH = 16
 

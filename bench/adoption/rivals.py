@@ -8,15 +8,12 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.correction import corrected
-from nobackfill.adopt.figures import Queries
-from nobackfill.adopt.judgement import figure_of
-from nobackfill.adopt.maps import Map, normalised
-from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.sampling import clusters
+from nobackfill.adopt.crossfit import corrected
+from nobackfill.adopt.judgement import Queries, figure_of
+from nobackfill.adopt.maps import Map, fit_maps
+from nobackfill.adopt.pairs import Pairs, clusters
 from nobackfill.ridge import Doubles
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 
 # Old vectors [n, a] -> carried vectors [n, b].
 Carrier = Callable[[Vectors], Vectors]

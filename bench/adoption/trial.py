@@ -10,15 +10,22 @@ from numpy.typing import NDArray
 from bench.adoption.curves import Labels, by_class, curve_rows, gained, of_class
 from bench.adoption.texts import Embedded
 from bench.harness import Row
-from nobackfill.adopt.choice import choose
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.figures import Figures, PerQuery, Queries, blocked
-from nobackfill.adopt.healing import ORDERS, SHARES
 from nobackfill.adopt.joining import Block
-from nobackfill.adopt.judgement import Gallery, figure_of, judge_joined, served
-from nobackfill.adopt.maps import Map
+from nobackfill.adopt.judgement import (
+    ORDERS,
+    SHARES,
+    Figures,
+    Gallery,
+    PerQuery,
+    Queries,
+    blocked,
+    figure_of,
+    judge_joined,
+    served,
+)
+from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, decide
+from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, choose, decide
 from nobackfill.vectors import Vectors
 
 # Items of a gallery that no minute embeds again.
@@ -153,7 +160,7 @@ def _known_curves(asked: Queries, carried: Block, native: Block) -> dict[str, Pe
 
 def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
     """R@1 of a converter from a foreign corpus, of own pairs, and of both, on other own items."""
-    from nobackfill.adopt.correction import corrected as correct
+    from nobackfill.adopt.crossfit import corrected as correct
 
     prior = best(foreign.pairs_of(slice(0, None)))
     gallery, queries = own.pairs_of(own.rest), own.queries_of(own.rest)

@@ -4,9 +4,9 @@ of others."""
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.maps import Map, normalised
-from nobackfill.adopt.sampling import clusters
-from nobackfill.vectors import Vectors
+from nobackfill.adopt.maps import Map
+from nobackfill.adopt.pairs import clusters
+from nobackfill.vectors import Vectors, normalised
 
 # Draws of anchors, anchors a draw, starts of a matching: half as many and a third of the author's.
 _DRAWS, _ANCHORS, _STARTS = 15, 20, 10

@@ -6,9 +6,8 @@ import numpy as np
 from bench.adoption.curves import Labels, by_class, class_curves, curve_rows, of_class
 from bench.adoption.trial import Trial
 from bench.harness import Row
-from nobackfill.adopt.figures import Queries, blocked
 from nobackfill.adopt.joining import Block
-from nobackfill.adopt.judgement import Gallery
+from nobackfill.adopt.judgement import Gallery, Queries, blocked
 from nobackfill.metrics.backfill import Line
 from nobackfill.metrics.ranking import Ranking
 from nobackfill.quality.calibrate import same_scale

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from bench.harness import Bench, Contender, Table, compared, interleave, seconds
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.maps import Map, normalised
+from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import WINDOW
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 from tests.support.postgres import running
 
 DIM = 384

@@ -66,6 +66,13 @@ def _plainly_good(array: Vectors, unit: bool) -> bool:
     return bool(squared_norms.max(initial=0) <= LARGEST_NORM**2 / 10)
 
 
+def normalised(vectors: Vectors) -> Vectors:
+    """Scale the rows to norm 1; a row of zeros stays as it is."""
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    scaled: Vectors = vectors / np.maximum(norms, np.float32(1e-12))
+    return scaled
+
+
 def from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vectors:
     """Read one vector of `dim` little-endian float32: [1, dim]. Raises InvalidInputError."""
     if len(values) != 4 * dim:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from nobackfill.adopt.sources.chroma_server import ChromaServer
+from nobackfill.adopt.sources.chroma import ChromaServer
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Searchable, Source
 from nobackfill.vectors import Vectors

@@ -7,10 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nobackfill.adopt.figures import Queries
-from nobackfill.adopt.maps import normalised
+from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 
 
 @dataclass(frozen=True)

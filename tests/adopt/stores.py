@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from qdrant_client import QdrantClient, models
 
-from nobackfill.adopt.sources import qdrant_place
+from nobackfill.adopt.sources import qdrant
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.pgvector import PgvectorSource
 from nobackfill.adopt.sources.source import Beside, Searchable, Source, Target
@@ -162,7 +162,7 @@ class Qdrant:
             "docs", [self._point(*one) for one in zip(MADE.ids, MADE.old, strict=True)]
         )
         # From here on, as others share the folder.
-        qdrant_place._FOLDERS[folder.resolve()] = self.client
+        qdrant._FOLDERS[folder.resolve()] = self.client
 
     def _point(self, name: str, vector: Vectors) -> models.PointStruct:
         payload = {"text": f"on {name}"}

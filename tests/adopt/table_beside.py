@@ -7,11 +7,10 @@ import numpy as np
 import psycopg
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.maps import normalised
+from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 from tests.adopt.made import world
 
 MADE = world(300)

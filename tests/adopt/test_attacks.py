@@ -23,15 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.endpoint import Endpoint
-from nobackfill.adopt.embedding.items import Items, read_items
-from nobackfill.adopt.embedding.opening import open_embedder
-from nobackfill.adopt.embedding.vector_folder import embed_into
-from nobackfill.adopt.inspection import inspect
-from nobackfill.adopt.joining import Joining, Line, load_joining, save_joining
-from nobackfill.adopt.maps import load_map, save_map
-from nobackfill.adopt.pairs import match
+from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into, read_items
+from nobackfill.adopt.joining import Joining, OddsLine, load_joining, save_joining
+from nobackfill.adopt.maps import fit_maps, load_map, save_map
+from nobackfill.adopt.pairs import inspect, match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, READS, SECONDS, ParquetSource
 from nobackfill.adopt.sources.source import Target
@@ -283,7 +280,7 @@ def test_maps_and_joinings_of_strangers_are_refused(tmp_path: Path) -> None:
         if array == "weight":
             save_map(good, MAP)
         else:
-            save_joining(good, Joining(0.5, Line(), Line(), *anchors))
+            save_joining(good, Joining(0.5, OddsLine(), OddsLine(), *anchors))
         load(good)
         for name, data in crafted(good, array).items():
             path = tmp_path / "bad.npz"
@@ -304,7 +301,7 @@ def test_a_damaged_map_or_joining_is_read_or_refused(data: st.DataObject) -> Non
         else:
             load = load_joining
             anchors = MADE.old[:5], MADE.new[:5], MADE.new[:5]
-            save_joining(path, Joining(0.5, Line(), Line(), *anchors))
+            save_joining(path, Joining(0.5, OddsLine(), OddsLine(), *anchors))
         content = bytearray(path.read_bytes())
         for _ in range(data.draw(st.integers(1, 8))):
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -361,7 +358,7 @@ def test_new_vectors_are_for_whom_the_old_ones_are(tmp_path: Path, mode: int) ->
 
 def test_embedded_vectors_are_for_nobody_else(tmp_path: Path) -> None:
     text_model(tmp_path / "model", 0)
-    items = Items("text", ["a"], ["some words"])
+    items = ItemList("text", ["a"], ["some words"])
     embed_into(tmp_path / "new", items, open_embedder(str(tmp_path / "model" / "model.onnx")))
     (made,) = (tmp_path / "new").glob("*.parquet")
     assert made.stat().st_mode & 0o777 == 0o600

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding import endpoint
+from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.endpoint import Endpoint
-from nobackfill.adopt.embedding.items import Items
-from nobackfill.adopt.embedding.opening import open_embedder
-from nobackfill.adopt.embedding.vector_folder import embed_into
+from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import BusyError, InvalidInputError, UnavailableError
@@ -115,7 +114,7 @@ def test_a_text_that_an_endpoint_refuses_is_named_and_left_out(
 ) -> None:
     monkeypatch.setattr(endpoint, "_FIRST_WAIT", 0.01)
     values = [*TEXTS[:20], bad, *TEXTS[20:], bad]
-    items = Items("text", [str(number) for number in range(len(values))], values)
+    items = ItemList("text", [str(number) for number in range(len(values))], values)
     refused: dict[str, str] = {}
     with serving(rule) as (url, asked):
         made = embed_into(
@@ -134,14 +133,14 @@ def test_a_batch_that_is_too_large_is_made_smaller_once(tmp_path: Path) -> None:
             return 413, {}, b"batch size is invalid"
         return 200, {}, vectors(body)
 
-    items = Items("text", [str(number) for number in range(40)], TEXTS)
+    items = ItemList("text", [str(number) for number in range(40)], TEXTS)
     with serving(most) as (url, asked):
         assert embed_into(tmp_path / "out", items, Endpoint(url, "m"), batch=32) == 40
     assert [len(one["input"]) for one in asked] == [32, 16, 8, 8, 16, 8, 8, 8]
 
 
 def test_an_endpoint_that_takes_no_text_at_all_ends_the_run(tmp_path: Path) -> None:
-    items = Items("text", [str(number) for number in range(40)], TEXTS)
+    items = ItemList("text", [str(number) for number in range(40)], TEXTS)
     refuses = b'{"error": {"message": "no such model"}}'
     with (
         serving(lambda *_: (400, {}, refuses)) as (url, asked),
@@ -237,12 +236,12 @@ def test_a_function_that_fails_on_an_item(tmp_path: Path, monkeypatch: pytest.Mo
         "    return [[1.0, 2.0]] * len(items)\n"
         "def never(items): return [1 / 0 for _ in items]\n"
     )
-    items = Items("text", [str(number) for number in range(40)], TEXTS)
+    items = ItemList("text", [str(number) for number in range(40)], TEXTS)
     refused: dict[str, str] = {}
     model = open_embedder("failing:embed")
     assert embed_into(tmp_path / "out", items, model, refuse=refused.__setitem__) == 39
     assert refused == {"7": "failing:embed: ValueError in line 2 of failing.py (seven)"}
-    many = Items("text", [str(number) for number in range(2000)], TEXTS * 50)
+    many = ItemList("text", [str(number) for number in range(2000)], TEXTS * 50)
     with pytest.raises(InvalidInputError, match=r"none of the first 1000 .*ZeroDivisionError"):
         embed_into(tmp_path / "never", many, open_embedder("failing:never"))
 
@@ -261,7 +260,7 @@ def test_ctrl_c_keeps_each_batch_that_was_finished(tmp_path: Path) -> None:
 
     with serving(script) as (url, asked):
         words = ["embed", "items.jsonl", "--with", url, "--model-name", "m", "--out", "out"]
-        command = [sys.executable, "-m", "nobackfill.adopt.cli.app", *words, "--batch", "8"]
+        command = [sys.executable, "-m", "nobackfill.adopt.cli", *words, "--batch", "8"]
         child.append(subprocess.Popen(command, cwd=tmp_path, env=dict(os.environ)))
         assert child[0].wait(60) != 0
     assert kept(tmp_path / "out") == {str(number) for number in range(24)}

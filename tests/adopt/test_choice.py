@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from nobackfill.adopt.choice import choose
-from nobackfill.adopt.closed_form import Solver, Strength, fit_maps
 from nobackfill.adopt.crossfit import strength, with_queries
-from nobackfill.adopt.figures import Queries
+from nobackfill.adopt.judgement import Queries
+from nobackfill.adopt.maps import Solver, Strength, fit_maps
 from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.verdict import choose
 from nobackfill.ridge import Moments, in_blocks
 from tests.adopt.made import world
 

@@ -12,19 +12,15 @@ import pyarrow as pa
 import pytest
 from onnx import numpy_helper
 
-from nobackfill.adopt.cards import read_card
-from nobackfill.adopt.cli.app import main
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.converters import open_converter, publish
-from nobackfill.adopt.correction import CONVERTER, CORRECTED, corrected
-from nobackfill.adopt.crossfit import candidates
-from nobackfill.adopt.embedding.opening import open_embedder
+from nobackfill.adopt.cli import main
+from nobackfill.adopt.converters import graph_of, map_of, open_converter, publish, read_card
+from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, candidates, corrected
+from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.judgement import among_items
-from nobackfill.adopt.maps import Map, load_map
+from nobackfill.adopt.maps import Map, fit_maps, load_map
 from nobackfill.adopt.pairs import Pairs, match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, table_bytes
-from nobackfill.adopt.transform import graph_of, map_of
 from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import NotFoundError, UnfitError, VerificationError
 from nobackfill.onnx_runtime import onnxruntime

@@ -10,14 +10,11 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.cli.fitting import Files
-from nobackfill.adopt.cli.fitting import run as fit
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.embedding.items import read_items
-from nobackfill.adopt.inspection import inspect
-from nobackfill.adopt.maps import load_map
-from nobackfill.adopt.pairs import match, read_all
-from nobackfill.adopt.sampling import sample
+from nobackfill.adopt.embedding.vector_folder import read_items
+from nobackfill.adopt.fitting import FitFiles
+from nobackfill.adopt.fitting import fit_and_judge as fit
+from nobackfill.adopt.maps import fit_maps, load_map
+from nobackfill.adopt.pairs import inspect, match, read_all, sample
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import (
@@ -96,7 +93,7 @@ def test_every_command_knows_the_store(store: Chroma | Milvus, tmp_path: Path) -
     assert list(items.values) == [f"on {name}" for name in MADE.ids[:3]]
     new = write_parquet(tmp_path / "new.parquet", MADE.ids[:60], MADE.new[:60])
     assert len(match(source, open_source(str(new))).pairs) == 60
-    files = Files(tmp_path / "map.npz", report=tmp_path / "page.html")
+    files = FitFiles(tmp_path / "map.npz", report=tmp_path / "page.html")
     said = fit(f"{kind}:{place}#docs", str(new), files, None, None, True, key=None, vector=None)
     assert said.lines[0].startswith("verdict: ") and (tmp_path / "page.html").exists()
     fitted = load_map(tmp_path / "map.npz")

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from nobackfill.adopt.closed_form import KINDS, fit_maps
 from nobackfill.adopt.crossfit import FOLDS, Held, cross_fitted, seen
-from nobackfill.adopt.figures import Queries
-from nobackfill.adopt.judgement import among_items, figure_of, figures_of
-from nobackfill.adopt.maps import normalised
+from nobackfill.adopt.judgement import Queries, among_items, figure_of, figures_of
+from nobackfill.adopt.maps import KINDS, fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 
 DIMS = 48
 

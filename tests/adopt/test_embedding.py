@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nobackfill.adopt.embedding.items import read_items
+from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.onnx_model import OnnxModel
-from nobackfill.adopt.embedding.opening import open_embedder
-from nobackfill.adopt.embedding.vector_folder import embed_into
+from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, NotFoundError

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding import endpoint
 from nobackfill.adopt.embedding.endpoint import KEY, Endpoint
-from nobackfill.adopt.embedding.items import Items
-from nobackfill.adopt.embedding.vector_folder import embed_into
+from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import (
@@ -74,7 +73,7 @@ def test_texts_are_asked_in_batches_and_answers_put_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY, "secret")
-    items = Items("text", [str(n) for n in range(5)], ["a" * (n + 1) for n in range(5)])
+    items = ItemList("text", [str(n) for n in range(5)], ["a" * (n + 1) for n in range(5)])
     with serving(lambda _, body: (200, {}, vectors(body))) as (url, asked):
         embed_into(tmp_path / "out", items, Endpoint(url, "small"), batch=2)
     rows = read_all(open_source(str(tmp_path / "out")))
@@ -104,7 +103,7 @@ def test_what_was_embedded_before_it_gave_up_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nobackfill.adopt.embedding.vector_folder.PART", 4)
-    items = Items("text", [str(n) for n in range(10)], ["a"] * 10)
+    items = ItemList("text", [str(n) for n in range(10)], ["a"] * 10)
     gives_up = True
 
     def script(number: int, body: dict[str, Any]) -> Answer:

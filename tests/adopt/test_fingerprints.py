@@ -12,10 +12,9 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding import open_embedder
-from nobackfill.adopt.embedding.items import Items
-from nobackfill.adopt.embedding.vector_folder import embed_into
+from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into
 from nobackfill.adopt.maps import load_map
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.opening import open_source
@@ -81,10 +80,10 @@ def test_weights_beside_are_of_the_fingerprint_wherever_they_are(
     assert first.read_bytes() == other.read_bytes()
     named = [open_embedder(str(path)).fingerprint for path in (first, again, other)]
     assert named[0] == named[1] != named[2]
-    items = Items("text", ["1"], ["w1"])
+    items = ItemList("text", ["1"], ["w1"])
     embed_into(tmp_path / "out", items, open_embedder(str(first)))
     with pytest.raises(IncompatibleSpaceError, match="another model"):
-        embed_into(tmp_path / "out", Items("text", ["2"], ["w1"]), open_embedder(str(other)))
+        embed_into(tmp_path / "out", ItemList("text", ["2"], ["w1"]), open_embedder(str(other)))
 
 
 def test_weights_of_a_subgraph_are_of_the_fingerprint(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import pytest
 from scipy.linalg import orthogonal_procrustes
 from sklearn.linear_model import Ridge
 
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.maps import load_map, save_map
+from nobackfill.adopt.maps import fit_maps, load_map, save_map
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world

@@ -11,13 +11,11 @@ import pytest
 from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.figures import Queries, blocked
-from nobackfill.adopt.inspection import inspect
-from nobackfill.adopt.joining import Joining, Line, load_joining, save_joining
-from nobackfill.adopt.judgement import among_items
-from nobackfill.adopt.pairs import match
-from nobackfill.adopt.sources import qdrant_place
+from nobackfill.adopt.joining import Joining, OddsLine, load_joining, save_joining
+from nobackfill.adopt.judgement import Queries, among_items, blocked
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import inspect, match
+from nobackfill.adopt.sources import qdrant
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.adopt.verdict import Cost, decide
@@ -151,7 +149,7 @@ def test_qdrant_keeps_its_metric(tmp_path: Path, distance: str, metric: str) -> 
     some = OLD[:40]
     points = [models.PointStruct(id=n, vector={"v": v.tolist()}) for n, v in enumerate(some)]
     client.upsert("docs", points)
-    qdrant_place._FOLDERS[tmp_path.resolve()] = client
+    qdrant._FOLDERS[tmp_path.resolve()] = client
     source = open_searchable(f"qdrant:{tmp_path}#docs")
     assert inspect(source).sentences[1].startswith(f"metric: {metric}; ")
     assert carry(source, TARGET, MAP).total == 40
@@ -203,7 +201,7 @@ def test_milvus_keeps_its_metric(tmp_path: Path, kind: str, metric: str) -> None
     ],
 )
 def test_chroma_keeps_its_metric(chroma_address: str, made: dict[str, Any]) -> None:
-    from nobackfill.adopt.sources.chroma_server import ChromaServer
+    from nobackfill.adopt.sources.chroma import ChromaServer
 
     with closing(ChromaServer(f"http://{chroma_address}")) as server:
         for one in server.asked("GET", "", "all"):
@@ -263,7 +261,7 @@ def test_l1_is_carried_and_not_judged(database: tuple[str, Connection], tmp_path
     source = open_searchable(f"{address}#docs")
     with pytest.raises(InvalidInputError, match="searched by l1, which is carried but not judged"):
         match(source, new)
-    joining = Joining(1.0, Line(), Line(), OLD[:2], NEW[:2], NEW[:2], MAP.digest)
+    joining = Joining(1.0, OddsLine(), OddsLine(), OLD[:2], NEW[:2], NEW[:2], MAP.digest)
     natives = Natives(tmp_path / "natives.db", "new", 32)
     with pytest.raises(InvalidInputError, match="searched by l1"):
         Dual(source, MAP, joining, natives)

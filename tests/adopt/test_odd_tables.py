@@ -12,9 +12,9 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.cli.embedding import _ids
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.inspection import inspect
+from nobackfill.adopt.cli import _ids
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import inspect
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import InvalidInputError

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nobackfill.adopt.carrying import Carried, carry
-from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.carrying import CarryResult, carry
+from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import match, read_all
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
@@ -39,7 +39,7 @@ KEYS = {
 }
 
 
-def carried(path: Path) -> Carried:
+def carried(path: Path) -> CarryResult:
     return carry(open_source(str(path)), TARGET, MAP)
 
 

@@ -10,10 +10,9 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.cli.fitting import Files
-from nobackfill.adopt.cli.fitting import run as fit
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.maps import load_map
+from nobackfill.adopt.fitting import FitFiles
+from nobackfill.adopt.fitting import fit_and_judge as fit
+from nobackfill.adopt.maps import fit_maps, load_map
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
 from tests.adopt.made import world, write_parquet
@@ -180,7 +179,7 @@ def test_fit_tells_what_carrying_takes(kind: str, postgres: Server, tmp_path: Pa
         connection.cursor().executemany("INSERT INTO t VALUES (%s, %s)", rows)
         where = {"numpy": tmp_path, "parquet": tmp_path / "old.parquet", "table": f"{address}#t"}
         old = str(where[kind])
-        found = fit(old, str(tmp_path / "new.parquet"), Files(tmp_path / "map.npz"), None, None,
+        found = fit(old, str(tmp_path / "new.parquet"), FitFiles(tmp_path / "map.npz"), None, None,
                     items_there=False, key=None, vector=None)  # fmt: skip
         mapping = load_map(tmp_path / "map.npz")
         begun = time.perf_counter()

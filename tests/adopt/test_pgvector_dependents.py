@@ -8,8 +8,8 @@ import numpy as np
 import psycopg
 import pytest
 
-from nobackfill.adopt.carrying import Carried, carry
-from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.carrying import CarryResult, carry
+from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import InvalidInputError
 from tests.adopt.table_beside import MADE, MAP, TARGET, Connection
@@ -26,7 +26,7 @@ def role(postgres: Server) -> Iterator[str]:
     postgres.sql(f"DROP ROLE {name}")
 
 
-def carried(address: str, *, flip: bool = False) -> Carried:
+def carried(address: str, *, flip: bool = False) -> CarryResult:
     return carry(open_source(f"{address}#t", vector="v"), COLUMN, MAP, flip=flip)
 
 

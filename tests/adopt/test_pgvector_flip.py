@@ -9,7 +9,7 @@ import numpy as np
 import psycopg
 import pytest
 
-from nobackfill.adopt.carrying import Carried, carry
+from nobackfill.adopt.carrying import CarryResult, carry
 from nobackfill.adopt.sources.opening import open_source
 from tests.adopt.table_beside import MADE, MAP, TARGET, Connection, drawn, put
 
@@ -26,7 +26,7 @@ SELECT count(*) FROM (SELECT count(*) FROM t WHERE id < 10) t, pg_description
 WHERE description LIKE '{%carried%'"""
 
 
-def carried(address: str, target: Any, **options: Any) -> Carried:
+def carried(address: str, target: Any, **options: Any) -> CarryResult:
     return carry(open_source(f"{address}#t", vector="v"), target, MAP, **options)
 
 

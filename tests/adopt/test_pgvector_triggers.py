@@ -9,8 +9,8 @@ import numpy as np
 import psycopg
 import pytest
 
-from nobackfill.adopt.carrying import Carried, carry
-from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.carrying import CarryResult, carry
+from nobackfill.adopt.cli import main
 from nobackfill.adopt.maps import save_map
 from nobackfill.adopt.sources.opening import open_source
 from tests.adopt.table_beside import MAP, TARGET, Connection, drawn, put
@@ -29,7 +29,7 @@ SELECT ('[' || string_agg((ascii(substr(md5($1 || i), 1, 1)) - 70)::text, ',') |
 FROM generate_series(1, 24) i $$"""
 
 
-def carried(address: str, target: Any) -> Carried:
+def carried(address: str, target: Any) -> CarryResult:
     return carry(open_source(f"{address}#t", vector="v"), target, MAP)
 
 

@@ -14,10 +14,9 @@ from torchvision import transforms as T
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import to_tensor
 
-from nobackfill.adopt.cli.app import main
+from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding import open_embedder
-from nobackfill.adopt.embedding.items import read_items
-from nobackfill.adopt.embedding.vector_folder import embed_into
+from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from tests.adopt.test_refusals import refused

@@ -8,9 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nobackfill.adopt.cli.app import main
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.maps import save_map
+from nobackfill.adopt.cli import main
+from nobackfill.adopt.maps import fit_maps, save_map
 from nobackfill.adopt.pairs import match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.vectors import Vectors

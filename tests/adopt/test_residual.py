@@ -8,19 +8,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.cli.app import main
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.maps import Map, load_map, normalised, save_map
+from nobackfill.adopt.cli import main
+from nobackfill.adopt.converters import graph_of
+from nobackfill.adopt.maps import RESIDUAL, Map, fit_maps, load_map, open_trainer, save_map, trained
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.residual import RESIDUAL, open_trainer, trained
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
-from nobackfill.adopt.transform import graph_of
 from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.ridge import Floats
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 from tests.adopt.made import write_parquet
 
 OURS = "nobackfill.training.pairs:residual"
@@ -107,7 +105,7 @@ def test_who_cannot_train_is_named() -> None:
         with pytest.raises(NotFoundError, match="cannot be imported"):
             open_trainer(name)
     with pytest.raises(InvalidInputError, match="no function"):
-        open_trainer("nobackfill.adopt.residual:RESIDUAL")
+        open_trainer("nobackfill.adopt.maps:RESIDUAL")
 
 
 @pytest.mark.slow

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.maps import Map, normalised
+from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.source import Beside, Rows, Target
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 from tests.adopt.racing import Racing
 from tests.adopt.stores import MADE, Pgvector, Store, Written, opened
 from tests.support.waiting import wait_until

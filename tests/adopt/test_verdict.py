@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.crossfit import cross_fitted
-from nobackfill.adopt.figures import Queries
-from nobackfill.adopt.healing import valley
-from nobackfill.adopt.joining import Joining, Line, load_joining, save_joining
-from nobackfill.adopt.judgement import Gallery, judge
-from nobackfill.adopt.maps import normalised
+from nobackfill.adopt.joining import Joining, OddsLine, load_joining, save_joining
+from nobackfill.adopt.judgement import Gallery, Queries, judge, valley
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import (
     Cost,
-    Point,
+    CurvePoint,
     Verdict,
     Way,
     choose_way,
@@ -24,7 +21,7 @@ from nobackfill.adopt.verdict import (
     gain_of_doubling,
 )
 from nobackfill.errors import InvalidInputError
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 from tests.adopt.made import World, kinds, world
 
 SLOW = Cost(1_000_000, 0.01, 0.02, 1e-6)
@@ -181,8 +178,10 @@ def test_more_pairs_bring_more_and_the_next_doubling_is_told() -> None:
     found = decide(noisy.pairs, SLOW, noisy.queries)
     assert [point.pairs for point in found.curve] == [60, 120, 240, 480]
     assert found.curve[-1].figure > found.curve[0].figure
-    assert gain_of_doubling([Point(1, 0.2), Point(2, 0.3), Point(4, 0.35)]) == pytest.approx(0.025)
-    assert gain_of_doubling([Point(1, 0.2)]) is None
+    assert gain_of_doubling(
+        [CurvePoint(1, 0.2), CurvePoint(2, 0.3), CurvePoint(4, 0.35)]
+    ) == pytest.approx(0.025)
+    assert gain_of_doubling([CurvePoint(1, 0.2)]) is None
 
 
 def test_too_few_pairs_are_refused() -> None:
@@ -215,7 +214,7 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     with np.load(tmp_path / "j.npz") as arrays:
         header = json.loads(str(arrays["header"])) | {"format": 2, "native": [2.0, -3.0]}
         np.savez(tmp_path / "two.npz", **(dict(arrays) | {"header": np.array(json.dumps(header))}))
-    assert load_joining(tmp_path / "two.npz").native == Line(2.0, -3.0, 0.0)
+    assert load_joining(tmp_path / "two.npz").native == OddsLine(2.0, -3.0, 0.0)
     with_crowd, without = (
         one.of_carried(one.near(gallery.old[:1], asked[:1], gallery.old, carried))[0]
         for one in (kept, replace(kept, crowd=kept.crowd[:0]))
@@ -258,7 +257,7 @@ def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
     held = cross_fitted(made.pairs, [made.queries], ["affine"])["affine"]
     gallery = Gallery(made.old, held.vectors, made.new)
     judged = judge(gallery, chose)
-    plain = replace(judged.joining, joined=Line(), native=Line())
+    plain = replace(judged.joining, joined=OddsLine(), native=OddsLine())
     assert valley(judged.healing.raw["R@1"]) > 0.01
     assert valley(served(plain, gallery, others)) > 0.03
     curve = served(judged.joining, gallery, others)

@@ -8,7 +8,7 @@ from bench.adoption.curves import by_class, class_curves, curve_rows, of_class
 from bench.adoption.texts import Embedded
 from bench.adoption.trial import Trial
 from bench.adoption.valley import classes
-from nobackfill.adopt.figures import blocked
+from nobackfill.adopt.judgement import blocked
 from nobackfill.metrics.ranking import same_label
 from nobackfill.metrics.retrieval import score
 from tests.adopt.made import kinds

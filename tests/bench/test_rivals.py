@@ -5,10 +5,9 @@ import pytest
 
 from bench.adoption import backfilling, unpaired
 from bench.adoption.rivals import local, nearly_orthogonal
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.maps import normalised
+from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 
 
 def random(n: int, dim: int, seed: int) -> Vectors:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.transform import upgrade_of
+from nobackfill.adopt.converters import upgrade_of
+from nobackfill.adopt.maps import fit_maps
 from nobackfill.release.calibration import Scale
 from nobackfill.release.manifest import Manifest
 from tests.adopt.models import expected, topical

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from nobackfill.adopt.cli.app import app
+from nobackfill.adopt.cli import app
 from nobackfill.client import Device
 from nobackfill.server.gateway import Gateway
 from tests.adopt.models import topical

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.adopt.closed_form import fit_maps
 from nobackfill.adopt.crossfit import cross_fitted
 from nobackfill.adopt.joining import Joining, save_joining
 from nobackfill.adopt.judgement import Gallery, judge
-from nobackfill.adopt.maps import Map, save_map
-from nobackfill.adopt.sources.loaded import Loaded
+from nobackfill.adopt.maps import Map, fit_maps, save_map
+from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Searchable
 from nobackfill.items.kind import Kind
@@ -74,8 +73,8 @@ def files(
     return folder
 
 
-def loaded(folder: Path) -> Loaded:
-    return Loaded(open_source(str(files(folder) / "store")))
+def loaded(folder: Path) -> MemorySource:
+    return MemorySource(open_source(str(files(folder) / "store")))
 
 
 def dual(

@@ -16,16 +16,15 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.closed_form import fit_maps
-from nobackfill.adopt.figures import Queries
-from nobackfill.adopt.joining import Line, save_joining
-from nobackfill.adopt.judgement import Gallery, judge, judge_joined
-from nobackfill.adopt.maps import normalised
-from nobackfill.adopt.sources.loaded import Loaded
+from nobackfill.adopt.joining import OddsLine, save_joining
+from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_joined
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Searchable, Target
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve import Dual, FunctionItems, Limits, Natives, reembedding
+from nobackfill.vectors import normalised
 from tests.serve.shop import JOINING, MADE, MAP, NewModel, dual, files, loaded
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -123,10 +122,10 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
 def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> None:
     """Against the same sums, made here from the anchors that the joining holds."""
     model = NewModel()
-    joining = replace(JOINING, weight=0.5, native=Line(1.0, 0.0, 0.4), crowd=JOINING.crowd[:0])
+    joining = replace(JOINING, weight=0.5, native=OddsLine(1.0, 0.0, 0.4), crowd=JOINING.crowd[:0])
     files(tmp_path)
     save_joining(tmp_path / "joining.npz", joining)
-    source = Loaded(open_source(str(tmp_path / "store")))
+    source = MemorySource(open_source(str(tmp_path / "store")))
     items = FunctionItems(lambda name: f"text of {name}", "text")
     with closing(
         Dual.open(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nobackfill.adopt.cli.app import app as adopt
+from nobackfill.adopt.cli import app as adopt
 from nobackfill.release.publishing.inspection import verify
 from nobackfill.release.publishing.keys import Keys, Role
 from nobackfill.release.publishing.publish import begin_publication

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nobackfill.adopt.closed_form import fit_maps
+from nobackfill.adopt.converters import graph_of, upgrade_of
 from nobackfill.adopt.embedding.onnx_model import OnnxModel
-from nobackfill.adopt.maps import Map
-from nobackfill.adopt.transform import graph_of, upgrade_of
+from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.errors import InvalidInputError
 from nobackfill.quality.gains import verdict
 from nobackfill.quality.text_listing import list_texts

@@ -21,28 +21,28 @@ from nobackfill.faces import offer
 
 if TYPE_CHECKING:
     from nobackfill.adopt.carrying import carry as carry
-    from nobackfill.adopt.closed_form import fit_maps as fit_maps
-    from nobackfill.adopt.figures import Queries as Queries
-    from nobackfill.adopt.inspection import inspect as inspect
+    from nobackfill.adopt.judgement import Queries as Queries
     from nobackfill.adopt.maps import (
         Map as Map,
+        fit_maps as fit_maps,
         load_map as load_map,
         save_map as save_map,
     )
-    from nobackfill.adopt.pairs import Pairs as Pairs, match as match
-    from nobackfill.adopt.sampling import sample as sample
+    from nobackfill.adopt.pairs import (
+        Pairs as Pairs,
+        inspect as inspect,
+        match as match,
+        sample as sample,
+    )
     from nobackfill.adopt.verdict import Cost as Cost, Verdict as Verdict, decide as decide
 else:
     __getattr__ = offer(
         __name__,
         {
             "carrying": "carry",
-            "closed_form": "fit_maps",
-            "figures": "Queries",
-            "inspection": "inspect",
-            "maps": "Map load_map save_map",
-            "pairs": "Pairs match",
-            "sampling": "sample",
+            "judgement": "Queries",
+            "maps": "Map fit_maps load_map save_map",
+            "pairs": "Pairs inspect match sample",
             "verdict": "Cost Verdict decide",
         },
     )

@@ -40,7 +40,7 @@ PRODUCTS_DIFFER = 1e-5
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarryResult:
     """`written`: vectors of this run; `total`: all there are now; `steps`: how to flip to them, or
     what a flip that is done leaves to the owner."""
 
@@ -57,7 +57,7 @@ def carry(
     window: int = WINDOW,
     progress: Callable[[int], None] | None = None,
     flip: bool = False,
-) -> Carried:
+) -> CarryResult:
     """Carry every item over and check what was written. `flip`: flip to the new vectors, too.
 
     Raises InvalidInputError for vectors the map cannot take, AlreadyExistsError where the target
@@ -108,9 +108,9 @@ def carry(
         with beside.flip():
             written += _window(source, beside, mapping, Window(), facts.name, False, check=False)
             total, left = beside.count(), beside.left()
-        return Carried(written, total, left)
+        return CarryResult(written, total, left)
     steps = beside.finish()
-    return Carried(written, beside.count(), steps)
+    return CarryResult(written, beside.count(), steps)
 
 
 def _at_once(

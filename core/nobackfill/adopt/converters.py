@@ -1,21 +1,27 @@
-"""Converters between public models: published by who has pairs, used by who has none.
+"""Converters between public models: published by a user with pairs, used by one without.
 
-What is read is verified first: the metadata by a root that the user gave once, the files by the
-metadata, the fingerprint of the vectors' model by the manifest.
+A converter is a map as an ONNX graph, in a publication. Whatever is read is verified first: the
+metadata by a root that the user gave once, the files by the metadata, the fingerprint of the
+vectors' model by the manifest.
 """
 
 import os
 import re
+from codecs import BOM_UTF8
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from nobackfill.adopt.cards import Card, model_card
-from nobackfill.adopt.correction import CONVERTER
-from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from nobackfill.adopt.crossfit import CONVERTER
+from nobackfill.adopt.embedding.embedder import open_embedder
+from nobackfill.adopt.maps import NEW_MODEL, OLD_MODEL, Map, is_unit, load_map
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.sources.source import same_model
-from nobackfill.adopt.transform import graph_of, map_of
+from nobackfill.adopt.sources.source import Facts, fingerprint_of, same_model
 from nobackfill.adopt.verdict import Verdict
 from nobackfill.digests import sha256_bytes
 from nobackfill.errors import (
@@ -23,10 +29,12 @@ from nobackfill.errors import (
     InvalidInputError,
     NotFoundError,
     PreconditionError,
+    UnfitError,
 )
-from nobackfill.release.converter import Converter, ConverterEvidence
+from nobackfill.release.converter import Converter, ConverterEvidence, ModelCard
 from nobackfill.release.manifest import PublishedFile
 from nobackfill.release.publishing.converters import publish_converter
+from nobackfill.release.publishing.declaration import digest, weight_files
 from nobackfill.release.trust.converters import (
     converter_file,
     converter_numbers,
@@ -36,12 +44,146 @@ from nobackfill.release.trust.converters import (
 )
 from nobackfill.release.trust.fetchers import fetcher_for
 from nobackfill.release.trust.trust import Trust, fingerprint, first_root
+from nobackfill.vectors import Vectors, check_vectors
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(min_length=1)
+    licence: str = Field(min_length=1)
+    # As `embed --with` takes it; a file's path is taken from the card's folder.
+    model: str
+    model_name: str | None = None
+
+
+class Card(BaseModel):
+    """`--card FILE`: a JSON object."""
+
+    model_config = ConfigDict(extra="forbid")
+    old: _Model
+    new: _Model
+    corpus: str = Field(min_length=1)
+    corpus_licence: str = Field(min_length=1)
+
+
+def read_card(path: Path) -> Card:
+    """Raises NotFoundError, InvalidInputError that names what is missing."""
+    if not path.is_file():
+        raise NotFoundError(f"{path}: no such file; --card expects a JSON file")
+    try:
+        card = Card.model_validate_json(path.read_bytes().removeprefix(BOM_UTF8))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise InvalidInputError(
+            f'{path}: {place}: {wrong["msg"]}; expected {{"old": {{"name", "licence", "model"}}, '
+            '"new": …, "corpus", "corpus_licence"}}'
+        ) from error
+    for one in (card.old, card.new):
+        if one.model.endswith(".onnx"):
+            one.model = str(path.parent / one.model)
+    return card
+
+
+def model_card(said: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
+    """The model itself is opened, and must be the one that made the vectors.
+
+    Raises IncompatibleSpaceError, also where nobody knows who did, and what opening it raises.
+    """
+    if made_by is None:
+        raise IncompatibleSpaceError(
+            f"{where}: nothing says which model made them (the space of a release does not); embed "
+            "them with `nobackfill embed`, or give --queries-old, whose model is known"
+        )
+    embedder = open_embedder(said.model, name=said.model_name)
+    same_model(embedder.fingerprint, made_by, f"{said.model} and {where}")
+    weights = digest(weight_files(Path(said.model))) if said.model.endswith(".onnx") else None
+    declared = getattr(embedder, "declared", {})
+    return ModelCard(
+        name=said.name,
+        licence=said.licence,
+        fingerprint=embedder.fingerprint,
+        dim=vectors.shape[1],
+        unit=is_unit(vectors),
+        weights=weights,
+        declared={name: str(value) for name, value in declared.items() if value is not None},
+    )
+
+
+_OPSET = 17
+# Of `normalised`: a row of zeros stays as it is.
+_LEAST_NORM = 1e-12
+
+
+def graph_of(mapping: Map) -> bytes:
+    """`embedding` float32 [n, a] -> `upgraded` float32 [n, b], of norm 1 with `unit`."""
+    a, b = mapping.dims
+    constants = {"weight": mapping.weight, "bias": mapping.bias}
+    mapped = "mapped" if mapping.unit else "upgraded"
+    straight = "straight" if mapping.layers else mapped
+    nodes = [helper.make_node("Gemm", ["embedding", "weight", "bias"], [straight], transB=1)]
+    hidden = "embedding"
+    for number, (weight, bias) in enumerate(mapping.layers):
+        names = [f"weight_{number}", f"bias_{number}"]
+        constants |= dict(zip(names, (weight, bias), strict=True))
+        if number:
+            nodes.append(helper.make_node("Relu", [hidden], [f"hidden_{number}"]))
+            hidden = f"hidden_{number}"
+        nodes.append(helper.make_node("Gemm", [hidden, *names], [f"layer_{number}"], transB=1))
+        hidden = f"layer_{number}"
+    if mapping.layers:
+        nodes.append(helper.make_node("Add", [straight, hidden], [mapped]))
+    if mapping.unit:
+        constants["least"] = np.array(_LEAST_NORM, np.float32)
+        nodes += [
+            helper.make_node("ReduceL2", ["mapped"], ["length"], axes=[1], keepdims=1),
+            helper.make_node("Max", ["length", "least"], ["norm"]),
+            helper.make_node("Div", ["mapped", "norm"], ["upgraded"]),
+        ]
+    graph = helper.make_graph(
+        nodes,
+        "converter",
+        [helper.make_tensor_value_info("embedding", TensorProto.FLOAT, ["n", a])],
+        [helper.make_tensor_value_info("upgraded", TensorProto.FLOAT, ["n", b])],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    opset = [helper.make_opsetid("", _OPSET)]
+    data: bytes = helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+    return data
+
+
+def upgrade_of(mapping: Map) -> bytes:
+    """The same with the map's kind and facts beside the graph: for `export.py --upgrade`."""
+    model = onnx.load_from_string(graph_of(mapping))
+    helper.set_model_props(model, {"kind": mapping.kind, **mapping.facts})
+    data: bytes = model.SerializeToString()
+    return data
+
+
+def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
+    """The map of such a graph. Raises UnfitError for any other, also one that computes another
+    thing than its constants say."""
+    try:
+        graph = onnx.load_from_string(data).graph
+        constants = {one.name: numpy_helper.to_array(one) for one in graph.initializer}
+        weight, bias = constants["weight"], constants["bias"]
+        checked = check_vectors(weight, weight.shape[1], what="weight")
+        shift = check_vectors(bias[None], len(weight), what="bias")[0]
+    except Exception as error:
+        # What protobuf, onnx and numpy raise at hostile bytes has no common base.
+        raise UnfitError(f"expected a linear map as `fit --publish` writes it ({error})") from error
+    found = Map(kind, checked, shift, "least" in constants, facts)
+    # Compared and not run: a stranger's graph may never end.
+    if onnx.load_from_string(graph_of(found)).graph != graph:
+        raise UnfitError("expected a graph that gives what its weight and bias say; it does not")
+    return found
+
 
 DEFAULT_REPO = "model_repo"
 
 
 @dataclass(frozen=True)
-class Opened:
+class VerifiedConverter:
     """A verified converter, and its map."""
 
     manifest: Converter
@@ -100,7 +242,7 @@ def publish(
 
 def open_converter(
     release: str, *, root: Path | None = None, old: str | None = None, new: str | None = None
-) -> Opened:
+) -> VerifiedConverter:
     """`release`: FOLDER or URL of a publication, with #N for one of its converters, or N alone in
     `model_repo`. Without a number: the newest from the model `old` (and into `new`) by fingerprint.
 
@@ -132,7 +274,7 @@ def open_converter(
             f"{name}: its map has dimensions {mapping.dims}, its models "
             f"{(manifest.old.dim, manifest.new.dim)}"
         )
-    return Opened(manifest, mapping)
+    return VerifiedConverter(manifest, mapping)
 
 
 def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str | None) -> Converter:
@@ -196,3 +338,32 @@ def _state(place: str) -> Path:
     """What this user trusts of a place, and has fetched of it."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "nobackfill" / sha256_bytes(place.encode())[:16]
+
+
+def mapping_for(
+    facts: Facts, file: Path | None, release: str | None, root: Path | None, model: str | None
+) -> tuple[Map, list[str]]:
+    """The map, and what a person is told of it. `model`: the old one, as its user names it.
+
+    Raises InvalidInputError; IncompatibleSpaceError where it was made for another model's vectors,
+    or nobody says whose these are and the map is another's; and as open_converter.
+    """
+    if (file is None) == (release is None):
+        raise InvalidInputError("expected --map FILE or --release N|FOLDER|URL, or --rollback")
+    claimed = None if model is None else open_embedder(model).fingerprint
+    same_model(facts.model, claimed, f"{facts.name} and --model")
+    if file is not None:
+        loaded = load_map(file)
+        for known in (facts.model, claimed):
+            same_model(known, loaded.facts.get(OLD_MODEL), f"{facts.name} and {file}")
+        return loaded, []
+    assert release is not None
+    made_by = fingerprint_of(facts.model, claimed)
+    if made_by is None:
+        raise IncompatibleSpaceError(
+            f"{facts.name}: nothing says which model made these vectors (the space of a release "
+            "does not); name it with --model, as `embed --with` takes it: the same dimension is "
+            "not the same space"
+        )
+    opened = open_converter(release, root=root, old=made_by)
+    return opened.mapping, [opened.sentence]

@@ -6,6 +6,8 @@ rivals' maps have then seen it, and bend them towards the query that asks for it
 pairs there are for each dimension. To subtract a query's distance to its own item by the same map,
 so that each comparison is within one map, is wrong, too: it is then sought by as many maps as
 there are folds, and one that misses it is enough.
+
+A published converter is a candidate as it is, and improved by the pairs.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,17 +16,62 @@ from itertools import combinations
 
 import numpy as np
 
-from nobackfill.adopt.closed_form import KINDS, Solver, Strength, needs_strength
-from nobackfill.adopt.correction import CONVERTER, CORRECTED, added, left_over
-from nobackfill.adopt.figures import Queries, blocked
+from nobackfill import ridge
 from nobackfill.adopt.joining import Block
-from nobackfill.adopt.maps import Map, is_unit
+from nobackfill.adopt.judgement import Queries, blocked
+from nobackfill.adopt.maps import (
+    KINDS,
+    LEFT_OUT,
+    RESIDUAL,
+    Map,
+    Solver,
+    Strength,
+    Trainer,
+    is_unit,
+    needs_strength,
+    trained,
+)
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.residual import RESIDUAL, Trainer, trained
-from nobackfill.errors import InvalidInputError
+from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, in_blocks
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
+
+CONVERTER, CORRECTED = "converter", "corrected"
+
+
+def corrected(prior: Map, pairs: Pairs) -> Map:
+    """Improve a converter by pairs of one's own: ridge towards the converter in place of zero.
+
+    Minimises the squared error plus lambda |W - W0|²: with few pairs it stays the converter, with
+    many it becomes the map of one's own; lambda by leave-one-out, as everywhere.
+    """
+    rest = left_over(prior, pairs)
+    more = ridge.fit(in_blocks(rest.old, rest.new), left_out=LEFT_OUT)
+    weight = (prior.weight + more.weight).astype(np.float32)
+    bias = (prior.bias + more.bias).astype(np.float32)
+    facts = {**prior.facts, "own_pairs": str(len(pairs)), "penalty": f"{more.penalty:.3g}"}
+    return replace(prior, kind=CORRECTED, weight=weight, bias=bias, facts=facts)
+
+
+def left_over(prior: Map, pairs: Pairs) -> Pairs:
+    """The same items, with what the converter's linear part misses as the new side. Raises
+    IncompatibleSpaceError for pairs of other dimensions."""
+    dims = (pairs.old.shape[1], pairs.new.shape[1])
+    if dims != prior.dims:
+        raise IncompatibleSpaceError(
+            f"the converter maps dimensions {prior.dims}, the pairs have {dims}; are these its "
+            "two models' vectors?"
+        )
+    linear = replace(prior, unit=False)
+    return Pairs(pairs.ids, pairs.old, (pairs.new - linear(pairs.old)).astype(np.float32))
+
+
+def added(prior: Map, old: Vectors, more: Vectors) -> Vectors:
+    """The converter's vectors with a correction [n, b] of its linear part."""
+    mapped = replace(prior, unit=False)(old) + more
+    return normalised(mapped) if prior.unit else mapped
+
 
 # The more folds, the nearer is each map to that of all pairs, and the more maps there are: 45 of 10
 # folds, 10 of 5. A map of many dimensions takes seconds.

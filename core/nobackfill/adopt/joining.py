@@ -18,10 +18,10 @@ from typing import TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.maps import normalised, read_arrays, written_by
+from nobackfill.adopt.maps import read_arrays, written_by
 from nobackfill.durable import write_file
 from nobackfill.metrics.distances import Metric, distances
-from nobackfill.vectors import Vectors, check_vectors
+from nobackfill.vectors import Vectors, check_vectors, normalised
 
 # Of the file; those of format 2 keep no share, those of format 4 name another metric than cosine.
 FORMAT, OTHERWISE, FORMATS = 3, 4, (2, 3, 4)
@@ -41,7 +41,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Line:
+class OddsLine:
     """log-odds = slope x nearness + share x nearness as a carried item + intercept."""
 
     slope: float = 1.0
@@ -64,8 +64,8 @@ class Joining:
     """
 
     weight: float
-    joined: Line
-    native: Line
+    joined: OddsLine
+    native: OddsLine
     old: Vectors
     carried: Vectors
     new: Vectors
@@ -148,7 +148,7 @@ def standardised(block: Block, anchors: NDArray[np.int64]) -> Block:
     return np.asarray((some.mean(1, keepdims=True) - block) / spread, np.float32)
 
 
-def fit_line(matches: Block, rest: Block, seed: int = 0) -> Line:
+def fit_line(matches: Block, rest: Block, seed: int = 0) -> OddsLine:
     """Logistic regression on the nearness of matches [m, 1] and of all else [n, 1], by Newton's
     method; [m, 2] and [n, 2] with their nearness as carried items.
 
@@ -157,7 +157,7 @@ def fit_line(matches: Block, rest: Block, seed: int = 0) -> Line:
     """
     count = matches.shape[1]
     if not len(matches) or not len(rest):
-        return Line()
+        return OddsLine()
     weight, others = 1.0, rest
     if len(rest) > _MOST_OTHERS:
         weight = len(rest) / _MOST_OTHERS
@@ -178,7 +178,9 @@ def fit_line(matches: Block, rest: Block, seed: int = 0) -> Line:
         if np.abs(step).max() < 1e-6:
             break
     # What is nearer is never less likely.
-    found = Line(max(1e-3, float(line[0])), float(line[-1]), float(line[1]) if count == 2 else 0.0)
+    found = OddsLine(
+        max(1e-3, float(line[0])), float(line[-1]), float(line[1]) if count == 2 else 0.0
+    )
     return found if found.share >= 0 else fit_line(matches[:, :1], rest[:, :1], seed)
 
 
@@ -210,7 +212,7 @@ def load_joining(path: Path) -> Joining:
             raise ValueError(f"anchors {old.shape}, {carried.shape} and {new.shape}")
         if carried.shape != new.shape or (len(crowd) and crowd.shape[1] != new.shape[1]):
             raise ValueError(f"vectors of dimensions {carried.shape}, {new.shape}, {crowd.shape}")
-        joined, native = (Line(*map(float, header[name])) for name in ("joined", "native"))
+        joined, native = (OddsLine(*map(float, header[name])) for name in ("joined", "native"))
         weight, metric = float(header["weight"]), header.get("metric", "cosine")
         numbers = (weight, *astuple(joined), *astuple(native))
         if metric not in get_args(Metric) or not np.isfinite(numbers).all():
@@ -220,5 +222,5 @@ def load_joining(path: Path) -> Joining:
         )
 
 
-def _lines(found: Joining) -> list[tuple[str, Line]]:
+def _lines(found: Joining) -> list[tuple[str, OddsLine]]:
     return [("joined", found.joined), ("native", found.native)]

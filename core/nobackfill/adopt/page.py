@@ -4,8 +4,8 @@ import base64
 import io
 from pathlib import Path
 
-from nobackfill.adopt.healing import SHARES
-from nobackfill.adopt.verdict import Point, Verdict, gain_of_doubling
+from nobackfill.adopt.judgement import SHARES
+from nobackfill.adopt.verdict import CurvePoint, Verdict, gain_of_doubling
 from nobackfill.extras import extra
 
 _COLOUR = "#0072b2"
@@ -39,7 +39,7 @@ def duration(seconds: float | None) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds else "0"
 
 
-def _chart(points: list[Point], judged_by: str) -> str:
+def _chart(points: list[CurvePoint], judged_by: str) -> str:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 3), layout="constrained")

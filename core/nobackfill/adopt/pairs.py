@@ -1,14 +1,27 @@
-"""The same items' vectors by two models: what maps are fitted and judged on."""
+"""The vectors of a store: what is in it, which items to embed again, and pairs of two models'.
 
-from collections.abc import Collection, Mapping
+Pairs are the same items' vectors by two models; maps are fitted and judged on them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import Facts, Rows, SearchMetric, Source, checked, repeated
+from nobackfill.adopt.sources.source import (
+    Dimensioned,
+    Facts,
+    Rows,
+    SearchMetric,
+    Source,
+    checked,
+    repeated,
+)
 from nobackfill.errors import InvalidInputError, few
 from nobackfill.metrics.distances import Metric
-from nobackfill.vectors import Vectors
+from nobackfill.metrics.ranking import Ints
+from nobackfill.ridge import Doubles
+from nobackfill.vectors import Vectors, normalised
 
 # Items read at a time.
 WINDOW = 10_000
@@ -106,3 +119,242 @@ def match(old: Source, new: Source, *, least: int = 20) -> Matched:
                 f"{few(repr(pairs.ids[row]) for row in zeros.tolist())}; leave these items out"
             )
     return Matched(pairs, lost, [])
+
+
+MOST_CLUSTERS = 256
+# Vectors that the clusters are found from.
+_FITTED_ON = 20_000
+_ROUNDS = 10
+_BLOCK = 20_000
+# Rows whose distances to all chosen ones are held at once.
+_NEAR_BLOCK = 2000
+
+
+def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
+    """Draw ids of `count` items, spread over the space, in the order of `rows`.
+
+    k-means on the old vectors, then from each cluster a share of its size, and one at least.
+    Raises InvalidInputError for too few items.
+    """
+    if not 1 <= count <= len(rows):
+        raise InvalidInputError(f"expected -n from 1 to {len(rows)} (all items), got {count}")
+    rng = np.random.default_rng(seed)
+    cluster = clusters(rows.vectors, min(MOST_CLUSTERS, max(1, count // 8)), rng)
+    sizes = np.bincount(cluster)
+    chosen: list[Ints] = []
+    for number, share in enumerate(_shares(sizes, count)):
+        members = np.flatnonzero(cluster == number)
+        chosen.append(rng.choice(members, share, replace=False))
+    return [rows.ids[row] for row in sorted(np.concatenate(chosen).tolist())]
+
+
+@dataclass(frozen=True)
+class Covered:
+    """How well a choice covers a source: the mean cosine distance from an item to the nearest
+    chosen one, and to the nearest of as many at random."""
+
+    chosen: float
+    at_random: float
+
+    @property
+    def sentence(self) -> str:
+        nearer = 1 - self.chosen / self.at_random if self.at_random > 0 else 0.0
+        word = "nearer" if nearer >= 0 else "farther"
+        return (
+            f"an item lies {self.chosen:.3f} from the nearest of them on average (cosine "
+            f"distance), {self.at_random:.3f} from the nearest of as many at random: "
+            f"{abs(nearer):.1%} {word}; maps of three pairs of text models were measurably no "
+            "better for it"
+        )
+
+
+def covered(rows: Rows, ids: Sequence[str], seed: int = 0) -> Covered:
+    """Measured on 20,000 of the rows at most."""
+    rng = np.random.default_rng(seed + 1)
+    wanted = set(ids)
+    chosen = np.flatnonzero(np.fromiter((one in wanted for one in rows.ids), bool, len(rows)))
+    random = rng.choice(len(rows), len(chosen), replace=False)
+    some = rng.permutation(len(rows))[:_FITTED_ON]
+
+    def apart(others: Ints) -> float:
+        near = normalised(rows.vectors[others]).T
+        cosines = [
+            (normalised(rows.vectors[some[first : first + _NEAR_BLOCK]]) @ near).max(1)
+            for first in range(0, len(some), _NEAR_BLOCK)
+        ]
+        # Rounding leaves an item a little off itself, on either side.
+        return max(0.0, 1 - float(np.concatenate(cosines).mean()))
+
+    return Covered(apart(chosen), apart(random))
+
+
+def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
+    """The nearest of `count` k-means centres for each row, numbered without gaps."""
+    some = vectors
+    if len(vectors) > _FITTED_ON:
+        some = vectors[rng.choice(len(vectors), _FITTED_ON, replace=False)]
+    centres = _far_apart(some, min(count, len(some)), rng)
+    for _ in range(_ROUNDS):
+        near = _nearest(some, centres)
+        sums = np.zeros(centres.shape, np.float64)
+        np.add.at(sums, near, some)
+        sizes = np.bincount(near, minlength=len(centres))
+        filled = sizes > 0
+        centres[filled] = (sums[filled] / sizes[filled, None]).astype(np.float32)
+    return np.unique(_nearest(vectors, centres), return_inverse=True)[1].astype(np.int64)
+
+
+def _far_apart(vectors: Vectors, count: int, rng: np.random.Generator) -> Vectors:
+    """The first centres of k-means++ (Arthur and Vassilvitskii 2007): each drawn in proportion to
+    the squared distance from those before, so that no far group is missed."""
+    chosen = [int(rng.integers(len(vectors)))]
+    distance = np.full(len(vectors), np.inf)
+    for _ in range(count - 1):
+        apart = np.square(vectors - vectors[chosen[-1]]).sum(1, dtype=np.float64)
+        distance = np.minimum(distance, apart)
+        total = distance.sum()
+        if total == 0:
+            break
+        chosen.append(int(rng.choice(len(vectors), p=distance / total)))
+    return vectors[chosen].copy()
+
+
+def _nearest(vectors: Vectors, centres: Vectors) -> Ints:
+    half = np.square(centres).sum(1) / 2
+    found = [
+        (vectors[first : first + _BLOCK] @ centres.T - half).argmax(1)
+        for first in range(0, len(vectors), _BLOCK)
+    ]
+    return np.concatenate(found).astype(np.int64)
+
+
+def _shares(sizes: Ints, count: int) -> list[int]:
+    """`count` divided in proportion to the sizes, one at least of each while there are enough."""
+    exact = count * sizes / sizes.sum()
+    shares = np.minimum(np.maximum(1, np.floor(exact)), sizes).astype(np.int64)
+    # What is left goes where the most is missing; what is too much comes from where the most is.
+    while (left := count - int(shares.sum())) != 0:
+        owed = np.where(shares < sizes, exact - shares, -np.inf) if left > 0 else shares - exact
+        owed = np.where(shares > 0, owed, -np.inf) if left < 0 else owed
+        shares[int(np.argmax(owed))] += 1 if left > 0 else -1
+    return [int(share) for share in shares]
+
+
+# Rows at either end of the order of keys that drift is told from.
+ENDS = 2000
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """`norms`: smallest, mean and largest; `duplicates`: rows whose vector an earlier row has;
+    `unusable`: rows with NaN or infinity; `drift`: the squared distance between the means of the
+    first and the last rows by key, over what chance gives (about 1 where nothing has changed), None
+    where there are too few. `refusals`: windows that cannot be read, in words."""
+
+    facts: Facts
+    count: int
+    dim: int | None
+    norms: tuple[float, float, float] | None
+    duplicates: int
+    unusable: int
+    zeros: int
+    drift: float | None
+    refusals: list[str]
+
+    @property
+    def sentences(self) -> list[str]:
+        """What a person should know, one line each."""
+        metric = self.facts.metric or "not said; cosine is taken"
+        lines = [
+            f"{self.facts.name}: {self.count} vectors"
+            + (f" of dimension {self.dim}" if self.dim else ""),
+            f"metric: {metric}; model: {self.facts.model or 'not said'}",
+        ]
+        if self.norms is not None:
+            low, mean, high = self.norms
+            unit = ", all 1" if abs(low - 1) < 1e-3 and abs(high - 1) < 1e-3 else ""
+            lines.append(f"norms: {low:.3f} to {high:.3f}, mean {mean:.3f}{unit}")
+            lines.append(f"duplicates: {self.duplicates}")
+        if self.unusable or self.zeros:
+            lines.append(
+                f"NaN or infinity in {self.unusable} rows, zeros only in {self.zeros}: mend or "
+                "delete these items before anything is carried"
+            )
+        if self.drift is not None:
+            lines.append(
+                f"drift between the first and the last rows: {self.drift:.1f} times chance"
+                + ("; take the sample from all of them" if self.drift > 5 else "")
+            )
+        return lines + self.refusals
+
+
+def inspect(source: Source) -> Inspection:
+    """Read every vector once."""
+    facts = source.facts()
+    if isinstance(source, Dimensioned) and len(mixed := source.dims()) > 1:
+        each = few(f"{dim} in {rows} rows" for dim, rows in mixed.items())
+        why = (
+            f"vectors of several dimensions: {each}; a column is carried whole, so give each "
+            "model's rows a table of their own (CREATE TABLE … AS SELECT … WHERE vector_dims(…) = "
+            "…, with its key)"
+        )
+        return Inspection(facts, sum(mixed.values()), None, None, 0, 0, 0, None, [why])
+    seen: set[int] = set()
+    count = duplicates = unusable = zeros = 0
+    low, high, total = np.inf, 0.0, 0.0
+    dims: dict[int, str] = {}
+    first: list[Vectors] = []
+    last: list[Vectors] = []
+    refusals = []
+    for window in source.windows(WINDOW):
+        try:
+            rows = source.read(window)
+        except InvalidInputError as error:
+            refusals.append(str(error))
+            continue
+        if not len(rows):
+            continue
+        count += len(rows)
+        dims.setdefault(rows.vectors.shape[1], rows.ids[0])
+        good = rows.vectors[np.isfinite(rows.vectors).all(1)]
+        unusable += len(rows) - len(good)
+        for vector in good:
+            digest = hash(vector.tobytes())
+            duplicates += digest in seen
+            seen.add(digest)
+        norms = np.linalg.norm(good.astype(np.float64), axis=1)
+        zeros += int((norms == 0).sum())
+        if len(norms):
+            low, high = min(low, float(norms.min())), max(high, float(norms.max()))
+            total += float(norms.sum())
+        if sum(map(len, first)) < ENDS:
+            first.append(good)
+        last = [*last, good] if sum(map(len, last)) < ENDS else [last[-1], good]
+    if len(dims) > 1:
+        found = ", ".join(f"{dim} from {name!r} on" for dim, name in dims.items())
+        refusals.append(f"vectors of several dimensions: {found}; are these two models' vectors?")
+    usable = count - unusable
+    return Inspection(
+        facts=facts,
+        count=count,
+        dim=next(iter(dims)) if len(dims) == 1 else None,
+        norms=(low, total / usable, high) if usable else None,
+        duplicates=duplicates,
+        unusable=unusable,
+        zeros=zeros,
+        drift=_drift(first, last, usable) if len(dims) == 1 else None,
+        refusals=refusals,
+    )
+
+
+def _drift(first: list[Vectors], last: list[Vectors], count: int) -> float | None:
+    """|mean - mean|² over (1/n + 1/m) times the variance within the two ends."""
+    if count < 200 or not first or not last:
+        return None
+    size = min(ENDS, count // 2)
+    ends = [np.concatenate(first)[:size], np.concatenate(last)[-size:]]
+    means: list[Doubles] = [end.mean(0, np.float64) for end in ends]
+    within = sum(float(end.var(0, np.float64).sum()) for end in ends) / 2
+    apart = float(np.square(means[0] - means[1]).sum())
+    chance = within * (1 / len(ends[0]) + 1 / len(ends[1]))
+    return apart / chance if chance > 0 else None

@@ -1,25 +1,105 @@
-"""What to do with a gallery when its model changes, in words and with figures for each way.
+"""The verdict on a gallery when its model changes: a map, a way to go on, figures for each way.
 
-Staying with the old model is a candidate like the others: nothing is recommended that is measurably
-worse than yesterday's search.
+The map is the candidate that serves the queries best on pairs that it has not seen. Staying with
+the old model is a way like the others: nothing is recommended that is measurably worse than
+yesterday's search.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from nobackfill.adopt import crossfit, judgement
-from nobackfill.adopt.choice import Choice, choose
-from nobackfill.adopt.correction import CONVERTER
-from nobackfill.adopt.figures import Figures, Queries
-from nobackfill.adopt.healing import MOST_BELOW, Healing, valley
+from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, Held, corrected
 from nobackfill.adopt.joining import HITS, Joining
-from nobackfill.adopt.judgement import Gallery
-from nobackfill.adopt.maps import Map
+from nobackfill.adopt.judgement import (
+    MOST_BELOW,
+    Figures,
+    Gallery,
+    HealingCurves,
+    Queries,
+    chosen_by,
+    figures_of,
+    valley,
+)
+from nobackfill.adopt.maps import (
+    KINDS,
+    RESIDUAL,
+    Map,
+    Solver,
+    Trainer,
+    fit_maps,
+    is_unit,
+    needs_strength,
+    trained,
+)
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.residual import RESIDUAL, Trainer
 from nobackfill.metrics.bootstrap import paired_bootstrap
+from nobackfill.ridge import Moments, in_blocks
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`figures`: of each candidate, by which `kind` was chosen; `held`: the chosen one. `more`:
+    queries that it is fitted on beside the pairs. `also`: who trains a residual map."""
+
+    kind: str
+    figures: dict[str, float]
+    held: Held
+    more: Queries | None
+    also: Trainer | None = None
+
+    @property
+    def figure(self) -> float:
+        """Of the chosen one."""
+        return max(self.figures.values())
+
+    def fitted(self, pairs: Pairs, prior: Map | None = None) -> Map:
+        """The chosen candidate, from all pairs."""
+        if prior is not None and self.kind in (CONVERTER, CORRECTED):
+            return prior if self.kind == CONVERTER else corrected(prior, pairs)
+        if self.kind == RESIDUAL and self.also is not None:
+            straight = fit_maps(pairs.old, pairs.new, kinds=["affine"])["affine"]
+            return trained(straight, pairs.old, pairs.new, self.also)
+        if self.more is None:
+            return fit_maps(pairs.old, pairs.new, kinds=[self.kind])[self.kind]
+        rows = crossfit.with_queries(pairs, self.more)
+        blocks = in_blocks(rows.old, rows.new)
+        moments = Moments.of(blocks())
+        chosen = None
+        if needs_strength([self.kind]):
+            chosen = crossfit.strength(rows, np.arange(len(pairs)), moments)
+        found = Solver(moments).maps(chosen, is_unit(pairs.new), [self.kind])[self.kind]
+        counts = {"pairs": str(len(pairs)), "queries": str(len(self.more.rows))}
+        return replace(found, facts=found.facts | counts)
+
+
+def choose(
+    pairs: Pairs,
+    asked: Sequence[Queries],
+    prior: Map | None = None,
+    also: Trainer | None = None,
+) -> Choice:
+    """By MRR of the first set of queries, by neighbours kept where they are items; the chosen one's
+    distances are of all sets. It is fitted on these queries, too, where others of them are found
+    better so. Raises InvalidInputError for fewer than 10 pairs."""
+    held = crossfit.candidates(pairs, asked, prior, also=also)
+    figures = {kind: _figure(one, pairs, asked[0]) for kind, one in held.items()}
+    kind = max(figures, key=figures.__getitem__)
+    without, queries = Choice(kind, figures, held[kind], None, also), asked[0]
+    if queries.own or kind not in KINDS:
+        return without
+    # Pairs of both models as the items are; but they may be of another kind, or read otherwise.
+    again = crossfit.cross_fitted(pairs, asked, [kind], more=queries)[kind]
+    figure = _figure(again, pairs, queries)
+    figures[f"{kind}, fitted on queries too"] = figure
+    return Choice(kind, figures, again, queries) if figure > figures[kind] else without
+
+
+def _figure(held: Held, pairs: Pairs, asked: Queries) -> float:
+    return float(np.mean(chosen_by(figures_of(held.apart[0], pairs, asked), asked.own)))
+
 
 # A way that keeps this share of what embedding everything again brings is as good as that.
 AS_GOOD = 0.99
@@ -58,7 +138,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """Of the learning curve: pairs, and the best candidate's figure."""
 
     pairs: int
@@ -79,8 +159,8 @@ class Verdict:
     candidates: dict[str, float]
     chosen: Map
     joining: Joining
-    curve: list[Point]
-    healing: Healing
+    curve: list[CurvePoint]
+    healing: HealingCurves
     pairs: int
     notes: list[str] = field(default_factory=list)
 
@@ -205,10 +285,10 @@ def choose_way(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str,
 
 def _curve(
     pairs: Pairs, asked: Queries, choice: Choice, judged_by: str, prior: Map | None
-) -> list[Point]:
+) -> list[CurvePoint]:
     """The figure with an eighth, a quarter and a half of the pairs, and with all; none of a
     converter as it is, which no pairs change, and of a trained map, which takes as long again."""
-    points: list[Point] = []
+    points: list[CurvePoint] = []
     kind = choice.kind
     if kind in (CONVERTER, RESIDUAL):
         return points
@@ -216,7 +296,7 @@ def _curve(
     fitted = seen * len(pairs)
     for share in CURVE:
         if share == 1:
-            points.append(Point(round(fitted), choice.figure))
+            points.append(CurvePoint(round(fitted), choice.figure))
         elif share * fitted >= 20:
             # By few folds: each map sees less of the pairs, so more of what it may see is fitted.
             few = crossfit.FEW
@@ -225,11 +305,11 @@ def _curve(
                 pairs, [asked], prior, kinds=[kind], subset=subset, folds=few, more=choice.more
             )
             figure = _mean(judgement.figures_of(found[kind].apart[0], pairs, asked), judged_by)
-            points.append(Point(round(share * fitted), figure))
+            points.append(CurvePoint(round(share * fitted), figure))
     return points
 
 
-def _healing(healing: Healing, again: Way, judged_by: str) -> list[str]:
+def _healing(healing: HealingCurves, again: Way, judged_by: str) -> list[str]:
     """What a gallery meets on its way, by scores of `nobackfill.serve` and by distance; `again`:
     the new model alone."""
     name = judged_by if judged_by == "agreement@10" else "R@1"
@@ -252,7 +332,7 @@ def _healing(healing: Healing, again: Way, judged_by: str) -> list[str]:
     return said
 
 
-def gain_of_doubling(curve: list[Point]) -> float | None:
+def gain_of_doubling(curve: list[CurvePoint]) -> float | None:
     """What twice the pairs would bring by the last two doublings, in points of the figure."""
     if len(curve) < 2:
         return None
@@ -264,7 +344,7 @@ def gain_of_doubling(curve: list[Point]) -> float | None:
 
 
 def _notes(
-    asked: Queries, pairs: Pairs, cost: Cost, weight: float, curve: list[Point], judged_by: str
+    asked: Queries, pairs: Pairs, cost: Cost, weight: float, curve: list[CurvePoint], judged_by: str
 ) -> list[str]:
     measured = f"measured among {len(pairs)} items with {len(asked.rows)} queries"
     if cost.items > len(pairs):

@@ -13,11 +13,11 @@ from typing import Literal
 
 import numpy as np
 
-from nobackfill.adopt.embedding.embedder import QUERIES, Embedder
+from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.joining import HITS, Block, Joining, candidates, load_joining
 from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
 from nobackfill.adopt.pairs import judged_by
-from nobackfill.adopt.sources.source import Rows, Searchable, same_model
+from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.items.reembedding import Cost, Limits, today
 from nobackfill.items.sources import Items

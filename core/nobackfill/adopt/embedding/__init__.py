@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.adopt.embedding.embedder import Embedder as Embedder
-    from nobackfill.adopt.embedding.opening import open_embedder as open_embedder
+    from nobackfill.adopt.embedding.embedder import (
+        Embedder as Embedder,
+        open_embedder as open_embedder,
+    )
 else:
-    __getattr__ = offer(__name__, {"embedder": "Embedder", "opening": "open_embedder"})
+    __getattr__ = offer(
+        __name__,
+        {
+            "embedder": "Embedder open_embedder",
+        },
+    )

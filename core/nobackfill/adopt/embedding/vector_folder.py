@@ -1,25 +1,120 @@
-"""The folder that `nobackfill embed` writes: Parquet files of ids and vectors, and who made them.
+"""Items that can be embedded, and the folder of Parquet files that `nobackfill embed` writes.
 
 A run that is interrupted, or an endpoint that gives up, leaves whole files of what was finished;
 the next run embeds the rest.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from nobackfill.adopt.embedding.embedder import Embedder
-from nobackfill.adopt.embedding.items import Items
+from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.parquet import MODEL, READS, SECONDS, ParquetSource, table_bytes
+from nobackfill.adopt.sources.source import Source, repeated
 from nobackfill.durable import make_dir, sweep, write_file
-from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, UnusableItemsError
+from nobackfill.errors import (
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NotFoundError,
+    UnusableItemsError,
+)
 from nobackfill.extras import extra
+from nobackfill.items.kind import Kind
+from nobackfill.picture_files import is_clutter, is_picture
+from nobackfill.text_lines import read_texts
 from nobackfill.vectors import Vectors
 
 with extra("adopt"):
     import pyarrow as pa
+
+
+_WINDOW = 1000
+
+
+@dataclass(frozen=True)
+class ItemList:
+    """Ids, each once, and texts or paths in the same order; how many other files a folder of images
+    has, hidden ones among them."""
+
+    kind: Kind
+    ids: list[str]
+    values: list[str] | list[Path]
+    others: int = 0
+
+
+def read_items(
+    address: str, *, column: str, key: str | None = None, only: Collection[str] | None = None
+) -> ItemList:
+    """What is to be embedded; `only`: ids that are wanted.
+
+    A folder with images: ids are paths below it; what is_clutter names is left out. FILE.jsonl:
+    objects with `id` (or `key`) and `column`. Else a source of vectors or of texts with that
+    column. Raises NotFoundError, InvalidInputError.
+    """
+    path = Path(address)
+    if path.suffix == ".jsonl":
+        found = [(one.id, one.text) for one in read_texts(path, key=key or "id", column=column)]
+    elif path.is_dir() and any(_is_picture(p, path) for p in path.rglob("*")):
+        every = [p for p in path.rglob("*") if p.is_file()]
+        files = sorted(p for p in every if _is_picture(p, path))
+        names = [p.relative_to(path).as_posix() for p in files]
+        images = _wanted("image", names, files, only, address)
+        return replace(images, others=len(every) - len(files))
+    else:
+        source = _source(address, key)
+        found = []
+        for window in source.windows(_WINDOW):
+            values = source.column(window, column)
+            found += zip(values.ids, values.values, strict=True)
+    return _wanted("text", [name for name, _ in found], [text for _, text in found], only, address)
+
+
+def _is_picture(file: Path, folder: Path) -> bool:
+    below = file.relative_to(folder).parts
+    return is_picture(file.name) and not any(map(is_clutter, below)) and file.is_file()
+
+
+def _source(address: str, key: str | None) -> Source:
+    try:
+        return open_source(address, key=key)
+    except NotFoundError as error:
+        if not Path(address).is_dir():
+            raise
+        raise NotFoundError(f"{error}, nor a file named as a JPEG, PNG or WebP") from error
+
+
+def _wanted(
+    kind: Kind,
+    ids: list[str],
+    values: list[str] | list[Path],
+    only: Collection[str] | None,
+    address: str,
+) -> ItemList:
+    if twice := repeated(ids):
+        raise InvalidInputError(f"{address}: expected each id once, got {twice[0]!r} again")
+    if only is not None:
+        rows = [row for row, name in enumerate(ids) if name in only]
+        ids, values = [ids[row] for row in rows], [values[row] for row in rows]  # type: ignore[assignment]
+    for text in (*ids, *(map(str, values) if kind == "text" else ())):
+        if not _is_unicode(text):
+            raise InvalidInputError(f"{address}: expected valid Unicode, got {text[:64]!r}")
+    if not ids:
+        raise NotFoundError(f"{address}: nothing to embed is there")
+    return ItemList(kind, ids, values)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether no half of a character stands alone: JSON's escapes and names of files allow it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
 
 # Items of a file.
 PART = 500
@@ -29,7 +124,7 @@ _HOPELESS = 1000
 
 def embed_into(
     folder: Path,
-    items: Items,
+    items: ItemList,
     embedder: Embedder,
     *,
     batch: int = 32,
@@ -72,7 +167,7 @@ class _Run:
     """Batches of one run: an item that the model does not take is looked for in halves."""
 
     def __init__(
-        self, items: Items, embedder: Embedder, batch: int,
+        self, items: ItemList, embedder: Embedder, batch: int,
         refuse: Callable[[str, str], None] | None,
     ) -> None:  # fmt: skip
         self._items, self._embedder, self._refuse = items, embedder, refuse

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nobackfill.adopt.sources.source import Column, Facts, Rows, Target, Window, even
+from nobackfill.adopt.sources.source import ColumnValues, Facts, Rows, Target, Window, even
 from nobackfill.errors import AlreadyExistsError
 from nobackfill.vectors import Vectors
 
@@ -76,7 +76,7 @@ class Collection(Protocol):
     def nearest(self, vector: Vectors, count: int) -> list[str]: ...
 
 
-class Store(Protocol):
+class CollectionStore(Protocol):
     """Where collections are."""
 
     def opened(self, name: str) -> Collection:
@@ -98,7 +98,7 @@ class Store(Protocol):
 class CopiedSource:
     """A collection of a store; new vectors are a collection of their own there. See Searchable."""
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: CollectionStore, name: str) -> None:
         self._store = store
         self._here = store.opened(name)
 
@@ -114,10 +114,10 @@ class CopiedSource:
     def read(self, window: Window) -> Rows:
         return _rows(self._here.records(window), self._here.name)
 
-    def column(self, window: Window, name: str) -> Column:
+    def column(self, window: Window, name: str) -> ColumnValues:
         found = [(str(one.key), one.rest.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
-        return Column([key for key, _ in pairs], [value for _, value in pairs])
+        return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
 
     def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
         where = self._here if beside is None else self._store.opened(beside)
@@ -163,7 +163,7 @@ class CopiedBeside:
 
     at_once = 1
 
-    def __init__(self, store: Store, source: Collection, copy: Collection) -> None:
+    def __init__(self, store: CollectionStore, source: Collection, copy: Collection) -> None:
         self._store, self._source, self._copy = store, source, copy
 
     def pending(self, window: Window) -> Rows:

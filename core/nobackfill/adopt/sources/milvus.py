@@ -1,31 +1,156 @@
-"""A collection of Milvus, on a server or in a file of milvus-lite; new vectors go into a collection
-of their own beside, with the same keys, fields and indexes. An alias flips from one to the other.
+"""A collection of Milvus, on a server or in a file of milvus-lite.
 
-No version that can be run here lets a collection have one more vector field once it is there."""
+New vectors go into a collection of their own beside, with the same keys, fields and indexes. An
+alias flips from one to the other. No version that can be run here lets a collection have one more
+vector field once it is there.
+"""
 
 import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Collection as Some
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nobackfill.adopt.sources.copied import OF, Collection, Record
-from nobackfill.adopt.sources.source import Facts, SearchMetric, Target, Window, metric_of
-from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.adopt.sources.source import (
+    Facts,
+    SearchMetric,
+    Target,
+    Window,
+    metric_of,
+    server_address,
+)
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    NotPermittedError,
+    UnavailableError,
+    few,
+)
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
 
 with extra("milvus"):
-    from pymilvus import DataType
+    import grpc
+    from pymilvus import DataType, MilvusClient
+    from pymilvus.exceptions import MilvusException
 
-    from nobackfill.adopt.sources.milvus_place import asked, opened
-    from nobackfill.adopt.sources.milvus_schema import (
-        index_of,
-        indexes_of,
-        make_partition,
-        schema_of,
+
+Result = TypeVar("Result")
+# The variable that holds a server's token, or USER:PASSWORD.
+KEY = "NOBACKFILL_MILVUS_TOKEN"
+_SECONDS = 60.0
+_PORT = 19530
+_CODES: Mapping[int, type[NobackfillError]] = {
+    1: UnavailableError, 2: UnavailableError, 7: NotPermittedError, 100: NotFoundError,
+    1400: NotPermittedError,
+}  # fmt: skip
+
+
+# Processes in which clients were opened: the first, and none that it forks.
+_OPENERS: list[int] = []
+
+
+def open_client(place: str) -> Any:
+    """The client of https://HOST:PORT (http:// on this machine), with /DATABASE where it is not the
+    default one, or of a file. Raises NotFoundError, ConfigurationError, UnavailableError."""
+    # It logs each failed call with the address in it.
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+    _OPENERS.append(os.getpid())
+    if "://" not in place:
+        path = Path(place)
+        if not path.exists():
+            raise NotFoundError(f"{place}: no file of milvus-lite is there")
+        return call_milvus(path.name, lambda: MilvusClient(uri=str(path.resolve())))
+    parts = server_address(place, "milvus", KEY)
+    database = parts.path.strip("/")
+    if "/" in database:
+        raise ConfigurationError("milvus: expected https://HOST:PORT or https://HOST:PORT/DATABASE")
+    address = f"{parts.scheme}://{parts.hostname}:{parts.port or _PORT}"
+    token = os.environ.get(KEY, "")
+    return call_milvus(
+        str(parts.hostname),
+        lambda: MilvusClient(uri=address, token=token, db_name=database, timeout=_SECONDS),
     )
+
+
+def call_milvus(name: str, work: Callable[[], Result]) -> Result:
+    """Run `work` and return its result; errors of Milvus become ours, and so does a fork since it
+    was opened."""
+    if os.getpid() != _OPENERS[0]:
+        raise ConfigurationError(
+            f"{name}: Milvus was opened before this process was forked, which its client does not "
+            "survive; open it after the fork alone, in each process"
+        )
+    try:
+        return work()
+    except MilvusException as error:
+        kind = _CODES.get(error.code, InvalidInputError)
+        said = str(error.message).strip().splitlines() or [type(error).__name__]
+        raise kind(f"{name}: Milvus says: {said[0][:200]}") from error
+    except grpc.RpcError as error:
+        raise UnavailableError(f"{name}: Milvus does not answer") from error
+
+
+_KEPT = (
+    "is_primary", "is_partition_key", "nullable", "default_value", "element_type", "max_capacity",
+)  # fmt: skip
+# Of an index, what Milvus tells beside its kind.
+_PARAMS = ("M", "efConstruction", "nlist", "nbits", "m")
+
+
+def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mapping[str, int]) -> Any:
+    """Fields as they are, with other `dims` of some. Who puts an item gives its key; fields that no
+    schema names are allowed: what carrying notes in an item need not be known."""
+    made = client.create_schema(auto_id=False, enable_dynamic_field=True)
+    for name, one in fields.items():
+        params = dict(one.get("params") or {})
+        if name in dims:
+            params["dim"] = dims[name]
+        kept = {what: one[what] for what in _KEPT if one.get(what)}
+        made.add_field(name, one["type"], **(kept | params))
+    return made
+
+
+def make_partition(client: Any, collection: str, name: str) -> None:
+    """It may be there."""
+    if not call_milvus(collection, lambda: client.has_partition(collection, name)):
+        call_milvus(collection, lambda: client.create_partition(collection, name))
+
+
+def indexes_of(client: Any, collection: str) -> Any:
+    """Those of all fields, to be made again."""
+    made = client.prepare_index_params()
+    for one in _indexes(client, collection):
+        params = dict(one.get("params") or {})
+        params |= {what: one[what] for what in _PARAMS if what in one}
+        made.add_index(
+            one["field_name"], index_type=one.get("index_type") or "AUTOINDEX",
+            metric_type=one.get("metric_type") or "", params=params,
+        )  # fmt: skip
+    return made
+
+
+def index_of(client: Any, collection: str, field: str) -> Mapping[str, Any]:
+    """What is said of a field's index; nothing where there is none."""
+    found = _indexes(client, collection)
+    return next((one for one in found if one.get("field_name") == field), {})
+
+
+def _indexes(client: Any, collection: str) -> list[dict[str, Any]]:
+    names = call_milvus(collection, lambda: client.list_indexes(collection))
+    found = [
+        call_milvus(collection, lambda name=name: client.describe_index(collection, name))  # type: ignore[misc]
+        for name in names
+    ]
+    return [dict(one) for one in found if one]
+
 
 # Items of a request.
 _PAGE = 1000
@@ -45,18 +170,18 @@ class MilvusStore:
     """The collections of a place. See Store. `vector`: None for the only field of float32."""
 
     def __init__(self, place: str, vector: str | None = None) -> None:
-        self._client = opened(place)
+        self._client = open_client(place)
         self._vector = vector
 
     def opened(self, name: str) -> "MilvusCollection":
         if not self.exists(name):
-            there = few(asked(name, self._client.list_collections))
+            there = few(call_milvus(name, self._client.list_collections))
             raise NotFoundError(f"{name}: no such collection; there are {there or 'none'}")
         return MilvusCollection(self._client, name, self._vector)
 
     def exists(self, name: str) -> bool:
         """An alias is, too."""
-        return bool(asked(name, lambda: self._client.has_collection(name)))
+        return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
     def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
         if not isinstance(like, MilvusCollection):
@@ -64,7 +189,7 @@ class MilvusStore:
         schema = like.schema(target.dim)
         properties = {_MARK + name: value for name, value in said.items()}
         indexes = like.indexes()
-        asked(
+        call_milvus(
             target.name,
             lambda: self._client.create_collection(
                 target.name, schema=schema, index_params=indexes, properties=properties,
@@ -75,12 +200,12 @@ class MilvusStore:
             make_partition(self._client, target.name, name)
 
     def drop(self, name: str) -> None:
-        if aliases := asked(name, lambda: self._client.list_aliases(name))["aliases"]:
+        if aliases := call_milvus(name, lambda: self._client.list_aliases(name))["aliases"]:
             raise InvalidInputError(
                 f"{name}: expected a collection that nobody searches, found the alias "
                 f"{few(aliases)}; let it lead elsewhere first"
             )
-        asked(name, lambda: self._client.drop_collection(name))
+        call_milvus(name, lambda: self._client.drop_collection(name))
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
         steps = [
@@ -88,7 +213,7 @@ class MilvusStore:
             "new model, and carry once more: what was put since the last sweep is missing",
             "switch the queries to the new model, and in the same moment:",
         ]
-        aliases = asked(old.name, lambda: self._client.list_aliases(old.name))["aliases"]
+        aliases = call_milvus(old.name, lambda: self._client.list_aliases(old.name))["aliases"]
         steps += [f"client.alter_alias({new.name!r}, {alias!r})" for alias in aliases]
         if not aliases:
             steps.append(
@@ -108,7 +233,7 @@ class MilvusCollection:
 
     def __init__(self, client: Any, name: str, vector: str | None) -> None:
         self._client = client
-        found = asked(name, lambda: client.describe_collection(name))
+        found = call_milvus(name, lambda: client.describe_collection(name))
         self.name = str(found.get("collection_name") or name)
         self._fields = {str(one["name"]): one for one in found["fields"]}
         self._dynamic = bool(found.get("enable_dynamic_field"))
@@ -140,7 +265,7 @@ class MilvusCollection:
         self._load()
 
     def _load(self) -> None:
-        asked(self.name, lambda: self._client.load_collection(self.name))
+        call_milvus(self.name, lambda: self._client.load_collection(self.name))
 
     def facts(self) -> Facts:
         kind = str(index_of(self._client, self.name, self._vector).get("metric_type") or "")
@@ -162,7 +287,7 @@ class MilvusCollection:
         yield Window(after)
 
     def _keys(self) -> list[Any]:
-        pages = asked(
+        pages = call_milvus(
             self.name,
             lambda: self._client.query_iterator(
                 self.name, batch_size=_PAGE * 10, filter=self._within(Window()),
@@ -170,7 +295,7 @@ class MilvusCollection:
             ),
         )  # fmt: skip
         found = []
-        while page := asked(self.name, pages.next):
+        while page := call_milvus(self.name, pages.next):
             found += [one[self._key] for one in page]
         pages.close()
         return found
@@ -200,7 +325,7 @@ class MilvusCollection:
         """Names of partitions that items are put into, none where there is only the default."""
         if self.own_partitions:
             return []
-        found = asked(self.name, lambda: self._client.list_partitions(self.name))
+        found = call_milvus(self.name, lambda: self._client.list_partitions(self.name))
         return [] if list(found) == [_DEFAULT] else list(found)
 
     def digests(self, window: Window) -> dict[Any, str]:
@@ -226,7 +351,7 @@ class MilvusCollection:
                     for row in some[first : first + _PAGE]
                     for one in [records[row]]
                 ]
-                asked(
+                call_milvus(
                     self.name,
                     lambda rows=rows, partition=partition: self._client.upsert(  # type: ignore[misc]
                         self.name, rows, partition_name=partition
@@ -236,7 +361,7 @@ class MilvusCollection:
     def remove(self, keys: Sequence[Any]) -> None:
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
-            asked(self.name, lambda some=some: self._client.delete(self.name, ids=some))  # type: ignore[misc]
+            call_milvus(self.name, lambda some=some: self._client.delete(self.name, ids=some))  # type: ignore[misc]
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         keys = [key for one in ids if (key := self._key_of(one)) is not None]
@@ -247,7 +372,7 @@ class MilvusCollection:
         return found
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
-        found = asked(
+        found = call_milvus(
             self.name,
             lambda: self._client.search(
                 self.name, data=[np.asarray(vector, np.float32).tolist()],
@@ -266,7 +391,7 @@ class MilvusCollection:
         return indexes_of(self._client, self.name)
 
     def _query(self, where: str, fields: list[str], partition: str = "") -> list[dict[str, Any]]:
-        found = asked(
+        found = call_milvus(
             self.name,
             lambda: self._client.query(
                 self.name, filter=where, output_fields=fields, consistency_level=_STRONG,

@@ -1,8 +1,8 @@
-"""Sources by their addresses."""
+"""Sources by their addresses: of items, or of queries that ask for items."""
 
 from pathlib import Path
 
-from nobackfill.adopt.sources.source import Searchable, Source
+from nobackfill.adopt.sources.source import QUERIES, EmbeddedSource, Searchable, Source
 from nobackfill.errors import InvalidInputError, NotFoundError
 
 # For a sentence: a message of several lines is shown with its line ends escaped.
@@ -84,6 +84,25 @@ def open_searchable(
     source = open_source(address, key=key, vector=vector)
     if isinstance(source, Searchable):
         return source
-    from nobackfill.adopt.sources.loaded import Loaded
+    from nobackfill.adopt.sources.arrays import MemorySource
 
-    return Loaded(source)
+    return MemorySource(source)
+
+
+def open_items(
+    address: str, called: str, *, key: str | None = None, vector: str | None = None
+) -> Source:
+    """A source of items' vectors; `called`: what its user knows it by.
+
+    Raises InvalidInputError where its vectors are a model's of queries, which it reads otherwise
+    than items; and as open_source.
+    """
+    source = open_source(address, key=key, vector=vector)
+    not_read_as(source, QUERIES, f"{called}: expected the items' vectors, got those of queries")
+    return source
+
+
+def not_read_as(source: Source, role: str, why: str) -> None:
+    """Raises InvalidInputError with `why` where it says that its vectors were read so."""
+    if isinstance(source, EmbeddedSource) and source.reads().startswith(role):
+        raise InvalidInputError(why)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nobackfill.adopt.sources.source import (
-    Column,
+    ColumnValues,
     Facts,
     Rows,
     Target,
@@ -125,11 +125,11 @@ class ParquetSource:
     def read(self, window: Window) -> Rows:
         return _rows(self._table(window, self._vector), self._key, self._vector, self._path)
 
-    def column(self, window: Window, name: str) -> Column:
+    def column(self, window: Window, name: str) -> ColumnValues:
         if name not in self._schema.names:
             raise InvalidInputError(f"{self._path}: no column {name!r}")
         table = self._table(window, name).drop_null()
-        return Column(_ids(table, self._key), list(map(text_of, table[name].to_pylist())))
+        return ColumnValues(_ids(table, self._key), list(map(text_of, table[name].to_pylist())))
 
     def _table(self, window: Window, column: str) -> Any:
         file = self.file(window)

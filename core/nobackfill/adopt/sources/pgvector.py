@@ -10,7 +10,7 @@ import numpy as np
 from nobackfill.adopt.sources.postgres_rows import parsed
 from nobackfill.adopt.sources.source import (
     Beside,
-    Column,
+    ColumnValues,
     Facts,
     Rows,
     SearchMetric,
@@ -25,10 +25,14 @@ from nobackfill.vectors import Vectors
 with extra("adopt"):
     from psycopg import sql
 
-    from nobackfill.adopt.sources import pgvector_table_made
-    from nobackfill.adopt.sources.pgvector_column import METRICS, PgvectorBeside, before
-    from nobackfill.adopt.sources.pgvector_table import PgvectorTable
-    from nobackfill.adopt.sources.postgres_table import Changes, Table, note
+    from nobackfill.adopt.sources import pgvector_beside
+    from nobackfill.adopt.sources.pgvector_beside import (
+        METRICS,
+        PgvectorBeside,
+        PgvectorTable,
+        before,
+    )
+    from nobackfill.adopt.sources.postgres_table import Changes, SourceTable, note
 
 _SIGNS: Mapping[SearchMetric, LiteralString] = {
     "cosine": "<=>", "squared_l2": "<->", "inner_product": "<#>", "l1": "<+>",
@@ -63,7 +67,7 @@ class PgvectorSource:
     def __init__(
         self, address: str, table: str, key: str | None = None, vector: str | None = None
     ) -> None:
-        self._table = Table(address, table, key)
+        self._table = SourceTable(address, table, key)
         vectors = [name for name in self._table.columns if self._table.kind(name)]
         if vector is None:
             # What was carried is found when it is named.
@@ -138,7 +142,7 @@ class PgvectorSource:
     def read(self, window: Window) -> Rows:
         return self.rows(self.vector, window)
 
-    def column(self, window: Window, name: str) -> Column:
+    def column(self, window: Window, name: str) -> ColumnValues:
         if name not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {name!r}")
         found = self._table.all(
@@ -147,13 +151,13 @@ class PgvectorSource:
             name=sql.Identifier(name),
             within=self._table.within(window, "t"),
         )
-        return Column([key for key, _ in found], [value for _, value in found])
+        return ColumnValues([key for key, _ in found], [value for _, value in found])
 
     def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
         """By an index where there is one, told to look at no fewer than `count` candidates."""
         column, of = beside or self.vector, None
-        if column.startswith(pgvector_table_made.PREFIX):
-            of = pgvector_table_made.names_of(self._table, self.vector, column)["beside"]
+        if column.startswith(pgvector_beside.PREFIX):
+            of = pgvector_beside.table_names(self._table, self.vector, column)["beside"]
             column = self.vector
         elif column not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
@@ -216,24 +220,24 @@ class PgvectorSource:
         self._table.close()
 
     def warnings(self, to: str) -> list[str]:
-        triggers = [] if to.startswith(pgvector_table_made.PREFIX) else self._table.on_update()
+        triggers = [] if to.startswith(pgvector_beside.PREFIX) else self._table.on_update()
         if not triggers:
             return []
         return [
             f"{self._table.name}: writing {to} updates every row, which fires the triggers "
-            f"{', '.join(triggers)}; --to {pgvector_table_made.PREFIX}NAME updates no row"
+            f"{', '.join(triggers)}; --to {pgvector_beside.PREFIX}NAME updates no row"
         ]
 
     def beside(self, target: Target) -> Beside:
         self._table.every_row_is_seen()
-        name = target.name.removeprefix(pgvector_table_made.PREFIX)
+        name = target.name.removeprefix(pgvector_beside.PREFIX)
         if len(name.encode("utf-8", "surrogateescape")) > _MOST_NAME:
             raise InvalidInputError(
                 f"--to: expected at most {_MOST_NAME} bytes, which is what PostgreSQL keeps of a "
                 f"name, got {name!r}"
             )
         if name != target.name:
-            flipped = pgvector_table_made.make(self._table, self.vector, target)
+            flipped = pgvector_beside.make_table(self._table, self.vector, target)
             return PgvectorTable(self, self._table, target, flipped)
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
@@ -275,8 +279,8 @@ class PgvectorSource:
         changes.watch(body, triggers, **names)
 
     def rollback(self, name: str) -> bool:
-        if name.startswith(pgvector_table_made.PREFIX):
-            return pgvector_table_made.remove(self._table, self.vector, name)
+        if name.startswith(pgvector_beside.PREFIX):
+            return pgvector_beside.remove_table(self._table, self.vector, name)
         names = self._names(name)
         with self._table.changing() as changes:
             if self._table.mark(name) is None:

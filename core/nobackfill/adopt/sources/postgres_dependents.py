@@ -13,14 +13,14 @@ from nobackfill.extras import extra
 with extra("adopt"):
     from psycopg import sql
 
-    from nobackfill.adopt.sources.postgres_table import Table
+    from nobackfill.adopt.sources.postgres_table import SourceTable
 
 # A literal, a quoted name, or a line's end.
 _LINES = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\s*\n\s*")
 
 
 def grants(
-    table: Table, relation: str, to: str, columns: Sequence[str] | None, *, whole: bool = True
+    table: SourceTable, relation: str, to: str, columns: Sequence[str] | None, *, whole: bool = True
 ) -> list[str]:
     """GRANTs of what other roles than its owner have on a relation, for one that has `columns`, too
     (None: all of them). `whole`: not on columns alone."""
@@ -44,7 +44,7 @@ def grants(
 
 
 def security(
-    table: Table, other: sql.Identifier, columns: Sequence[str]
+    table: SourceTable, other: sql.Identifier, columns: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Statements that give a table with the same key the rows' security of this one, and sentences
     that name what they cannot give. `columns`: those that both have."""
@@ -90,7 +90,7 @@ def security(
     return [*steps, readers], [sentence]
 
 
-def owner(table: Table, relation: str) -> list[str]:
+def owner(table: SourceTable, relation: str) -> list[str]:
     """A statement that gives a relation to the table's owner, unless it is theirs."""
     found = table.described(
         "SELECT format('ALTER TABLE %s OWNER TO %I', {relation}, pg_get_userbyid(t.relowner)) "
@@ -124,7 +124,7 @@ class Moves:
     left: list[str]
 
 
-def moves(table: Table, column: str, dims: tuple[int | None, int]) -> Moves:
+def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Moves:
     """Objects that depend on a column of vectors, moved to one that takes its name.
 
     PostgreSQL writes each part by the column's name, so that the same text is of the other column
@@ -157,7 +157,7 @@ def moves(table: Table, column: str, dims: tuple[int | None, int]) -> Moves:
     )
 
 
-def dependents(table: Table, column: str) -> list[tuple[int, str]]:
+def dependents(table: SourceTable, column: str) -> list[tuple[int, str]]:
     """Oids and names of what depends on a column, but for indexes, constraints of NOT NULL, and
     triggers of ours."""
     return table.described(
@@ -180,7 +180,9 @@ def dependents(table: Table, column: str) -> list[tuple[int, str]]:
     )
 
 
-def index_definitions(table: Table, old: str, new: str, dims: tuple[int | None, int]) -> list[str]:
+def index_definitions(
+    table: SourceTable, old: str, new: str, dims: tuple[int | None, int]
+) -> list[str]:
     """Statements that build for one column the indexes that another one has, options and all."""
     shape = sql.Identifier("pg_temp", "nobackfill_shape")
     with table.connected() as changes, changes.attempt():

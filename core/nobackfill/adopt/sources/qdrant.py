@@ -2,20 +2,24 @@
 
 New vectors become a named vector of the same points: a deleted point takes its vector along.
 
-A point that is put again with the old vector alone loses its new one and is pending. Only who
-writes the old named vector alone (`update_vectors`) leaves a new one that is no longer of it: it is
-found when it is verified, up to the flip.
+A point that is put again with the old vector alone loses its new one and is pending. A writer of
+the old named vector alone (`update_vectors`) leaves a new one that is no longer of it: it is found
+when it is verified, up to the flip.
 """
 
+import os
+import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nobackfill.adopt.maps import normalised
 from nobackfill.adopt.sources.source import (
-    Column,
+    STATUSES,
+    ColumnValues,
     Facts,
     Rows,
     SearchMetric,
@@ -23,15 +27,117 @@ from nobackfill.adopt.sources.source import (
     Window,
     even,
     metric_of,
+    server_address,
 )
-from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
+from nobackfill.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidInputError,
+    NotFoundError,
+    UnavailableError,
+    few,
+)
 from nobackfill.extras import extra
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Vectors, normalised
 
 with extra("qdrant"):
     from qdrant_client import QdrantClient, models
+    from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
-    from nobackfill.adopt.sources.qdrant_place import Clients, id_of, order, refused
+
+# The variable that holds a server's key.
+KEY = "NOBACKFILL_QDRANT_KEY"
+_SECONDS = 60
+_FOLDERS: "weakref.WeakValueDictionary[Path, QdrantClient]" = weakref.WeakValueDictionary()
+
+
+class Clients:
+    """A client of a place for each process that asks: a forked one shares no connection. A folder
+    stays its opener's; another process is refused by BusyError."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._by_process: dict[int, QdrantClient] = {}
+
+    @property
+    def own(self) -> QdrantClient:
+        """Raises as `opened`."""
+        process = os.getpid()
+        if process not in self._by_process:
+            self._by_process[process] = open_client(self._place)
+        return self._by_process[process]
+
+
+def _forked() -> None:
+    """Forget the parent's client: closing it in a child would free the parent's lock."""
+    for client in _FOLDERS.values():
+        # Not closed yet, or a client of tests that locks nothing.
+        if (lock := getattr(client._client, "_flock_file", None)) is not None:
+            lock.close()
+    _FOLDERS.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def open_client(place: str) -> QdrantClient:
+    """A server's client, or that of a folder. Raises NotFoundError, ConfigurationError, BusyError.
+
+    Vectors are private: a server on another machine is asked by https:// only.
+    """
+    if "://" not in place:
+        if not (Path(place) / "meta.json").is_file():
+            raise NotFoundError(f"{place}: no folder of Qdrant's local mode is there")
+        return _folder(Path(place).resolve())
+    server_address(place, "qdrant", KEY)
+    key = os.environ.get(KEY)
+    # Its check of versions asks the server before anybody wants to know, and warns.
+    return QdrantClient(url=place, api_key=key, timeout=_SECONDS, check_compatibility=False)
+
+
+def _folder(path: Path) -> QdrantClient:
+    """A folder has one client in a process: it locks what it opens, until nobody uses it."""
+    found = _FOLDERS.get(path)
+    if found is None:
+        with refused(str(path)):
+            found = QdrantClient(path=str(path), force_disable_check_same_thread=True)
+        _FOLDERS[path] = found
+        weakref.finalize(found, found._client.close)
+    return found
+
+
+def id_of(name: str) -> int | str | None:
+    """A point's id from its text; None where no point can have it."""
+    if name.isascii() and name.isdecimal() and str(int(name)) == name:
+        return int(name)
+    try:
+        return name if str(uuid.UUID(name)) == name else None
+    except ValueError:
+        return None
+
+
+def key_order(key: Any) -> tuple[bool, Any]:
+    """Numbers come before UUIDs."""
+    return (False, key) if isinstance(key, int) else (True, uuid.UUID(str(key)).int)
+
+
+@contextmanager
+def refused(name: str) -> Iterator[None]:
+    """Errors of Qdrant in the block become ours."""
+    try:
+        yield
+    except UnexpectedResponse as error:
+        ours = STATUSES.get(error.status_code or 0, InvalidInputError)
+        raise ours(f"{name}: Qdrant says: {error.status_code} {error.content[:200]!r}") from error
+    except ResponseHandlingException as error:
+        raise UnavailableError(f"{name}: Qdrant does not answer ({error})") from error
+    except KeyError as error:
+        # The local mode's way to say that a point is not there.
+        raise NotFoundError(f"{name}: no point {error}") from error
+    except (ValueError, RuntimeError) as error:
+        kind = BusyError if "already accessed" in str(error) else InvalidInputError
+        raise kind(f"{name}: Qdrant says: {error}") from error
+
 
 _PAGE = 500
 # Vectors that differ less are the same: a collection may keep halves.
@@ -109,10 +215,10 @@ class QdrantSource:
     def read(self, window: Window) -> Rows:
         return self.rows(self.vector, window)
 
-    def column(self, window: Window, name: str) -> Column:
+    def column(self, window: Window, name: str) -> ColumnValues:
         found = [(p.id, (p.payload or {}).get(name)) for p in self._points(window, payload=[name])]
         pairs = [(str(key), str(value)) for key, value in found if value not in (None, "")]
-        return Column([key for key, _ in pairs], [value for _, value in pairs])
+        return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
 
     def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
         with refused(self._name):
@@ -227,7 +333,7 @@ class QdrantSource:
                     with_vectors=False if vector is None else self._wanted(vector),
                 )  # fmt: skip
             for point in points:
-                if window.last is not None and order(point.id) >= order(window.last):
+                if window.last is not None and key_order(point.id) >= key_order(window.last):
                     return
                 yield point
             if offset is None:

@@ -1,4 +1,7 @@
-"""What a store that lives elsewhere is asked for: one Protocol to read it, one to write beside."""
+"""The interface of a store that lives elsewhere: one Protocol to read it, one to write beside.
+
+Below are the checks, marks and addresses that several sources share.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,15 +9,29 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
 from nobackfill.digests import SPACE
-from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, few
+from nobackfill.errors import (
+    BusyError,
+    ConfigurationError,
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    NotPermittedError,
+    UnavailableError,
+    few,
+)
+from nobackfill.loopback import is_loopback
 from nobackfill.vectors import Vectors
 
 # Metrics of stores; a larger "inner_product" is nearer.
 SearchMetric = Literal["cosine", "squared_l2", "inner_product", "l1"]
+# What a model reads where it reads queries otherwise than what they find.
+DOCUMENTS, QUERIES = "documents", "queries"
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnValues:
     """Values of one other column of a window, by key."""
 
     ids: list[str]
@@ -150,7 +167,7 @@ class Source(Protocol):
     def read(self, window: Window) -> Rows:
         """Items of a window with their vectors. Raises InvalidInputError where dims differ."""
 
-    def column(self, window: Window, name: str) -> Column:
+    def column(self, window: Window, name: str) -> ColumnValues:
         """Another column's values as text, of items where it is not empty."""
 
     def beside(self, target: Target) -> Beside:
@@ -167,6 +184,18 @@ class WarningSource(Source, Protocol):
 
     def warnings(self, to: str) -> list[str]:
         """Sentences that warn of side effects of writing vectors under this name."""
+
+
+@runtime_checkable
+class EmbeddedSource(Source, Protocol):
+    """A source that `nobackfill embed` may have written."""
+
+    def seconds_per_item(self) -> float | None:
+        """What embedding an item took, where that was measured."""
+
+    def reads(self) -> str:
+        """Which texts a model that reads queries otherwise was given (see Embedder); empty for one
+        that reads all alike."""
 
 
 @runtime_checkable
@@ -291,3 +320,29 @@ def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where
             f"{lengths[other]} in {ids[other]!r}; are these two models' vectors?"
         )
     return np.asarray(vectors, np.float32).reshape(len(vectors), lengths[0] if lengths else 0)
+
+
+# What a status of HTTP means; all others say that the request is unfit.
+STATUSES: dict[int, type[NobackfillError]] = {
+    401: NotPermittedError, 403: NotPermittedError, 404: NotFoundError, 429: BusyError,
+    500: UnavailableError, 502: UnavailableError, 503: UnavailableError, 504: UnavailableError,
+}  # fmt: skip
+
+
+def server_address(place: str, kind: str, key: str) -> SplitResult:
+    """The parts of https://HOST:PORT, or of http:// on this machine: vectors are private.
+
+    `key`: the variable that a server's key belongs into. Raises ConfigurationError.
+    """
+    try:
+        parts = urlsplit(place)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address") from error
+    if "@" in parts.netloc:
+        raise ConfigurationError(f"{kind}: expected no password in the address, but a key in {key}")
+    if parts.scheme not in ("http", "https") or not host:
+        raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address")
+    if parts.scheme == "http" and not is_loopback(host):
+        raise ConfigurationError(f"{kind}: expected https://{host}; vectors are private")
+    return parts

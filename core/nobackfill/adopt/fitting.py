@@ -1,4 +1,4 @@
-"""What `nobackfill fit` does: pairs and queries read, a verdict, a map, a page."""
+"""The work of `nobackfill fit`: pairs and queries read, a verdict made, files written."""
 
 import time
 from dataclasses import asdict, dataclass, replace
@@ -8,22 +8,30 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from nobackfill.adopt.cards import Card, read_card
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.cli.items import not_read_as, open_items
-from nobackfill.adopt.converters import Opened, open_converter, publish
-from nobackfill.adopt.embedding.embedder import DOCUMENTS
-from nobackfill.adopt.figures import Queries
+from nobackfill.adopt.converters import (
+    Card,
+    VerifiedConverter,
+    open_converter,
+    publish,
+    read_card,
+    upgrade_of,
+)
 from nobackfill.adopt.joining import save_joining
-from nobackfill.adopt.maps import Map, save_map
+from nobackfill.adopt.judgement import Queries
+from nobackfill.adopt.maps import Map, open_trainer, save_map
 from nobackfill.adopt.page import duration, render
 from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
-from nobackfill.adopt.residual import open_trainer
 from nobackfill.adopt.sources.arrays import ArraySource
-from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.parquet import ParquetSource
-from nobackfill.adopt.sources.source import Source, Target, fingerprint_of, same_model
-from nobackfill.adopt.transform import upgrade_of
+from nobackfill.adopt.sources.opening import not_read_as, open_items, open_source
+from nobackfill.adopt.sources.source import (
+    DOCUMENTS,
+    EmbeddedSource,
+    Source,
+    Target,
+    fingerprint_of,
+    same_model,
+)
 from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import CannotWriteError, InvalidInputError, few
@@ -39,7 +47,7 @@ _Models = tuple[str | None, str | None]
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FitAnswer:
     """For a machine, and for a person."""
 
     answer: dict[str, object]
@@ -47,7 +55,7 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class Files:
+class FitFiles:
     """What is written, as far as it is wanted: the map, the same for a release, the joining, the
     page, a publication with the card of what is published; and what is read: a converter, and its
     publisher's root."""
@@ -62,10 +70,10 @@ class Files:
     root: Path | None = None
 
 
-def run(
+def fit_and_judge(
     old: str,
     new: str,
-    files: Files,
+    files: FitFiles,
     queries_old: str | None,
     queries_new: str | None,
     items_there: bool,
@@ -73,7 +81,7 @@ def run(
     also: str | None = None,
     key: str | None,
     vector: str | None,
-) -> Fitted:
+) -> FitAnswer:
     """Raises InvalidInputError for pairs and queries that do not fit, and what sources raise."""
     _check(files, also)
     trainer = None if also is None else open_trainer(also)
@@ -125,10 +133,10 @@ def run(
     answer = asdict(verdict) | {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
     del answer["joining"]
     answer |= {"map": str(files.out), "without_old": matched.without_old, "steps": steps}
-    return Fitted(answer, lines)
+    return FitAnswer(answer, lines)
 
 
-def _check(files: Files, also: str | None) -> None:
+def _check(files: FitFiles, also: str | None) -> None:
     """What needs no vectors, before it takes minutes."""
     if (files.publication is None) != (files.card is None):
         raise InvalidInputError("expected --publish and --card together")
@@ -156,14 +164,14 @@ def _sides(old: Source, new: Source, matched: Matched) -> list[str]:
     return said
 
 
-def _converter(files: Files, models: _Models) -> Opened | None:
+def _converter(files: FitFiles, models: _Models) -> VerifiedConverter | None:
     if files.converter is None:
         return None
     return open_converter(files.converter, root=files.root, old=models[0], new=models[1])
 
 
 def _written(
-    files: Files,
+    files: FitFiles,
     verdict: Verdict,
     pairs: Pairs,
     models: _Models,
@@ -192,7 +200,7 @@ def _written(
     return lines
 
 
-def _steps(way: str, files: Files) -> list[str]:
+def _steps(way: str, files: FitFiles) -> list[str]:
     """How to go the recommended way, as far as `carry` and `nobackfill.serve` go it."""
     if way in ("stay", "re-embed"):
         return []
@@ -200,7 +208,7 @@ def _steps(way: str, files: Files) -> list[str]:
     if way == "map":
         return steps
     if files.joining is None:
-        steps = ["next: run this `fit` again with --joining joining.npz", *steps]
+        steps = ["next: fit_and_judge this `fit` again with --joining joining.npz", *steps]
     natives, joining = "natives.db", files.joining or "joining.npz"
     items = ", items=ITEMS" if way == "lazily" else ""
     return [
@@ -235,7 +243,7 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
 
 
 def _seconds(source: Source) -> float | None:
-    return source.seconds_per_item() if isinstance(source, ParquetSource) else None
+    return source.seconds_per_item() if isinstance(source, EmbeddedSource) else None
 
 
 def _carry_seconds(address: str, source: Source, pairs: Pairs) -> float | None:

@@ -1,4 +1,7 @@
-"""`nobackfill`: inspect, sample, embed, fit and carry for vectors that live elsewhere."""
+"""The command `nobackfill`: inspect, sample, embed, fit and carry for vectors that live elsewhere.
+
+Each command imports what it needs when it runs, so `--help` stays quick.
+"""
 
 import json
 import sys
@@ -9,18 +12,38 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.adopt.cli.pixels import (
-    FitOption,
-    Interpolating,
-    Mean,
-    Shortest,
-    Size,
-    Std,
-    given,
-)
 from nobackfill.errors import InvalidInputError, NobackfillError
+from nobackfill.framing import Fit, Interpolation
 from nobackfill.terminal import visible
 from nobackfill.version_option import Version
+
+FitOption = Annotated[
+    Fit | None,
+    typer.Option(
+        "--fit",
+        help="Pictures of another aspect: sides scaled by themselves, the middle, or all on black.",
+    ),
+]
+Size = Annotated[
+    int | None, typer.Option(min=1, max=4096, help="Pixels a side, where the graph leaves it open.")
+]
+Shortest = Annotated[
+    int | None,
+    typer.Option(min=1, max=4096, help="With --fit crop: the shortest side before; default: size."),
+]
+Interpolating = Annotated[
+    Interpolation | None, typer.Option("--interpolation", help="How pictures are scaled.")
+]
+Mean = Annotated[
+    tuple[float, float, float] | None, typer.Option(help="Taken off pixels of 0 to 1.")
+]
+Std = Annotated[tuple[float, float, float] | None, typer.Option(help="What that is divided by.")]
+
+
+def given_options(**options: object) -> dict[str, object]:
+    """Leave out the options that were not given."""
+    return {name: value for name, value in options.items() if value is not None}
+
 
 _EPILOG = """
 In order, for a table of texts whose vectors came from an older model:
@@ -79,10 +102,10 @@ def inspect(
     source: SourceArgument, key: Key = None, vector: Vector = None, as_json: Json = False
 ) -> None:
     """Tell what is there: count, dimension, norms, duplicates, NaN, drift."""
-    from nobackfill.adopt import inspection
+    from nobackfill.adopt import pairs
     from nobackfill.adopt.sources.opening import open_source
 
-    found = inspection.inspect(open_source(source, key=key, vector=vector))
+    found = pairs.inspect(open_source(source, key=key, vector=vector))
     _answer(as_json, asdict(found), found.sentences)
 
 
@@ -98,15 +121,15 @@ def sample(
     vector: Vector = None,
 ) -> None:
     """Choose the items to embed again: spread over the old model's space."""
-    from nobackfill.adopt import sampling
-    from nobackfill.adopt.cli.items import open_items
+    from nobackfill.adopt import pairs
     from nobackfill.adopt.pairs import read_all
+    from nobackfill.adopt.sources.opening import open_items
     from nobackfill.durable import write_file
 
     rows = read_all(open_items(source, source, key=key, vector=vector))
     if not len(rows):
         raise InvalidInputError(f"{source}: expected items with vectors, found none")
-    ids = sampling.sample(rows, min(count, len(rows)), seed)
+    ids = pairs.sample(rows, min(count, len(rows)), seed)
     if strange := next((name for name in ids if "\n" in name or "\r" in name), None):
         raise InvalidInputError(f"{source}: expected ids of one line, got {strange!r}")
     text = "".join(f"{name}\n" for name in ids)
@@ -116,7 +139,7 @@ def sample(
         write_file(out, text.encode())
         print(visible(f"{len(ids)} of {len(rows)} ids in {out}"))
     # Beside the ids, which may go into a pipe.
-    print(sampling.covered(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
+    print(pairs.covered(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
 
 
 @app.command()
@@ -163,16 +186,42 @@ def embed(
     How an ONNX file wants pictures is read from FILE.json beside it, or from what transformers,
     open_clip or timm exported there, and told; --fit and what follows say it otherwise.
     """
-    from nobackfill.adopt.cli.embedding import How, run
+    from nobackfill.adopt.embedding.embedder import QueryEmbedder, open_embedder, reading_of
+    from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 
-    pixels = given(
+    pixels = given_options(
         fit=fit, size=size, shortest=shortest, interpolation=interpolation, mean=mean, std=std
     )
-    how = How(model, model_name, patience, queries, query_encoder, query_model_name, pixels)
-    line, refused = run(
-        items, out, how, column=column, key=key, only=only, batch=batch, show=_progress
+    wanted = None if only is None else _ids(only)
+    found = read_items(items, column=column, key=key, only=wanted)
+    if wanted is not None and (lost := sorted(wanted - set(found.ids))):
+        _tell(f"{len(lost)} ids have no item, the first: {lost[0]}")
+    if found.others:
+        _tell(f"left out, hidden or no pictures by their names: {found.others}")
+    embedder = open_embedder(
+        model, name=model_name, patience=patience, queries=queries, pixels=pixels
     )
-    print(visible(line))
+    if told := reading_of(embedder):
+        _tell(told)
+    if query_encoder is not None:
+        called = query_model_name or model_name
+        encoder = open_embedder(query_encoder, name=called, patience=patience, queries=True)
+        embedder = QueryEmbedder(embedder, encoder)
+    refused: dict[str, str] = {}
+    try:
+        made = embed_into(
+            out,
+            found,
+            embedder,
+            batch=batch,
+            progress=_progress(len(found.ids)),
+            refuse=refused.__setitem__,
+        )
+    finally:
+        for name, why in refused.items():
+            _tell(f"{name}: {why}")
+    count = f"{len(refused)} refused, " if refused else ""
+    print(visible(f"{made} embedded, {count}{len(found.ids) - len(refused)} in {out}"))
     if refused:
         raise typer.Exit(InvalidInputError.exit_code)
 
@@ -215,10 +264,10 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Fit maps, judge five ways to go on against staying, and say which one is best."""
-    from nobackfill.adopt.cli.fitting import Files, run
+    from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
-    files = Files(out, onnx, joining, report, publish, card, converter, root)
-    found = run(
+    files = FitFiles(out, onnx, joining, report, publish, card, converter, root)
+    found = fit_and_judge(
         old, new, files, queries_old, queries_new, not items_gone, also=also, key=key, vector=vector
     )
     _answer(as_json, found.answer, found.lines)
@@ -261,10 +310,10 @@ def carry(
     column has every row updated, which fires the table's UPDATE triggers; table:NAME updates none.
     """
     from nobackfill.adopt import carrying
-    from nobackfill.adopt.cli.fitting import VERDICT
-    from nobackfill.adopt.cli.items import open_items
-    from nobackfill.adopt.cli.mapping import mapping_for
+    from nobackfill.adopt.converters import mapping_for
+    from nobackfill.adopt.fitting import VERDICT
     from nobackfill.adopt.maps import NEW_MODEL
+    from nobackfill.adopt.sources.opening import open_items
     from nobackfill.adopt.sources.source import Target, WarningSource
 
     opened = open_items(source, source, key=key, vector=vector)
@@ -292,6 +341,17 @@ def carry(
         *(f"  {step}" for step in done.steps),
     ]
     _answer(as_json, {**asdict(done), "notes": said}, lines)
+
+
+def _tell(line: str) -> None:
+    print(visible(line), file=sys.stderr)
+
+
+def _ids(path: Path) -> set[str]:
+    try:
+        return set(path.read_text("utf-8-sig").split("\n")) - {""}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{path}: cannot be read ({error})") from error
 
 
 def _progress(total: int) -> Callable[[int], None]:

@@ -1,0 +1,619 @@
+"""The two places for new vectors in PostgreSQL: a column of the same rows, or a table of their own.
+
+A table of their own leaves the rows of the old one as they are, whatever indexes it has. A writer
+to a key of the old table leaves an empty vector for that key in the new one, by a trigger. The
+unique key makes the writer and the carrying wait for one another, so that one comes first.
+Carrying fills what is not there, and what is empty and has not been emptied again since it was
+read.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import LiteralString, Protocol
+
+import numpy as np
+
+from nobackfill.adopt.sources.postgres_rows import Packable, packed, parsed, products_of, written
+from nobackfill.adopt.sources.source import Rows, SearchMetric, Target, Window
+from nobackfill.errors import AlreadyExistsError, BusyError, InvalidInputError, few
+from nobackfill.extras import extra
+from nobackfill.vectors import Vectors
+
+with extra("adopt"):
+    from psycopg import errors as states
+    from psycopg import sql
+
+    from nobackfill.adopt.sources.postgres_dependents import (
+        Moves,
+        dependents,
+        grants,
+        index_definitions,
+        moves,
+        owner,
+        security,
+    )
+    from nobackfill.adopt.sources.postgres_table import Changes, SourceTable, note
+
+
+# `--to table:NAME`.
+PREFIX = "table:"
+
+
+def make_table(table: SourceTable, vector: str, target: Target) -> bool:
+    """The table beside, made or found again; whether it is the one that was flipped to. Raises
+    AlreadyExistsError."""
+    names = table_names(table, vector, target.name)
+    of = {"of": names["function"].as_string()}
+    mark = {"nobackfill": target.mark, **of}
+    with table.changing() as changes:
+        made = table.said_beside(names["beside"])
+        flipped = {"carried": target.mark, **of}
+        if made is not None and {name: made.get(name) for name in flipped} == flipped:
+            return True
+        if made is not None and {name: made.get(name) for name in mark} != mark:
+            raise AlreadyExistsError(
+                f"{table.name}: table {target.name.removeprefix(PREFIX)!r} exists already and was "
+                "not made by this map; choose another --to, or remove it with --rollback"
+            )
+        _, states = table.watching(names["function"])
+        if made is None:
+            _make(changes, names, target, mark)
+        elif len(states) != len(_EVENTS) or "D" in states:
+            raise AlreadyExistsError(
+                f"{table.name}: nothing has emptied what is stale in table "
+                f"{target.name.removeprefix(PREFIX)!r} since its triggers are gone or disabled; "
+                "remove it with --rollback and carry again"
+            )
+        name = table.trigger_name(vector, target.name)
+        events = {name + end: event for end, event in _EVENTS.items()}
+        changes.watch(table.trigger_body(_BODY, **names), events, **names)
+    return False
+
+
+def _make(
+    changes: Changes, names: dict[str, sql.Identifier], target: Target, mark: dict[str, str]
+) -> None:
+    dim = sql.SQL(str(int(target.dim)))
+    # As a query's, the key's column has the type and the collation of the old one.
+    changes.run("CREATE TABLE {beside} AS SELECT {key} FROM {table} WITH NO DATA", **names)
+    changes.run("ALTER TABLE {beside} ADD PRIMARY KEY ({key})", **names)
+    changes.run("ALTER TABLE {beside} ADD COLUMN {old} {type}({dim})", dim=dim, **names)
+    # All but what is emptied later is passed over.
+    changes.run("CREATE INDEX {empty_name} ON {beside} ({key}) WHERE {old} IS NULL", **names)
+    mark_and_model = note(model=target.model, **mark)
+    changes.run("COMMENT ON TABLE {beside} IS {mark}", mark=mark_and_model, **names)
+    if target.model:
+        said = note(model=target.model)
+        changes.run("COMMENT ON COLUMN {beside}.{old} IS {said}", said=said, **names)
+    changes.owned("TABLE", names["beside"])
+
+
+_BODY: LiteralString = """
+  IF TG_OP = 'TRUNCATE' THEN
+    TRUNCATE {beside};
+  END IF;
+  IF TG_OP IN ('DELETE', 'UPDATE') THEN
+    INSERT INTO {beside} ({key}, {old}) VALUES (OLD.{key}, NULL)
+    ON CONFLICT ({key}) DO UPDATE SET {old} = NULL;
+  END IF;
+  IF TG_OP = 'INSERT' OR TG_OP = 'UPDATE' AND NOT NEW.{key} {equals} OLD.{key} THEN
+    INSERT INTO {beside} ({key}, {old}) VALUES (NEW.{key}, NULL)
+    ON CONFLICT ({key}) DO UPDATE SET {old} = NULL;
+  END IF;
+  RETURN NULL;
+END"""
+_EVENTS: dict[str, LiteralString] = {
+    "": "AFTER INSERT OR DELETE ON {table} FOR EACH ROW",
+    "_changed": "AFTER UPDATE ON {table} FOR EACH ROW "
+    "WHEN (OLD.{old} IS DISTINCT FROM NEW.{old} OR OLD.{key} IS DISTINCT FROM NEW.{key})",
+    "_emptied": "AFTER TRUNCATE ON {table} FOR EACH STATEMENT",
+}
+
+
+def remove_table(table: SourceTable, vector: str, name: str) -> bool:
+    """Take it back; whether there was one of this source's."""
+    names = table_names(table, vector, name)
+    with table.changing() as changes:
+        made = table.said_beside(names["beside"])
+        ours = made is not None and made.get("of") == names["function"].as_string()
+        # A flipped store searches these vectors: they cannot be rolled back.
+        if made is None or not ours or "nobackfill" not in made:
+            return False
+        changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
+        changes.run("DROP TABLE {beside}", **names)
+    return True
+
+
+def table_names(table: SourceTable, vector: str, name: str) -> dict[str, sql.Identifier]:
+    """Quoted: the table beside, its column and its type, the trigger function, the index of what is
+    empty."""
+    beside = name.removeprefix(PREFIX)
+    trigger = table.trigger_name(vector, PREFIX + beside)
+    return {
+        "old": sql.Identifier(vector),
+        "type": table.of_pgvector(table.kind(vector)),
+        "beside": sql.Identifier(table.schema, beside),
+        "function": sql.Identifier(table.schema, trigger),
+        "empty_name": sql.Identifier(f"{trigger}_empty"),
+        "empty": sql.Identifier(table.schema, f"{trigger}_empty"),
+    }
+
+
+# pgvector's own bound for its HNSW index on `vector`; halfvec reaches twice as far.
+_INDEXED_DIM = 2000
+# As many rows are found by their keys, one by one.
+_FEW = 1000
+# As long as carrying waits while it holds rows that others may wait for: a second after they began,
+# PostgreSQL would look for a deadlock, and end one of both.
+WAIT = "50ms"
+# Then it lets go for so many seconds, and what is pending is the next sweep's.
+LET_GO = 0.5
+# How to flip where others write.
+HOW: LiteralString = (
+    "in the same moment either `carry` with --flip, or let nobody write, carry once more, and run:"
+)
+# By its operator classes; a table's own sparse or binary ones are of other columns.
+_NAMES: Mapping[str, SearchMetric] = {
+    "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product", "l1": "l1",
+}  # fmt: skip
+METRICS: Mapping[str, SearchMetric] = {
+    f"{kind}_{name}_ops": metric
+    for kind in ("vector", "halfvec")
+    for name, metric in _NAMES.items()
+}
+
+
+# A row that is still as it was read, after what should have written it.
+_AS_READ: LiteralString = (
+    "SELECT FROM {table} t JOIN nobackfill_pass p ON t.ctid = p.place AND t.xmin = p.writer "
+    "AND t.tableoid = p.relation LIMIT 1"
+)
+
+
+class Columns(Protocol):
+    """The source whose old column it is."""
+
+    vector: str
+
+    @property
+    def metric(self) -> SearchMetric | None: ...
+
+    @property
+    def halves(self) -> bool: ...
+
+    def filled(self, column: str) -> int: ...
+
+    def rows(self, column: str, window: Window, missing: str | None = None) -> Rows: ...
+
+
+class PgvectorBeside:
+    """See Flippable; `names`: both columns and the trigger function, quoted."""
+
+    put_by_writers = False
+
+    @property
+    def at_once(self) -> int:
+        """Two transactions side by side keep each other's dead rows, and an index of vectors costs
+        more than the second one brings."""
+        return 1 if self._table.indexes(self._source.vector) else 2
+
+    def __init__(
+        self,
+        source: Columns,
+        table: SourceTable,
+        names: dict[str, sql.Identifier],
+        target: Target,
+        flipped: bool,
+    ) -> None:
+        self._source, self._table, self._names, self._target = source, table, names, target
+        self.flipped = flipped
+
+    def pending(self, window: Window) -> Rows:
+        return self._source.rows(self._source.vector, window, missing=self._target.name)
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Into rows that nobody has written since they were read. In passes: see PASSES."""
+        try:
+            self._write(rows, written(rows.seen, vectors))
+        except BusyError:
+            # A transaction is open that wrote to one of them: the rest stays pending.
+            time.sleep(LET_GO)
+
+    def _write(self, rows: Rows, passes: Iterator[bytes]) -> None:
+        ids, kind = rows.ids, sql.SQL(self._table.key_type)
+        # The window again, for nothing is known of how full the other table is. A few rows may lie
+        # anywhere in it.
+        which = self._table.composed(
+            "t.{key} = ANY({ids}::{kind}[])"
+            if len(ids) <= _FEW
+            else "t.{key} BETWEEN {first}::{kind} AND {last}::{kind}",
+            ids=ids,
+            first=ids[0],
+            last=ids[-1],
+            kind=kind,
+        )
+        with self._table.connected() as changes:
+            for rows_of_pass in passes:
+                # All of a transaction: behind a pooler the next one may have another session.
+                with changes.transaction(WAIT):
+                    changes.run(
+                        "CREATE TEMPORARY TABLE nobackfill_pass "
+                        "(place tid, writer xid, relation oid, new {vector})"
+                    )
+                    changes.copy(sql.Identifier("nobackfill_pass"), rows_of_pass)
+                    # Through the key's index, which clears pages of what is dead as it goes.
+                    changes.run("SET LOCAL enable_tidscan = off")
+                    done = changes.run(
+                        "UPDATE {table} t SET {new} = p.new FROM nobackfill_pass p "
+                        "WHERE t.ctid = p.place AND t.xmin = p.writer AND t.tableoid = p.relation "
+                        "AND {which}",
+                        which=which,
+                        **self._names,
+                    )
+                    if not done and changes.all(_AS_READ):
+                        raise InvalidInputError(
+                            f"{self._table.name}: its rows cannot be changed: a trigger or a rule "
+                            "of the table drops each UPDATE; have it let the column "
+                            f"{self._target.name!r} pass, or carry into a table of their own "
+                            "(--to table:NAME)"
+                        )
+                    changes.run("DROP TABLE pg_temp.nobackfill_pass")
+
+    def read(self, window: Window) -> Rows:
+        return self._source.rows(self._target.name, window)
+
+    def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
+        return products_of(
+            self._table.copied(
+                "SELECT t.{key}::text, t.{new} {product} {probe}::{vector} FROM {table} t "
+                "WHERE t.{new} IS NOT NULL AND {within} ORDER BY t.{key}",
+                probe=str(probe.tolist()),
+                within=self._table.within(window, "t"),
+                **self._names,
+            )
+        )
+
+    def count(self) -> int:
+        return self._source.filled(self._target.name)
+
+    def build_indexes(self) -> None:
+        if left := self._moves().left:
+            raise InvalidInputError(f"{self._table.name}: {_left(self._source.vector, left)}")
+        if len(self._table.valid_indexes(self._target.name)) < len(self._indexes()):
+            for statement in self._indexes():
+                self._table.run_alone(statement)
+
+    def flip(self) -> AbstractContextManager[None]:
+        return self._table.flipping(self._flip)
+
+    def left(self) -> list[str]:
+        return []
+
+    def finish(self) -> list[str]:
+        if self.flipped:
+            return []
+        if left := self._moves().left:
+            return [*self._indexes(), _left(self._source.vector, left)]
+        return [
+            *self._indexes(),
+            "switch the queries to the new model; " + HOW,
+            f"BEGIN; {'; '.join(self._flip())}; COMMIT",
+        ]
+
+    def _moves(self) -> Moves:
+        return moves(self._table, self._source.vector, self._dims)
+
+    @property
+    def _dims(self) -> tuple[int | None, int]:
+        return self._table.dim(self._source.vector), self._target.dim
+
+    def _indexes(self) -> list[str]:
+        """As the old column has them; one where it has none, or where they are none of longer
+        vectors."""
+        old, new, found = self._source.vector, self._target.name, list[str]()
+        if self._target.dim <= _INDEXED_DIM or self._source.halves:
+            found = index_definitions(self._table, old, new, self._dims)
+        index = index_of(self._table, self._source, self._names["new"], self._target.dim)
+        return found or [f"{self._table.index_on()}hnsw {index.as_string()}"]
+
+    def _flip(self) -> list[str]:
+        """Statements of one transaction."""
+        text, names = self._table.text, self._names
+        kept = sql.Identifier(before(self._source.vector))
+        moved = self._moves()
+        demands = text(
+            "ALTER TABLE {table} ALTER COLUMN {old} DROP NOT NULL, ALTER COLUMN {new} SET NOT NULL",
+            **names,
+        )
+        return [
+            text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
+            unless(
+                self._table,
+                "EXISTS (SELECT FROM {table} WHERE {old} IS NOT NULL AND {new} IS NULL)",
+                "rows have no new vector yet: run nobackfill carry again, or with --flip",
+                **names,
+            ),
+            text("DROP FUNCTION {function}() CASCADE", **names),
+            # From now on it is the source's own: the next model's map reads it. By this map, rows
+            # are filled that have no new vector.
+            text(
+                "COMMENT ON COLUMN {table}.{new} IS {said}",
+                said=note(model=self._target.model, carried=self._target.mark),
+                **names,
+            ),
+            # From then on a writer sets one of both columns.
+            *([demands] if self._table.demands(self._source.vector) else []),
+            *moved.before,
+            text("ALTER TABLE {table} RENAME COLUMN {old} TO {kept}", kept=kept, **names),
+            text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
+            *moved.after,
+            unless(
+                self._table,
+                "EXISTS (SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid "
+                "AND attnum = refobjsubid WHERE refclassid = 'pg_class'::regclass "
+                "AND refobjid = {relation}::regclass AND attname = {kept} "
+                "AND classid <> 'pg_class'::regclass AND NOT EXISTS (SELECT FROM pg_trigger t "
+                "JOIN pg_proc p ON p.oid = tgfoid WHERE t.oid = objid "
+                "AND starts_with(proname, 'nobackfill_')))",
+                "something new depends on the old vectors: run nobackfill carry again",
+                relation=text("{here}"),
+                kept=before(self._source.vector),
+            ),
+        ]
+
+
+def _left(column: str, left: list[str]) -> str:
+    """Why nothing flips."""
+    return (
+        f"a flip would leave these with the old vectors of {column}: {few(left)}; drop them, carry "
+        "again and flip, and make them anew for the new vectors"
+    )
+
+
+def before(column: str) -> str:
+    """Name of the old vectors once the new ones have theirs."""
+    return f"{column}_before"
+
+
+def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names: object) -> str:
+    """A statement that ends a transaction by a sentence where a condition holds."""
+    body = table.text(
+        "BEGIN IF " + hindrance + " THEN RAISE EXCEPTION USING MESSAGE = {sentence}; END IF; END",
+        sentence=f"{table.name}: {sentence}",
+        **names,
+    )
+    return table.text("DO {body}", body=body)
+
+
+def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: int) -> sql.Composed:
+    """The bracketed expression of an HNSW index: by the old column's metric, of halves where its
+    own is."""
+    kind = "halfvec" if source.halves or dim > _INDEXED_DIM else "vector"
+    metric = source.metric or "cosine"
+    name = next(name for name, one in METRICS.items() if one == metric and name.startswith(kind))
+    indexed: sql.Composable = column
+    if kind != table.kind(source.vector):
+        indexed = sql.SQL("({}::{}({}))").format(column, table.of_pgvector(kind), sql.SQL(str(dim)))
+    return sql.SQL("({} {})").format(indexed, table.of_pgvector(name))
+
+
+# A row's place (tid) and its writer (xid), in binary; that of one that is not here.
+_SEEN = 10
+_NOWHERE = bytes(_SEEN)
+
+
+class PgvectorTable:
+    """See Flippable. A table with the key and the column of vectors, both called as in the old
+    one."""
+
+    # No index of the old table's learns of it.
+    at_once = 2
+    put_by_writers = False
+
+    def __init__(self, source: Columns, table: SourceTable, target: Target, flipped: bool) -> None:
+        self._source, self._table, self._target, self.flipped = source, table, target, flipped
+        self._names = table_names(table, source.vector, target.name)
+        # Windows that were written whole: what has come since was emptied first. And, of each
+        # thread, the one that it has read last.
+        self._whole: set[str] = set()
+        self._own = threading.local()
+
+    def pending(self, window: Window) -> Rows:
+        self._own.window = repr(window)
+        whole = self._own.window in self._whole
+        if not whole and not self._any(window):
+            # Looked for before the vectors are read: what is emptied after that is met by writing.
+            rows = parsed(
+                self._table.copied(
+                    "SELECT t.{key}::text, t.{old}::{vector}, t.{key} FROM {table} t "
+                    "WHERE t.{old} IS NOT NULL AND {within} ORDER BY t.{key}",
+                    within=self._table.within(window, "t"),
+                    **self._names,
+                ),
+                self._table.name,
+            )
+            return replace(rows, seen=[one + _NOWHERE for one in _bytes(rows.seen)])
+        found = self._table.copied(
+            "SELECT t.{key}::text, t.{old}::{vector}, t.{key}, "
+            "coalesce(b.place, '(0,0)'), coalesce(b.writer, '0') FROM {table} t {join} JOIN "
+            "(SELECT {key} AS key, ctid AS place, xmin AS writer, {old} IS NULL AS empty "
+            "FROM {beside} b WHERE {which} AND {within_beside}) b ON b.key = t.{key} "
+            "WHERE t.{old} IS NOT NULL AND b.empty IS NOT FALSE AND {within} ORDER BY t.{key}",
+            # Of a window that was carried, only what has been emptied since.
+            join=sql.SQL("INNER" if whole else "LEFT"),
+            which=sql.SQL("{} IS NULL" if whole else "true").format(self._names["old"]),
+            within=self._table.within(window, "t"),
+            within_beside=self._table.within(window, "b"),
+            **self._names,
+        )
+        return parsed(found, self._table.name)
+
+    def _any(self, window: Window) -> bool:
+        query = "SELECT EXISTS (SELECT FROM {beside} b WHERE {within})"
+        within = self._table.within(window, "b")
+        return bool(self._table.one(query, within=within, **self._names))
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        seen = _bytes(rows.seen)
+        keys, places = [one[:-_SEEN] for one in seen], [one[-_SEEN:] for one in seen]
+        if self._table.kind(self._source.vector) == "halfvec":
+            vectors = vectors.astype(np.float16)
+        try:
+            absent = all(place == _NOWHERE for place in places)
+            if not (absent and self._filled(keys, vectors)):
+                self._fill_some(keys, places, vectors)
+        except BusyError:
+            # A transaction is open that wrote to one of them: all stay pending.
+            time.sleep(LET_GO)
+            return
+        self._whole.add(self._own.window)
+
+    def _filled(self, keys: list[bytes], vectors: Packable) -> bool:
+        """At once, unless somebody has written to one of the keys since they were read."""
+        with self._table.connected() as changes:
+            try:
+                with changes.transaction(WAIT):
+                    changes.copy(self._names["beside"], packed(keys, vectors))
+            except states.UniqueViolation:
+                return False
+        return True
+
+    def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: Packable) -> None:
+        """Those that nobody has written to since."""
+        seen = [place[:6] for place in places], [place[6:] for place in places]
+        with self._table.connected() as changes, changes.transaction(WAIT):
+            changes.run(
+                "CREATE TEMPORARY TABLE nobackfill_window ON COMMIT DROP AS SELECT {key} AS key, "
+                "{old} AS new, ctid AS place, xmin AS writer FROM {beside} WITH NO DATA",
+                **self._names,
+            )
+            changes.copy(sql.Identifier("nobackfill_window"), packed(keys, vectors, *seen))
+            changes.run(
+                "INSERT INTO {beside} SELECT key, new FROM nobackfill_window "
+                "WHERE place = '(0,0)' ORDER BY key ON CONFLICT DO NOTHING",
+                **self._names,
+            )
+            changes.run(
+                "UPDATE {beside} b SET {old} = w.new FROM nobackfill_window w "
+                "WHERE b.{key} = w.key AND b.ctid = w.place AND b.xmin = w.writer",
+                **self._names,
+            )
+
+    def read(self, window: Window) -> Rows:
+        found = self._table.copied(
+            "SELECT b.{key}::text, b.{old}::{vector} FROM {beside} b "
+            "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
+            within=self._table.within(window, "b"),
+            **self._names,
+        )
+        return parsed(found, self._table.name)
+
+    def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
+        return products_of(
+            self._table.copied(
+                "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {beside} b "
+                "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
+                probe=str(probe.tolist()),
+                within=self._table.within(window, "b"),
+                **self._names,
+            )
+        )
+
+    def count(self) -> int:
+        query = "SELECT count(*) FROM {beside} WHERE {old} IS NOT NULL"
+        return int(self._table.one(query, **self._names))
+
+    def build_indexes(self) -> None:
+        indexed = self._table.one(
+            "SELECT EXISTS (SELECT FROM pg_index i JOIN pg_class c ON c.oid = indexrelid "
+            "JOIN pg_am m ON m.oid = relam WHERE indrelid = to_regclass({beside}) AND indisvalid "
+            "AND amname <> 'btree')",
+            beside=self._names["beside"].as_string(),
+        )
+        if not indexed:
+            self._table.run_alone(self._index())
+
+    def flip(self) -> AbstractContextManager[None]:
+        return self._table.flipping(self._flip)
+
+    def finish(self) -> list[str]:
+        if self.flipped:
+            return []
+        with self._table.connected() as changes:
+            # Of rows that went without a word to the trigger, as with a partition.
+            changes.run(
+                "DELETE FROM {beside} b WHERE {old} IS NOT NULL "
+                "AND NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
+                **self._names,
+            )
+        return [
+            self._index(),
+            *self.left(),
+            self._table.text(
+                "switch the queries to the new model, FROM {beside} JOIN {table} USING ({key}); "
+                + HOW,
+                **self._names,
+            ),
+            f"BEGIN; {'; '.join(self._flip())}; COMMIT",
+        ]
+
+    def left(self) -> list[str]:
+        old = [name for _, name in dependents(self._table, self._source.vector)]
+        return self._security()[1] + [f"the old vectors are still read by {few(old)}"][: len(old)]
+
+    def _security(self) -> tuple[list[str], list[str]]:
+        both = (self._table.key, self._source.vector)
+        return security(self._table, self._names["beside"], both)
+
+    def _index(self) -> str:
+        return self._table.text(
+            "CREATE INDEX CONCURRENTLY ON {beside} USING hnsw {index}",
+            index=index_of(self._table, self._source, self._names["old"], self._target.dim),
+            **self._names,
+        )
+
+    def _flip(self) -> list[str]:
+        """Statements of one transaction."""
+        text, names = self._table.text, self._names
+        beside, here = names["beside"].as_string(), text("{here}")
+        # By this map, rows are filled that have no new vector.
+        said = {"carried": self._target.mark, "of": names["function"].as_string()}
+        return [
+            text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
+            unless(
+                self._table,
+                "EXISTS (SELECT FROM {table} t LEFT JOIN {beside} b ON b.{key} = t.{key} "
+                "WHERE t.{old} IS NOT NULL AND b.{old} IS NULL)",
+                "rows have no new vector yet: run nobackfill carry again, or with --flip",
+                **names,
+            ),
+            text("DROP FUNCTION {function}() CASCADE", **names),
+            text("DROP INDEX {empty}", **names),
+            text(
+                "DELETE FROM {beside} b WHERE {old} IS NULL "
+                "OR NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
+                **names,
+            ),
+            text(
+                "ALTER TABLE {beside} ALTER COLUMN {old} SET NOT NULL, "
+                "ADD FOREIGN KEY ({key}) REFERENCES {table} ({key}) "
+                "ON UPDATE CASCADE ON DELETE CASCADE",
+                **names,
+            ),
+            text(
+                "COMMENT ON TABLE {beside} IS {said}",
+                said=note(model=self._target.model, **said),
+                **names,
+            ),
+            # Up to here it was its owner's alone.
+            *owner(self._table, beside),
+            *self._security()[0],
+            *grants(self._table, here, beside, (self._table.key, self._source.vector)),
+        ]
+
+
+def _bytes(seen: Sequence[object]) -> list[bytes]:
+    return [one for one in seen if isinstance(one, bytes)]
