@@ -13,8 +13,8 @@ from nobackfill.server.galleries.in_milvus import InMilvus
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
+from nobackfill.server.stores.milvus.columns import database_id, name_of
 from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
-from nobackfill.server.stores.milvus.names import database_id, name_of
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries

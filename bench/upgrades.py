@@ -24,8 +24,7 @@ from nobackfill.server.stores.postgresql.bulk import copy_in, copy_out
 from nobackfill.server.stores.postgresql.database import run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.upgrades.workers.processes import Processes
-from nobackfill.server.upgrades.workers.run import ByWorkers
-from nobackfill.server.upgrades.workers.workers import Workers
+from nobackfill.server.upgrades.workers.workers import ByWorkers, Workers
 
 # Items that `bare` holds at once.
 SLICE = 100_000

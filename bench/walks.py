@@ -41,7 +41,7 @@ import typer
 from bench import record
 from bench.harness import Table
 from nobackfill.client.device import Device
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
 from nobackfill.wire.values import to_value
 from tests.adopt.made import world, write_parquet
@@ -211,7 +211,7 @@ class Testbed:
         self._watched = False
         self.world = edge.World(folder / "world")
 
-    def gateway(self, name: str) -> tuple[Gateway, Path]:
+    def gateway(self, name: str) -> tuple[GatewayServer, Path]:
         """Start a gateway of release 1 with a gallery, and its publication; stop all others, whose
         loops would be counted."""
         self.closing.close()
@@ -227,11 +227,11 @@ class Testbed:
         return gateway, repo
 
     @cached_property
-    def shared(self) -> tuple[Gateway, Path]:
+    def shared(self) -> tuple[GatewayServer, Path]:
         """The gateway of puts and searches."""
         return self.gateway("shared")
 
-    def fill(self, gateway: Gateway, gallery: str) -> None:
+    def fill(self, gateway: GatewayServer, gallery: str) -> None:
         """Make a gallery of ITEMS images."""
         with Client(gateway.address) as client:
             client.create_when_idle(gallery)
@@ -239,7 +239,7 @@ class Testbed:
             errors = client.put(gallery, pictures, {name: {"colour": "red"} for name in pictures})
             assert not errors
 
-    def stubs(self, gateway: Gateway) -> Stubs:
+    def stubs(self, gateway: GatewayServer) -> Stubs:
         stubs = Stubs(gateway.address, None)
         self.closing.callback(stubs.channel.close)
         return stubs

@@ -33,12 +33,11 @@ from pydantic_core import PydanticUndefined
 
 from manual.commands import COMMANDS, application
 from nobackfill import errors
-from nobackfill.server.canary.canaries import Canaries
-from nobackfill.server.canary.series import CanarySeries
+from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.galleries.sizes import IndexSizes
 from nobackfill.server.grpc.loop import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.healing.series import HealingSeries
+from nobackfill.server.healing.healing import HealingSeries
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import StateFile
 
@@ -77,14 +76,14 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client sync": (f"{_CLIENT}.sync.sync:Report",),
     "edge-client verify": (f"{_CLIENT}.maintenance:verify",),
     "gateway activate": (f"{_V1}.release_pb2:ActivateReleaseResponse",),
-    "gateway audit": (f"{_SERVER}.cli.audit:audit", f"{_SERVER}.state:Deed"),
+    "gateway audit": (f"{_SERVER}.cli.data:audit", f"{_SERVER}.state:Deed"),
     "gateway backup": (f"{_SERVER}.backup:Summary",),
     "gateway estimate": (f"{_V1}.upgrade_pb2:EstimateUpgradeResponse",),
-    "gateway export": (f"{_SERVER}.cli.export:export",),
-    "gateway install-triton": (f"{_SERVER}.cli.install:install_triton",),
-    "gateway migrate": (f"{_SERVER}.cli.migrate:migrate",),
-    "gateway move": (f"{_SERVER}.cli.move:move", f"{_SERVER}.transfer:Transferred"),
-    "gateway put": (f"{_SERVER}.cli.put:put",),
+    "gateway export": (f"{_SERVER}.cli.data:export",),
+    "gateway install-triton": (f"{_SERVER}.cli.serve:install_triton",),
+    "gateway migrate": (f"{_SERVER}.cli.data:migrate",),
+    "gateway move": (f"{_SERVER}.cli.data:move", f"{_SERVER}.transfer:Transferred"),
+    "gateway put": (f"{_SERVER}.cli.galleries:put",),
     "gateway releases": (
         f"{_V1}.release_pb2:ListReleasesResponse",
         "nobackfill.release.manifest:Manifest",
@@ -103,15 +102,15 @@ JSON: Mapping[str, tuple[str, ...]] = {
         f"{_V1}.release_pb2:WatchCanaryResponse",
         f"{_V1}.upgrade_pb2:UpgradeProgress",
     ),
-    "nobackfill carry": (f"{_APP}.cli.app:carry", f"{_APP}.carrying:Carried"),
+    "nobackfill carry": (f"{_APP}.cli:carry", f"{_APP}.carrying:CarryResult"),
     "nobackfill fit": (
-        f"{_APP}.cli.fitting:run",
+        f"{_APP}.fitting:fit_and_judge",
         f"{_APP}.verdict:Verdict",
         f"{_APP}.verdict:Way",
-        f"{_APP}.verdict:Point",
-        f"{_APP}.healing:Healing",
+        f"{_APP}.verdict:CurvePoint",
+        f"{_APP}.judgement:HealingCurves",
     ),
-    "nobackfill inspect": (f"{_APP}.inspection:Inspection",),
+    "nobackfill inspect": (f"{_APP}.pairs:Inspection",),
     "publication keys": (f"{_PUBLISHING}.cli:keys",),
     "publication list": (f"{_PUBLISHING}.cli:list_command", f"{_PUBLISHING}.inspection:Entry"),
     "publication resign": (f"{_PUBLISHING}.cli:_tell_renewed",),
@@ -145,7 +144,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "a training's configuration": (f"{_TRAINING}.config:Config",),
     "audit.jsonl": (f"{_SERVER}.state:Deed",),
     "state.json": (f"{_SERVER}.state:State",),
-    "the file of fit --card": (f"{_APP}.cards:Card",),
+    "the file of fit --card": (f"{_APP}.converters:Card",),
     "the file of gateway serve --settings": (f"{_SERVER}.settings:Settings",),
 }
 
@@ -396,7 +395,7 @@ def _proto_defaults() -> dict[str, Any]:
     from nobackfill.server.grpc.services.gallery import DEFAULT_PAGE
     from nobackfill.server.healing.registration import _NUMBERS
     from nobackfill.server.state import Canary
-    from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
+    from nobackfill.server.upgrades.upgrading import DEFAULT_SPARE_CORES
 
     usual = {name: number for name, (_, _, number) in _NUMBERS.items()}
     canary = Canary(share=1)

@@ -21,7 +21,7 @@ from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 import pytest
 
 from nobackfill.release import trial
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from tests.support import trials
 
 # Modules that start processes, and functions of os.
@@ -102,7 +102,7 @@ class _Guard(MetaPathFinder):
 
     def pytest_collection_finish(self) -> None:
         self._collects = False
-        Gateway.start = self._start  # type: ignore[assignment]
+        GatewayServer.start = self._start  # type: ignore[assignment]
         sys.addaudithook(self._audit)
 
     def _start(self, _: object = None) -> None:
@@ -178,7 +178,7 @@ def _uses(value: object) -> Iterator[object]:
                     yield from _named(value.__globals__[name], names)
                 elif not value.__module__.startswith("nobackfill."):
                     yield from _named(_imported(name), names)
-        case type() if value is Gateway:
+        case type() if value is GatewayServer:
             yield _STARTER
         case type() if _is_ours(value.__module__):
             for part in value.__mro__:

@@ -77,8 +77,8 @@ ARROWS = {
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
-    "settings", "arenas", "descriptors", "state", "stores", "grpc", "publication", "catalog",
-    "vault", "triton", "embedding", "galleries", "canary", "storage", "transfer", "export",
+    "settings", "process_limits", "state", "stores", "grpc", "catalog", "vault",
+    "triton", "embedding", "galleries", "canary", "storage", "transfer", "export",
     "upgrades", "bulk", "healing", "serving", "rollout", "following", "grpc.services",
     "grpc.listener",
     "console", "gateway", "backup", "cli",

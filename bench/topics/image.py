@@ -18,7 +18,7 @@ from demo.load import SEARCH, write_requests
 from nobackfill.images import decode
 from nobackfill.release import paths
 from nobackfill.server.triton.client import TritonClient
-from nobackfill.server.triton.configuration import model_config
+from nobackfill.server.triton.models import model_config
 from nobackfill.server.triton.process import TritonProcess
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"

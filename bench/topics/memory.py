@@ -12,8 +12,8 @@ from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.arenas import bound_arenas
 from nobackfill.server.galleries.hosted_file import beginning
+from nobackfill.server.process_limits import bound_arenas
 from nobackfill.vectors import Vectors
 
 NOTE = (

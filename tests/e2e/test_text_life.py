@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nobackfill.adopt.cli import app
 from nobackfill.client import Device
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from tests.adopt.models import topical
 from tests.server.support import Client, ids, running
 from tests.support import trials
@@ -132,7 +132,7 @@ def test_a_map_of_others_models_upgrades_notes_and_is_taken_back(tmp_path: Path)
         again(gateway, client, after)
 
 
-def again(gateway: Gateway, client: Client, after: float) -> None:
+def again(gateway: GatewayServer, client: Client, after: float) -> None:
     """A release that was rolled back may be activated again."""
     client.swap(2)
     assert look(client) == pytest.approx(after, abs=1e-9)

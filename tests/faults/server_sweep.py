@@ -18,11 +18,11 @@ from nobackfill.errors import NobackfillError, NotFoundError
 from nobackfill.faults import FAULTS
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import trial
-from nobackfill.server.embedding.models import InProcessModels
+from nobackfill.server.embedding.embedding import InProcessModels
 from nobackfill.server.galleries.contents import Put
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.rollout.run import Event, Phase, Run
+from nobackfill.server.rollout.rollout import Event, Phase, RolloutRun
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import Canary, RolloutName
 from nobackfill.server.storage import storage_of
@@ -43,7 +43,7 @@ class Life:
     def __init__(self, top: Path) -> None:
         settings = Settings(model_repo=top / "repo", data=top / "data")
         self.top = top
-        self.gateway = Gateway(settings)
+        self.gateway = GatewayServer(settings)
         self.gateway.assemble(InProcessModels(top / "repo"), Metrics(), storage_of(settings))
         self.gateway.load()
 
@@ -53,7 +53,7 @@ class Life:
         if run is not None:
             check(self.followed(run)[-1].phase == Phase.DONE, "a resumed activation ends well")
 
-    def followed(self, run: Run) -> list[Event]:
+    def followed(self, run: RolloutRun) -> list[Event]:
         """All that it reports. A query meets its canary: without one it is not promoted."""
         events = []
         for event in run.events():

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.shares import digest, in_share
 from nobackfill.v1 import gallery_pb2
 from nobackfill.v1 import release_pb2 as pb
@@ -37,7 +37,7 @@ def note(number: int) -> dict[str, Scalar]:
 
 
 @pytest.fixture(scope="module")
-def gateway(near_trials: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def gateway(near_trials: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     """Gallery g of COUNT items in release 1, release 2 published for it."""
     top = tmp_path_factory.mktemp("console")
     stages = stages_of_run(tmp_path_factory)
@@ -54,7 +54,7 @@ def gateway(near_trials: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def searching(gateway: Gateway) -> Iterator[None]:
+def searching(gateway: GatewayServer) -> Iterator[None]:
     """Somebody searches meanwhile."""
     ended = threading.Event()
 
@@ -82,7 +82,7 @@ PAGES = {
 
 @pytest.mark.parametrize("size", [PHONE, DESKTOP])
 def test_every_page_keeps_its_structure(
-    browser: Browser, gateway: Gateway, size: tuple[int, int], tmp_path: Path
+    browser: Browser, gateway: GatewayServer, size: tuple[int, int], tmp_path: Path
 ) -> None:
     """First of all, before there was a swap."""
     with look.tab(browser, size) as page:
@@ -94,7 +94,7 @@ def test_every_page_keeps_its_structure(
 
 
 def test_an_operator_activates_compares_and_rolls_back(
-    browser: Browser, gateway: Gateway, searching: None, tmp_path: Path
+    browser: Browser, gateway: GatewayServer, searching: None, tmp_path: Path
 ) -> None:
     picture = tmp_path / "q.png"
     picture.write_bytes(png(images(COUNT)[4]))
@@ -137,7 +137,7 @@ def test_an_operator_activates_compares_and_rolls_back(
     assert gateway.state.now.active == 1
 
 
-def compare(page: Page, gateway: Gateway, picture: Path) -> None:
+def compare(page: Page, gateway: GatewayServer, picture: Path) -> None:
     """The playground: three columns, the same item first where vectors may meet at all."""
     asked: list[str] = []
 
@@ -165,7 +165,7 @@ def compare(page: Page, gateway: Gateway, picture: Path) -> None:
 
 
 def test_a_canary_is_watched_live_until_it_stops(
-    browser: Browser, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    browser: Browser, gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What both pairs answered, and, once the new one's model is broken, why it was stopped."""
     sessions = [f"session {n}" for n in range(20)]

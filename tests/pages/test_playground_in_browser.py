@@ -7,7 +7,7 @@ import httpx2
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from tests.pages import structure
 from tests.server.support import Client, images, running
 from tests.server.test_texts import published
@@ -19,7 +19,7 @@ COUNT = 12
 
 
 @pytest.fixture(scope="module")
-def gateway(near_trials: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def gateway(near_trials: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     """Gallery `both` of COUNT pictures in release 2, carried from release 1."""
     top = tmp_path_factory.mktemp("playground")
     published(top / "repo", 1, "both")
@@ -42,7 +42,9 @@ def first(page: Page, title: str) -> str:
     return column.locator("code").first.inner_text()
 
 
-def test_a_text_is_asked_of_old_and_new(browser: Browser, gateway: Gateway, tmp_path: Path) -> None:
+def test_a_text_is_asked_of_old_and_new(
+    browser: Browser, gateway: GatewayServer, tmp_path: Path
+) -> None:
     """The word w3 lies where the third picture does."""
     picture = tmp_path / "q.png"
     picture.write_bytes(png(images(20)[5]))
@@ -69,7 +71,7 @@ def test_a_text_is_asked_of_old_and_new(browser: Browser, gateway: Gateway, tmp_
             )
 
 
-def test_what_is_no_text_gets_a_sentence(gateway: Gateway) -> None:
+def test_what_is_no_text_gets_a_sentence(gateway: GatewayServer) -> None:
     at = gateway.console_address
     origin = at.split("/", 3)
     with httpx2.Client(headers={"Origin": f"{origin[0]}//{origin[2]}"}, timeout=30) as client:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nobackfill.server.bulk.filling import fill_by_ray
+from nobackfill.server.bulk import fill_by_ray
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
 from tests.server.support import Client, images, running

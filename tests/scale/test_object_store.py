@@ -12,8 +12,7 @@ from urllib.parse import quote
 import pytest
 
 from nobackfill.errors import InvalidInputError, NobackfillError, NotFoundError, UnavailableError
-from nobackfill.server.bulk.filling import fill
-from nobackfill.server.bulk.places import open_place
+from nobackfill.server.bulk import fill, open_place
 from tests.scale.conftest import cluster
 from tests.server.conftest import Stages
 from tests.server.process import command

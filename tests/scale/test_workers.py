@@ -12,7 +12,7 @@ from nobackfill.errors import ConfigurationError, UnavailableError
 from nobackfill.gallery.upgrade import Progress
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.upgrades.workers.processes import Processes
-from nobackfill.server.upgrades.workers.window import PIECE
+from nobackfill.server.upgrades.workers.workers import PIECE
 from tests.server.conftest import Stages
 from tests.support.carried import Carried
 from tests.support.ports import free_port

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.shares import digest, in_share
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire import Answer, Hit
@@ -25,7 +25,7 @@ SESSIONS = [f"session {n}" for n in range(24)]
 @pytest.fixture(scope="module")
 def served(
     stages: Stages, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Gateway, Client]]:
+) -> Iterator[tuple[GatewayServer, Client]]:
     """A gateway in release 1 with a gallery, beside which release 2 is published."""
     folder = tmp_path_factory.mktemp("canary")
     shutil.copytree(stages[1], folder / "repo")
@@ -38,7 +38,7 @@ def served(
 
 
 @pytest.fixture
-def client(served: tuple[Gateway, Client], near_gate: None) -> Iterator[Client]:
+def client(served: tuple[GatewayServer, Client], near_gate: None) -> Iterator[Client]:
     """The same for each test: release 1 answers all again when one has ended."""
     gateway, client = served
     yield client

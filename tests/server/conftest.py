@@ -11,7 +11,7 @@ from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.standing import withdraw
 from nobackfill.server.galleries.speed import Speed
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from tests.server.support import Client, images, running
 from tests.support import trials
 from tests.support.blocks import manifest, png, publish_block_release
@@ -104,7 +104,7 @@ def repo(stages: Stages, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def gateway(repo: Path, tmp_path: Path) -> Iterator[Gateway]:
+def gateway(repo: Path, tmp_path: Path) -> Iterator[GatewayServer]:
     """A gateway that serves release 1."""
     with running(repo, tmp_path / "data") as gateway:
         yield gateway
@@ -140,13 +140,13 @@ def gallery(shared: Client) -> str:
 
 
 @pytest.fixture
-def client(gateway: Gateway) -> Iterator[Client]:
+def client(gateway: GatewayServer) -> Iterator[Client]:
     with Client(gateway.address) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def served(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def served(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     """A gateway of release 1 whose gallery `g` has SERVED items with metadata."""
     with running(stages[1], tmp_path_factory.mktemp("served") / "data") as gateway:
         with Client(gateway.address) as client:

@@ -18,7 +18,7 @@ from nobackfill import wire
 from nobackfill.errors import BusyError, NobackfillError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.hosted_file import HostedInFile
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc import listener
 from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2
@@ -70,7 +70,7 @@ def settings(model_repo: Path, data: Path, **given: Any) -> Settings:
     return Settings(model_repo=model_repo, data=data, **(defaults | given))
 
 
-def in_file(gateway: Gateway, name: str = "g") -> HostedInFile:
+def in_file(gateway: GatewayServer, name: str = "g") -> HostedInFile:
     """An open gallery of a gateway that keeps its galleries in files."""
     hosted = gateway.galleries.get(name)
     assert isinstance(hosted, HostedInFile), hosted
@@ -78,9 +78,9 @@ def in_file(gateway: Gateway, name: str = "g") -> HostedInFile:
 
 
 @contextmanager
-def running(model_repo: Path, data: Path, **given: Any) -> Iterator[Gateway]:
+def running(model_repo: Path, data: Path, **given: Any) -> Iterator[GatewayServer]:
     """A gateway from start to stop."""
-    gateway = Gateway(settings(model_repo, data, **given))
+    gateway = GatewayServer(settings(model_repo, data, **given))
     gateway.start()
     try:
         yield gateway

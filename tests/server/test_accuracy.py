@@ -8,7 +8,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search import graph_index, hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from nobackfill.vectors import Vectors
 from tests.server.support import TIMEOUT_S, Client, ids, in_file, refused
@@ -31,7 +31,7 @@ def unit(content: NDArray[np.float64]) -> Vectors:
 
 
 @pytest.fixture
-def index(gateway: Gateway, client: Client, one: Manifest) -> ExactIndex:
+def index(gateway: GatewayServer, client: Client, one: Manifest) -> ExactIndex:
     """Gallery g, tight clusters, with a graph; the same, exactly, by row."""
     rng = np.random.default_rng(1)
     centres = rng.standard_normal((CLUSTERS, graphs.DIM))
@@ -73,7 +73,7 @@ def recall(
 
 
 def test_queries_of_another_distribution_are_answered_once_some_were_asked(
-    gateway: Gateway, client: Client, one: Manifest, index: ExactIndex
+    gateway: GatewayServer, client: Client, one: Manifest, index: ExactIndex
 ) -> None:
     queries = unit(np.random.default_rng(2).standard_normal((200, graphs.DIM)))
     view = in_file(gateway).view(one.space)
@@ -93,7 +93,7 @@ def test_queries_of_another_distribution_are_answered_once_some_were_asked(
 
 
 def test_a_request_says_how_hard_to_look(
-    gateway: Gateway, client: Client, one: Manifest, index: ExactIndex
+    gateway: GatewayServer, client: Client, one: Manifest, index: ExactIndex
 ) -> None:
     queries = unit(np.random.default_rng(3).standard_normal((30, graphs.DIM)))
     view = in_file(gateway).view(one.space)

@@ -10,7 +10,7 @@ from nobackfill.errors import NotFoundError, PreconditionError, VerificationErro
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.release.paths import embedder_path, manifest_path, probes_path, upgrade_path
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.vectors import Vectors
 from tests.server.conftest import Stages, publish_stage
@@ -68,7 +68,11 @@ def test_a_damaged_manifest_hides_no_other_release(
 
 
 def test_models_that_answer_otherwise_than_published_are_refused(
-    gateway: Gateway, client: Client, repo: Path, stages: Stages, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayServer,
+    client: Client,
+    repo: Path,
+    stages: Stages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publish_stage(repo, stages[2])
     embed = gateway.models.embed

@@ -26,7 +26,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.backup import RESERVE, backup, restore, verify
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, StateFile
 from nobackfill.server.storage import Storage
-from nobackfill.server.vault import Vault
+from nobackfill.server.vault import VaultBlobs
 from tests.server.support import Client, images, running
 from tests.server.test_vault import QUOTA, blob_of, sealed
 from tests.support import crash, disks
@@ -144,7 +144,7 @@ def test_blobs_deleted_meanwhile_are_left_out(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One before it is copied, one when its bytes have been, but not its mode."""
-    vault = Vault(data / "vault", QUOTA)
+    vault = VaultBlobs(data / "vault", QUOTA)
     for number in range(3):
         content = sealed(seed=number)
         vault.put("a", blob_of(content, number), 0, [content])
@@ -236,7 +236,7 @@ def full(tmp_path: Path, one: Manifest) -> Iterator[Path]:
 
 
 def put_blobs(data: Path, megabytes: int) -> None:
-    vault = Vault(data / "vault", QUOTA)
+    vault = VaultBlobs(data / "vault", QUOTA)
     for number in range(megabytes):
         content = sealed(1 << 20, seed=number)
         vault.put("a", blob_of(content, number), 0, [content])

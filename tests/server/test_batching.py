@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from nobackfill.errors import DeadlineError
-from nobackfill.server.embedding.batching import Batcher
+from nobackfill.server.embedding.embedding import Batcher
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.access import LOCAL
 

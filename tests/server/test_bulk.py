@@ -9,9 +9,7 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, UnavailableError, VerificationError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.bulk.batch import Filling, models_of, put_batch
-from nobackfill.server.bulk.filling import fill
-from nobackfill.server.bulk.places import open_place
+from nobackfill.server.bulk import Filling, fill, models_of, open_place, put_batch
 from tests.server.conftest import Stages
 from tests.server.process import command
 from tests.server.support import Client, images

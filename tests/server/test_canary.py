@@ -13,7 +13,7 @@ from nobackfill.errors import BusyError, InvalidInputError, PreconditionError, U
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
 from nobackfill.server.cli.app import app
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1 import search_pb2
 from tests.server.canaried import (
@@ -37,7 +37,7 @@ from tests.support.blocks import png
 
 
 @pytest.fixture
-def gateway(served: tuple[Gateway, Client]) -> Gateway:
+def gateway(served: tuple[GatewayServer, Client]) -> GatewayServer:
     return served[0]
 
 
@@ -105,7 +105,7 @@ def test_a_rollback_ends_a_canary(client: Client) -> None:
 
 
 def test_a_withdrawal_ends_a_canary(
-    client: Client, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    client: Client, gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(client, pb.Canary(share=1.0))
     monkeypatch.setattr(gateway.catalog, "releases", {1: None, 2: "mistakes cats for dogs"})
@@ -116,7 +116,7 @@ def test_a_withdrawal_ends_a_canary(
 
 @pytest.fixture
 def before_two(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Callable[[], None]], None]:
     """What it is given is done from then on before release 2 embeds an image."""
     embed = gateway.models.embed
@@ -183,7 +183,7 @@ def test_answers_that_take_much_longer_stop_it(
 
 
 def test_searches_that_are_expensive_for_both_pairs_do_not_stop_it(
-    client: Client, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    client: Client, gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever sends them: seven of one caller stopped any canary."""
     begin(client, pb.Canary(share=0.5, largest_p99_ratio=3))
@@ -243,7 +243,7 @@ def test_feedback_stops_it(client: Client) -> None:
         client.feedback("g", "", "i0", "clicked")
 
 
-def test_a_shadow_is_compared_and_answers_nobody(client: Client, gateway: Gateway) -> None:
+def test_a_shadow_is_compared_and_answers_nobody(client: Client, gateway: GatewayServer) -> None:
     begin(client, pb.Canary(share=1.0, shadow=True))
     for n, session in enumerate(SESSIONS):
         assert whole(ask(client, session, n % ITEMS), f"i{n % ITEMS}") == 1

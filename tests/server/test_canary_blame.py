@@ -11,7 +11,7 @@ import pytest
 from nobackfill.errors import DeadlineError, NobackfillError, OverloadedError, UnavailableError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.publish import publish
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc import context
 from nobackfill.server.state import OutdatedError
 from nobackfill.v1 import release_pb2 as pb
@@ -41,7 +41,7 @@ Models = Callable[[Callable[[int], None]], None]
 
 
 @pytest.fixture
-def before(served: tuple[Gateway, Client], monkeypatch: pytest.MonkeyPatch) -> Models:
+def before(served: tuple[GatewayServer, Client], monkeypatch: pytest.MonkeyPatch) -> Models:
     """What it is given is done from then on before a release, by its number, embeds an image."""
     embed = served[0].models.embed
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from nobackfill.gallery.stored_vectors import Item
-from nobackfill.server.canary.comparison import STOPS_AT, Caller, Comparison
+from nobackfill.server.canary.comparison import STOPS_AT, Caller, CanaryComparison
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.ranking import Hit
 from nobackfill.server.state import Canary
@@ -16,7 +16,7 @@ class Told:
 
     def __init__(self, canary: Canary) -> None:
         self.now = canary
-        self.comparison = Comparison(2, lambda: self.now)
+        self.comparison = CanaryComparison(2, lambda: self.now)
         self._requests = map(str, itertools.count())
         self.token = ""
         # Whether the last answer may be too slow.

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobackfill.server.canary.answers import overlap, rank_correlation
-from nobackfill.server.canary.evidence import Evidence
-from nobackfill.server.canary.sessions import Kind, Sessions
+from nobackfill.server.canary.comparison import overlap, rank_correlation
+from nobackfill.server.canary.evidence import CanaryEvidence
+from nobackfill.server.canary.sessions import CanarySessions, Kind
 from nobackfill.shares import digest, in_share
 
 RUNS, ALPHA = 300, 0.05
@@ -20,7 +20,7 @@ TOO_MANY = 0.093
 
 def ever(outcomes: np.ndarray, bound: float) -> bool:
     """Whether somebody who looks after each outcome ever stops, at 1 / ALPHA."""
-    evidence = Evidence()
+    evidence = CanaryEvidence()
     for outcome in outcomes.tolist():
         evidence.see(outcome, bound)
         if evidence.value >= 1 / ALPHA:
@@ -56,8 +56,8 @@ def test_who_peeks_for_long_is_rarely_wrong() -> None:
     assert np.mean([ever(run, 0.01) for run in rng.random((100, 3000)) < chances]) <= 0.13
 
 
-def after(good: int) -> Evidence:
-    evidence = Evidence()
+def after(good: int) -> CanaryEvidence:
+    evidence = CanaryEvidence()
     for _ in range(good):
         evidence.see(False, 0.01)
     return evidence
@@ -86,11 +86,11 @@ def test_evidence_is_fair_in_the_mean(before: list[bool], bound: float) -> None:
     for chance in (bound, bound / 2):
         values = []
         for outcome in (True, False):
-            evidence = Evidence()
+            evidence = CanaryEvidence()
             for one in [*before, outcome]:
                 evidence.see(one, bound)
             values.append(evidence.value)
-        now = Evidence()
+        now = CanaryEvidence()
         for one in before:
             now.see(one, bound)
         mean = chance * values[0] + (1 - chance) * values[1]
@@ -102,7 +102,7 @@ def test_evidence_is_fair_in_the_mean(before: list[bool], bound: float) -> None:
 def life(rng: np.random.Generator, share: float, chances: tuple[float, float], kind: Kind) -> bool:
     """200 to 400 sessions that search and send feedback in any order, some of them all the time;
     whether the canary ever stops."""
-    sessions, request = Sessions(), itertools.count()
+    sessions, request = CanarySessions(), itertools.count()
     often = rng.random(400) ** 4
     for step in range(1500):
         key = int(rng.integers(200 + 200 * (step > 700)))
@@ -131,7 +131,7 @@ def test_feedback_about_a_worse_pair_stops_it() -> None:
 
 
 def test_answers_are_remembered_without_the_texts_of_their_ids() -> None:
-    sessions = Sessions()
+    sessions = CanarySessions()
     tracemalloc.start()
     for n in range(1000):
         sessions.answered(n, str(n), [f"{i} {n} {'x' * 500}" for i in range(100)], new=False)
@@ -143,7 +143,7 @@ def test_answers_are_remembered_without_the_texts_of_their_ids() -> None:
 
 
 def test_feedback_is_about_an_answer_that_was_given() -> None:
-    sessions = Sessions()
+    sessions = CanarySessions()
     sessions.answered(1, "a", ["x", "y"], new=True)
     assert sessions.feedback("a", "x", "approved")
     # Again, and about the other item: one session says one thing once.

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import release_pb2 as pb
 from tests.server.canaried import (
     ITEMS,
@@ -37,7 +37,7 @@ def test_it_goes_its_steps_by_itself(client: Client) -> None:
 
 
 def test_steps_that_are_given_later_take_their_time(
-    client: Client, served: tuple[Gateway, Client]
+    client: Client, served: tuple[GatewayServer, Client]
 ) -> None:
     begin(client, pb.Canary(share=0.25, shadow=True))
     time.sleep(1)

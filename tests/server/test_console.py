@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
 from nobackfill.server.console.evidence import matrix
-from nobackfill.server.console.load import LoadMeter
 from nobackfill.server.console.playground import _url
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.console.sessions import LoadMeter
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.wire.answers import Hit
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
@@ -28,7 +28,7 @@ ROLES = ("admin", "reader", "reader:other", "device")
 
 
 @pytest.fixture(scope="module")
-def guarded(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def guarded(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     """A gateway with a token for each of ROLES, its name, and three items; release 2 published."""
     folder = tmp_path_factory.mktemp("console")
     shutil.copytree(stages[1], folder / "repo")
@@ -50,7 +50,7 @@ def digest(token: str) -> str:
 
 
 @contextmanager
-def browser(gateway: Gateway, token: str | None = None) -> Iterator[httpx2.Client]:
+def browser(gateway: GatewayServer, token: str | None = None) -> Iterator[httpx2.Client]:
     """Follows no redirects; what it sends comes from the console's own pages, those of a session
     where it has a token."""
     at = gateway.console_address
@@ -62,7 +62,7 @@ def browser(gateway: Gateway, token: str | None = None) -> Iterator[httpx2.Clien
         yield client
 
 
-def test_nobody_sees_anything_before_a_token(guarded: Gateway) -> None:
+def test_nobody_sees_anything_before_a_token(guarded: GatewayServer) -> None:
     with browser(guarded) as nobody:
         for path in ("/", "/release/1", "/gallery/g", "/rollback", "/playground", "/live"):
             answer = nobody.get(path)
@@ -81,7 +81,7 @@ def test_nobody_sees_anything_before_a_token(guarded: Gateway) -> None:
             assert nobody.get(f"/{odd}/login").status_code == 404, odd
 
 
-def test_a_session_is_a_cookie_that_no_script_and_no_other_site_has(guarded: Gateway) -> None:
+def test_a_session_is_a_cookie_that_no_script_and_no_other_site_has(guarded: GatewayServer) -> None:
     with browser(guarded) as client:
         entered = client.post("/login", data={"token": "reader"})
         cookie, path = entered.headers["set-cookie"].lower(), entered.headers["location"]
@@ -103,7 +103,7 @@ def test_a_session_is_a_cookie_that_no_script_and_no_other_site_has(guarded: Gat
         assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
 
 
-def test_a_token_has_so_many_sessions_and_live_pages(guarded: Gateway) -> None:
+def test_a_token_has_so_many_sessions_and_live_pages(guarded: GatewayServer) -> None:
     """Who logs in again and again puts nobody else out, nor does who leaves pages open."""
     with browser(guarded, "admin") as admin, browser(guarded, "device") as first:
         for _ in range(25):
@@ -122,7 +122,7 @@ def test_a_token_has_so_many_sessions_and_live_pages(guarded: Gateway) -> None:
                 assert next(page.iter_text(), "")
 
 
-def test_strangers_take_no_place_of_a_session(guarded: Gateway) -> None:
+def test_strangers_take_no_place_of_a_session(guarded: GatewayServer) -> None:
     """Of this machine, too, where everybody is one peer."""
     host, _, port = guarded.console_address.rstrip("/").rpartition("/")[2].rpartition(":")
     head = (
@@ -139,7 +139,7 @@ def test_strangers_take_no_place_of_a_session(guarded: Gateway) -> None:
     wait_until(lambda: httpx2.get(guarded.console_address + "login").status_code == 200, "no place")
 
 
-def test_what_an_activation_says_is_for_those_who_may(guarded: Gateway) -> None:
+def test_what_an_activation_says_is_for_those_who_may(guarded: GatewayServer) -> None:
     with browser(guarded, "admin") as admin, browser(guarded, "device") as device:
         begun = admin.post("/release/1/activate", data={"rollout": "cutover"})
         assert begun.status_code == 303
@@ -155,7 +155,7 @@ def text_of(page: httpx2.Response) -> str:
     return re.sub("<.*?>", "", page.text)
 
 
-def test_each_role_sees_and_does_what_its_calls_may(guarded: Gateway) -> None:
+def test_each_role_sees_and_does_what_its_calls_may(guarded: GatewayServer) -> None:
     picture = png(images(3)[1])
     expected = {"admin": (200, 200), "reader": (200, 200), "reader:other": (403, 403),
                 "device": (403, 403)}  # fmt: skip
@@ -177,7 +177,7 @@ def test_each_role_sees_and_does_what_its_calls_may(guarded: Gateway) -> None:
     assert guarded.state.now.active == 1
 
 
-def test_what_cannot_be_asked_gets_a_sentence(guarded: Gateway) -> None:
+def test_what_cannot_be_asked_gets_a_sentence(guarded: GatewayServer) -> None:
     with browser(guarded, "admin") as client:
         wrong = {"/release/99": 404, "/gallery/none": 404, "/gallery/%2e%2e": 404, "/nothing": 404,
                  "/release/4294967296": 404, f"/release/{'9' * 5000}/estimate": 404,
@@ -194,7 +194,7 @@ def test_what_cannot_be_asked_gets_a_sentence(guarded: Gateway) -> None:
         assert client.post("/playground/search", content=b"none").status_code == 422
 
 
-def test_a_token_that_is_revoked_ends_its_session(guarded: Gateway) -> None:
+def test_a_token_that_is_revoked_ends_its_session(guarded: GatewayServer) -> None:
     """Asked again at each page: the console remembers no rights."""
     with browser(guarded, "reader") as client:
         assert client.get("/").status_code == 200
@@ -260,7 +260,7 @@ def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -
     assert load.p99_ms == pytest.approx(100 + 900 * 0.5)
     # Who comes back after an hour is not told of that hour.
     hour = time.monotonic() + 3600
-    monkeypatch.setattr("nobackfill.server.console.load.time.monotonic", lambda: hour)
+    monkeypatch.setattr("nobackfill.server.console.sessions.time.monotonic", lambda: hour)
     assert (meter.now().failed, meter.now().p50_ms) == (0, None)
 
 

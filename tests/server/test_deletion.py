@@ -17,7 +17,7 @@ from nobackfill.server.galleries import lock_order
 from nobackfill.server.galleries.lock_order import Level, LockOrderError
 from nobackfill.server.galleries.users import Users
 from nobackfill.server.galleries.write_lock import WriteLock
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, release_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
@@ -75,7 +75,7 @@ def test_every_use_beside_deletions_in_a_loop(repo: Path, tmp_path: Path, one: M
 
 
 def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
-    gateway: Gateway, client: Client, one: Manifest, tmp_path: Path
+    gateway: GatewayServer, client: Client, one: Manifest, tmp_path: Path
 ) -> None:
     """The put was inside a plan and wanted the lock, the deletion inside the lock and wanted the
     plan: both waited for a minute, and so did who made another gallery."""
@@ -96,7 +96,7 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
 
 
 def test_a_gallery_that_stays_in_use_stays(
-    gateway: Gateway, client: Client, monkeypatch: pytest.MonkeyPatch, one: Manifest
+    gateway: GatewayServer, client: Client, monkeypatch: pytest.MonkeyPatch, one: Manifest
 ) -> None:
     monkeypatch.setattr("nobackfill.server.galleries.galleries._LEAVE_S", 0.05)
     client.create_gallery("g")

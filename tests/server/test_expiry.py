@@ -14,7 +14,7 @@ import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.access import Certificates
 from tests.server.conftest import Stages
 from tests.server.support import running
@@ -48,7 +48,7 @@ def trusts(address: str, authority: trustme.CA) -> bool:
 
 
 @contextmanager
-def secured(stages: Stages, folder: Path, authority: trustme.CA) -> Iterator[Gateway]:
+def secured(stages: Stages, folder: Path, authority: trustme.CA) -> Iterator[GatewayServer]:
     write(folder, authority, days=30)
     soon = datetime.datetime.now(datetime.UTC) + 3 * DAY
     lines = [
@@ -96,7 +96,7 @@ def test_days_until_things_expire(stages: Stages, tmp_path: Path) -> None:
         assert not [name for name in days(gateway) if "certificate" in name]
 
 
-def days(gateway: Gateway) -> dict[str, float]:
+def days(gateway: GatewayServer) -> dict[str, float]:
     with urlopen(f"http://{gateway.metrics_address}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
     return {

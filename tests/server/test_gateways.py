@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import BusyError, NotFoundError
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import upgrade_pb2
 from tests.server import process
 from tests.server.conftest import Stages, publish_stage
@@ -32,10 +32,10 @@ class Fleet:
     repo: Path
     url: str
     addresses: list[str] = field(default_factory=list)
-    gateways: list[Gateway] = field(default_factory=list)
+    gateways: list[GatewayServer] = field(default_factory=list)
 
-    def start(self, number: int) -> Gateway:
-        gateway = Gateway(
+    def start(self, number: int) -> GatewayServer:
+        gateway = GatewayServer(
             settings(
                 self.repo, self.folder / f"data{number}", store=self.url,
                 address=self.addresses[number], drain_seconds=5,

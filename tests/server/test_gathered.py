@@ -13,8 +13,8 @@ from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding import decoding
 from nobackfill.server.embedding.embedding import Embedding, Row
-from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.embedding.image_queue import ImageQueue, QueuedImage
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.access import Principal, Role
 from nobackfill.server.grpc.rpc import Kind, Later
 from nobackfill.server.grpc.services.search import SEARCH
@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 
 def test_what_comes_together_is_answered_together_and_each_by_itself(
-    served: Gateway, one: Manifest, monkeypatch: pytest.MonkeyPatch
+    served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
     answers = served.search.at_once
@@ -53,7 +53,7 @@ def test_what_comes_together_is_answered_together_and_each_by_itself(
     assert sum(sizes) == 60 and 1 < max(sizes) <= 16
 
 
-def kind_of(served: Gateway, request: search_pb2.SearchRequest) -> Kind:
+def kind_of(served: GatewayServer, request: search_pb2.SearchRequest) -> Kind:
     """It is made at the first call."""
     with Client(served.address) as client:
         client.raw.searches.Search(request, timeout=TIMEOUT_S)
@@ -62,7 +62,7 @@ def kind_of(served: Gateway, request: search_pb2.SearchRequest) -> Kind:
 
 
 def test_answers_at_once_count_among_the_calls_that_there_may_be(
-    served: Gateway, one: Manifest
+    served: GatewayServer, one: Manifest
 ) -> None:
     request = asking(one, 9)
     lane = kind_of(served, request).lane
@@ -79,7 +79,7 @@ def test_answers_at_once_count_among_the_calls_that_there_may_be(
         assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
 
 
-def test_an_image_is_searched_as_its_embedding_is(served: Gateway, one: Manifest) -> None:
+def test_an_image_is_searched_as_its_embedding_is(served: GatewayServer, one: Manifest) -> None:
     with Client(served.address) as client:
         request = asking(one, 10)
         request.query.image = png(images(11)[10])
@@ -95,7 +95,7 @@ def test_an_image_is_searched_as_its_embedding_is(served: Gateway, one: Manifest
 
 
 def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
-    served: Gateway, one: Manifest
+    served: GatewayServer, one: Manifest
 ) -> None:
     """That thread waits for others: what it takes is no measure, and handing on no gain."""
     request = asking(one, 10)
@@ -114,12 +114,12 @@ def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
 
 
 def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
-    served: Gateway, one: Manifest, monkeypatch: pytest.MonkeyPatch
+    served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[object] = []
     add = ImageQueue.add
 
-    def counted(queue: ImageQueue[object], waiting: Waiting[object]) -> None:
+    def counted(queue: ImageQueue[object], waiting: QueuedImage[object]) -> None:
         begun.append(waiting)
         add(queue, waiting)
 
@@ -152,7 +152,7 @@ def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
 class Model:
     """The gateway's, which answers release `held` once it is `open`."""
 
-    def __init__(self, served: Gateway, manifest: Manifest, held: int = 0) -> None:
+    def __init__(self, served: GatewayServer, manifest: Manifest, held: int = 0) -> None:
         self._served, self._manifest, self._held = served, manifest, held
         self.open = threading.Event()
         self.seen: list[int] = []
@@ -166,16 +166,16 @@ class Model:
 class Queue:
     """One of its own, and what it has answered."""
 
-    def __init__(self, served: Gateway, model: Model) -> None:
+    def __init__(self, served: GatewayServer, model: Model) -> None:
         self.answers: list[tuple[str, bool]] = []
         self.queue = ImageQueue[str](cast(Embedding, model), served.metrics, self._answer)
 
-    def _answer(self, made: Sequence[tuple[Waiting[str], object]]) -> None:
+    def _answer(self, made: Sequence[tuple[QueuedImage[str], object]]) -> None:
         self.answers += [(waiting.of, vector is not None) for waiting, vector in made]
 
     def add(self, of: str, manifest: Manifest, wanted: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
-        self.queue.add(Waiting(of, manifest, png(images(1)[0]), deadline, wanted))
+        self.queue.add(QueuedImage(of, manifest, png(images(1)[0]), deadline, wanted))
         self.queue.begin()
 
     def until(self, count: int) -> dict[str, bool]:
@@ -185,7 +185,7 @@ class Queue:
 
 
 def test_an_image_that_is_decoded_while_the_queue_closes_is_answered(
-    served: Gateway, one: Manifest
+    served: GatewayServer, one: Manifest
 ) -> None:
     decoding_now, go_on = threading.Event(), threading.Event()
 
@@ -204,7 +204,9 @@ def test_an_image_that_is_decoded_while_the_queue_closes_is_answered(
     assert queue.answers == [("a", False)]
 
 
-def test_another_releases_images_wait_for_no_model_call(served: Gateway, one: Manifest) -> None:
+def test_another_releases_images_wait_for_no_model_call(
+    served: GatewayServer, one: Manifest
+) -> None:
     model = Model(served, one, held=one.release)
     queue = Queue(served, model)
     with queue.queue._changed:
@@ -218,7 +220,9 @@ def test_another_releases_images_wait_for_no_model_call(served: Gateway, one: Ma
     queue.queue.close()
 
 
-def test_an_image_whose_caller_has_gone_is_not_embedded(served: Gateway, one: Manifest) -> None:
+def test_an_image_whose_caller_has_gone_is_not_embedded(
+    served: GatewayServer, one: Manifest
+) -> None:
     model = Model(served, one)
     queue = Queue(served, model)
     waits = iter((True, False))  # while it is decoded, and no longer

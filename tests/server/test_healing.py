@@ -13,7 +13,7 @@ import pytest
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.release.calibration import Scorer
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, search_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, embedding, ids, images, refused, running, scores
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def healing(stages: Stages, folder: Path) -> Iterator[Gateway]:
+def healing(stages: Stages, folder: Path) -> Iterator[GatewayServer]:
     """One that has carried COUNT items of each gallery of GALLERIES to release 2."""
     folder.mkdir()
     with upgraded(stages, folder.parent, item_folders=(folder,)) as gateway:
@@ -48,7 +48,7 @@ def healing(stages: Stages, folder: Path) -> Iterator[Gateway]:
 
 
 @contextmanager
-def upgraded(stages: Stages, top: Path, **given: Any) -> Iterator[Gateway]:
+def upgraded(stages: Stages, top: Path, **given: Any) -> Iterator[GatewayServer]:
     """A gateway on `top`/data with GALLERIES, just carried over."""
     shutil.copytree(stages[1], top / "repo")
     with running(top / "repo", top / "data", item_hosts=("127.0.0.1",), **given) as gateway:
@@ -62,7 +62,7 @@ def upgraded(stages: Stages, top: Path, **given: Any) -> Iterator[Gateway]:
 
 
 @pytest.fixture
-def client(healing: Gateway) -> Iterator[Client]:
+def client(healing: GatewayServer) -> Iterator[Client]:
     with Client(healing.address) as client:
         yield client
 
@@ -101,7 +101,7 @@ def progress(client: Client, name: str) -> upgrade_pb2.Healing:
     return [*client.watch_upgrade(name)][-1].healing
 
 
-def series(gateway: Gateway) -> dict[str, float]:
+def series(gateway: GatewayServer) -> dict[str, float]:
     """What Prometheus reads, by name and labels."""
     with urllib.request.urlopen(f"http://{gateway.metrics_address}/metrics") as page:
         lines = [line for line in page.read().decode().splitlines() if line[:1] != "#"]
@@ -164,7 +164,7 @@ def test_what_went_does_not_come_back(client: Client, name: str, host: PictureHo
 
 
 def test_native_items_are_candidates_beside_nearer_carried_ones(
-    healing: Gateway, client: Client, name: str, host: PictureHost
+    healing: GatewayServer, client: Client, name: str, host: PictureHost
 ) -> None:
     """Where carried vectors lie nearer to queries than native ones do (the valley)."""
     host.pictures = {}
@@ -210,7 +210,7 @@ def test_a_day_has_its_budget(client: Client, name: str, host: PictureHost) -> N
 
 
 def test_a_folder_of_pictures_some_of_which_are_broken(
-    healing: Gateway, client: Client, name: str, folder: Path
+    healing: GatewayServer, client: Client, name: str, folder: Path
 ) -> None:
     before = dict(series(healing))
     folder = folder / "some"
@@ -286,7 +286,7 @@ def test_a_restart_and_a_rollback_heal_on(
 
 
 def test_a_source_that_changes_fails_no_query_and_no_scrape(
-    client: Client, healing: Gateway, name: str, host: PictureHost
+    client: Client, healing: GatewayServer, name: str, host: PictureHost
 ) -> None:
     kept = 'nobackfill_healing_embedded_total{outcome="kept"}'
     with ThreadPoolExecutor(4) as others:

@@ -13,10 +13,10 @@ from nobackfill.errors import CancelledError, ConfigurationError, NotFoundError
 from nobackfill.release.calibration import Scorer
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.queries import Question
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.access import LOCAL
-from nobackfill.server.healing import answering
+from nobackfill.server.healing import healing as answering
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.server.conftest import Stages
 from tests.server.support import Client, images, refused, running, vector
@@ -60,7 +60,7 @@ def held(name: str) -> bytes | None:
 
 
 @pytest.fixture(scope="module")
-def healing(stages: Stages, folder: Path) -> Iterator[Gateway]:
+def healing(stages: Stages, folder: Path) -> Iterator[GatewayServer]:
     """See test_healing."""
     with upgraded(stages, folder.parent, item_functions={"held": f"{__name__}:held"}) as gateway:
         yield gateway
@@ -99,7 +99,7 @@ def test_a_source_that_lacks_everything_costs_the_day_nothing(
 
 
 def test_a_batch_is_answered_in_parts_that_end_with_the_call(
-    healing: Gateway, client: Client, name: str, host: PictureHost, two: Manifest,
+    healing: GatewayServer, client: Client, name: str, host: PictureHost, two: Manifest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(answering, "_AT_ONCE", 1)
@@ -124,7 +124,7 @@ def test_a_batch_is_answered_in_parts_that_end_with_the_call(
 
 
 def test_as_many_native_items_are_candidates_as_are_asked_for(
-    healing: Gateway, client: Client, name: str, host: PictureHost
+    healing: GatewayServer, client: Client, name: str, host: PictureHost
 ) -> None:
     """More than the hits that are embedded again, of which a valley would hide all but those."""
     host.pictures = {}

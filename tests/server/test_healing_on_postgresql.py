@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from tests.server.conftest import Stages
 from tests.server.support import Client, running
 from tests.server.test_healing import (
@@ -52,14 +52,14 @@ def store(postgres: servers.Server) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def healing(store: str, stages: Stages, folder: Path) -> Iterator[Gateway]:
+def healing(store: str, stages: Stages, folder: Path) -> Iterator[GatewayServer]:
     """See test_healing."""
     with upgraded(stages, folder.parent, store=store) as gateway:
         yield gateway
 
 
 def test_two_gateways_embed_no_item_twice(
-    healing: Gateway, client: Client, name: str, host: PictureHost, store: str, folder: Path
+    healing: GatewayServer, client: Client, name: str, host: PictureHost, store: str, folder: Path
 ) -> None:
     host.gate.clear()
     register(client, name, host.address, a_day=2 * COUNT, seconds=1)

@@ -15,7 +15,7 @@ from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import immediate_answers, items
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.access import LOCAL, Principal, Role
 from nobackfill.server.grpc.services.search import _parsed
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
@@ -39,12 +39,14 @@ def asking(one: Manifest, query: int, k: int = 10) -> search_pb2.SearchRequest:
     return search_pb2.SearchRequest(gallery="g", query=search_pb2.Query(embeddings=embeddings), k=k)
 
 
-def at_once(served: Gateway, request: search_pb2.SearchRequest) -> search_pb2.SearchResponse | None:
+def at_once(
+    served: GatewayServer, request: search_pb2.SearchRequest
+) -> search_pb2.SearchResponse | None:
     answer = told(served, request.SerializeToString())
     return None if answer is None else search_pb2.SearchResponse.FromString(answer)
 
 
-def told(served: Gateway, message: bytes) -> bytes | None:
+def told(served: GatewayServer, message: bytes) -> bytes | None:
     answer = served.search.at_once([(message, LOCAL)])[0]
     assert answer is None or isinstance(answer, bytes)
     return answer
@@ -59,7 +61,7 @@ def on_a_thread(client: Client, request: search_pb2.SearchRequest) -> search_pb2
     return client.raw.searches.SearchBatch(batch, timeout=TIMEOUT_S).responses[0]
 
 
-def searched_in_batches(served: Gateway) -> float:
+def searched_in_batches(served: GatewayServer) -> float:
     found = served.metrics.registry.get_sample_value(
         "nobackfill_batch_size_count", {"stage": "search"}
     )
@@ -67,7 +69,7 @@ def searched_in_batches(served: Gateway) -> float:
 
 
 def test_the_same_answer_with_and_without_a_thread(
-    served: Gateway, one: Manifest, untimed: None
+    served: GatewayServer, one: Manifest, untimed: None
 ) -> None:
     with Client(served.address) as client:
 
@@ -92,7 +94,7 @@ def test_the_same_answer_with_and_without_a_thread(
 
 
 def test_compiled_code_and_python_answer_byte_for_byte(
-    served: Gateway, one: Manifest, untimed: None
+    served: GatewayServer, one: Manifest, untimed: None
 ) -> None:
     with Client(served.address) as client:
         client.create_gallery("large")
@@ -200,7 +202,9 @@ def test_requests_are_read_alike(
             assert found is None or repr(found) == repr(_parsed(other))
 
 
-def test_it_takes_no_thread_once_its_items_are_in_memory(served: Gateway, one: Manifest) -> None:
+def test_it_takes_no_thread_once_its_items_are_in_memory(
+    served: GatewayServer, one: Manifest
+) -> None:
     with Client(served.address) as client:
         request = asking(one, 3)
         expected = on_a_thread(client, request)
@@ -209,7 +213,7 @@ def test_it_takes_no_thread_once_its_items_are_in_memory(served: Gateway, one: M
         assert searched_in_batches(served) == before
 
 
-def test_what_was_changed_is_not_answered_as_it_was(served: Gateway, one: Manifest) -> None:
+def test_what_was_changed_is_not_answered_as_it_was(served: GatewayServer, one: Manifest) -> None:
     with Client(served.address) as client:
         request = asking(one, 4)
         first = client.raw.searches.Search(request, timeout=TIMEOUT_S).hits[0]
@@ -221,7 +225,9 @@ def test_what_was_changed_is_not_answered_as_it_was(served: Gateway, one: Manife
         assert at_once(served, request) is not None
 
 
-def test_what_may_wait_or_is_wrong_is_left_to_a_thread(served: Gateway, one: Manifest) -> None:
+def test_what_may_wait_or_is_wrong_is_left_to_a_thread(
+    served: GatewayServer, one: Manifest
+) -> None:
     good = asking(one, 5)
     with Client(served.address) as client:
         on_a_thread(client, good)
@@ -247,7 +253,7 @@ def test_what_may_wait_or_is_wrong_is_left_to_a_thread(served: Gateway, one: Man
 
 
 def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
-    served: Gateway, one: Manifest
+    served: GatewayServer, one: Manifest
 ) -> None:
     request = asking(one, 6)
     with Client(served.address) as client:
@@ -264,7 +270,7 @@ def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
 
 
 def test_a_gallery_larger_than_memory_is_not_searched_twice(
-    served: Gateway, one: Manifest, monkeypatch: pytest.MonkeyPatch
+    served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where items have to be read, a search on arrival is one for nothing."""
     tried: list[int] = []

@@ -19,7 +19,7 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import hosted_file, indexing
 from nobackfill.server.galleries.hosted_file import HostedInFile
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, types_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, in_file, refused
@@ -48,7 +48,7 @@ def put(client: Client, one: Manifest, first: int = 0, end: int = COUNT, name: s
 
 @pytest.fixture
 def swapped(
-    gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest, two: Manifest
+    gateway: GatewayServer, client: Client, repo: Path, stages: Stages, one: Manifest, two: Manifest
 ) -> HostedInFile:
     """Gallery g, put in release 1 and carried to release 2, with a graph built of its own there."""
     client.create_gallery("g")
@@ -94,7 +94,7 @@ def test_a_space_that_was_left_is_let_go_of(
 
 
 def test_what_was_put_joins_the_graph_when_puts_end(
-    gateway: Gateway, client: Client, one: Manifest
+    gateway: GatewayServer, client: Client, one: Manifest
 ) -> None:
     more = indexing._QUIET_DELTA + 100
     # Too few to make the graph anew while puts go on.
@@ -115,7 +115,7 @@ def test_what_was_put_joins_the_graph_when_puts_end(
 
 
 def test_a_rollback_and_the_end_do_not_wait_for_an_index(
-    gateway: Gateway,
+    gateway: GatewayServer,
     client: Client,
     repo: Path,
     stages: Stages,

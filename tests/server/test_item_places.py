@@ -15,7 +15,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.items.sources import Items
-from nobackfill.server.healing.registration import Places, Source
+from nobackfill.server.healing.registration import HealingSource, Places
 from nobackfill.server.settings import load_settings
 from tests.support.postgres import Server
 
@@ -27,7 +27,7 @@ def opened(address: str, columns: dict[str, str], functions: dict[str, str]) -> 
         columns={name: SecretStr(one) for name, one in columns.items()},
         functions=functions,
     )
-    return places.open(Source.checked(address))
+    return places.open(HealingSource.checked(address))
 
 
 def test_a_column_gives_bytes_and_changes_nothing(postgres: Server) -> None:

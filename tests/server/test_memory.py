@@ -13,9 +13,9 @@ import pytest
 
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.writing import NewVectors
-from nobackfill.server.arenas import most_arenas
 from nobackfill.server.galleries.hosted_file import HostedInFile
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
+from nobackfill.server.process_limits import most_arenas
 from tests.gallery.making import SIDE_DIM, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
@@ -60,7 +60,7 @@ def test_many_threads_share_few_arenas(repo: Path, tmp_path: Path) -> None:
 PIECES = """
 import ctypes
 from pathlib import Path
-from nobackfill.server.arenas import bound_arenas
+from nobackfill.server.process_limits import bound_arenas
 
 {bound}
 def resident():
@@ -114,7 +114,7 @@ def objects() -> Counter[str]:
 
 
 def test_a_swap_leaves_no_object(
-    stages: Stages, repo: Path, gateway: Gateway, client: Client
+    stages: Stages, repo: Path, gateway: GatewayServer, client: Client
 ) -> None:
     client.create_gallery("g")
     client.put_images(images(40))

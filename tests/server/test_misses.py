@@ -16,9 +16,8 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.paths import embedder_model
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import TritonClient
-from nobackfill.server.triton.misses import Misses, group_processor_s
 from nobackfill.server.triton.models import TritonModels
-from nobackfill.server.triton.process import TritonProcess
+from nobackfill.server.triton.process import Misses, TritonProcess, group_processor_s
 from tests.server.conftest import Stages
 from tests.server.process import triton_venv
 from tests.support.processes import alive, children
@@ -75,7 +74,7 @@ def test_without_a_child_of_ours_every_miss_counts() -> None:
 def test_who_is_busy_without_any_answer_is_not_waited_for_for_ever(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.server.triton.misses._LONGEST_S", 1.0)
+    monkeypatch.setattr("nobackfill.server.triton.process._LONGEST_S", 1.0)
     misses = Misses(lambda: group_processor_s(group))
     miss_often(misses)
     assert misses.unready

@@ -22,7 +22,7 @@ from nobackfill.errors import (
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
 from nobackfill.server.cli.app import app
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2
 from nobackfill.wire import Answer, Hit
 from tests.server.conftest import Stages, publish_stage
@@ -194,7 +194,7 @@ def test_a_retired_space_goes_when_its_gallery_leaves_it(
 
 
 def test_old_queries_are_answered_until_the_end(
-    gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest
+    gateway: GatewayServer, client: Client, repo: Path, stages: Stages, one: Manifest
 ) -> None:
     client.create_gallery("g")
     client.put_images(images(4))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nobackfill.errors import PreconditionError
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.storage import forget_move
 from nobackfill.v1 import vault_pb2 as pb
 from tests.server.conftest import Stages, publish_stage
@@ -115,7 +115,7 @@ def test_the_vault_goes_along_and_the_old_folder_is_not_served_again(
         got = [b"".join(client.get_blob(blob.id)) for blob in blobs[1:]]
         assert got == sealed[1:]
     with pytest.raises(PreconditionError, match=f"moved to sqlite:{new}.*--force"):
-        Gateway(settings(repo, old)).start()
+        GatewayServer(settings(repo, old)).start()
     forget_move(settings(repo, old))
     with running(repo, old) as gateway, Client(gateway.address) as client:
         assert len(client.list_blobs().blobs) == 3

@@ -14,7 +14,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.server.galleries import speed
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.vectors import Vectors
 from nobackfill.wire import Answer, Hit
 from tests.server.support import Client, embedding, ids, images, in_file
@@ -59,7 +59,7 @@ def held(hosted: Hosted) -> Iterator[None]:
 
 
 def test_a_large_gallery_without_a_graph_is_slow_before_it_is_searched(
-    gateway: Gateway, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayServer, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first burst on it held every thread of the quick lane once."""
     client.create_gallery("g")
@@ -73,7 +73,7 @@ def test_a_large_gallery_without_a_graph_is_slow_before_it_is_searched(
 
 @pytest.mark.parametrize("askers", [3, ASKERS])
 def test_a_slow_gallery_delays_no_other(
-    gateway: Gateway, client: Client, one: Manifest, askers: int
+    gateway: GatewayServer, client: Client, one: Manifest, askers: int
 ) -> None:
     for name in ("slow", "quick"):
         client.create_gallery(name)
@@ -98,7 +98,7 @@ def test_a_slow_gallery_delays_no_other(
 
 
 def test_searches_by_embedding_wait_for_no_model(
-    gateway: Gateway, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayServer, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.create_gallery("g")
     client.put_images(images(5))
@@ -124,7 +124,7 @@ def test_searches_by_embedding_wait_for_no_model(
 
 
 def test_searches_go_on_while_the_view_of_a_new_space_is_read(
-    gateway: Gateway, client: Client, one: Manifest
+    gateway: GatewayServer, client: Client, one: Manifest
 ) -> None:
     client.create_gallery("g")
     client.put_images(images(5))

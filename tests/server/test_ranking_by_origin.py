@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import search_pb2
 from tests.server.conftest import Stages
 from tests.server.support import Client, embedding, ids, images, running, vector
@@ -26,7 +26,7 @@ SLOPE, OFFSET = 1.5, 0.4
 @contextmanager
 def carried(
     stages: Stages, folder: Path, store: str | None = None
-) -> Iterator[tuple[Gateway, Client, Manifest]]:
+) -> Iterator[tuple[GatewayServer, Client, Manifest]]:
     """A gateway that has carried OLD items to a release with a scale."""
     repo = folder / "repo"
     shutil.copytree(stages[1], repo)

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from nobackfill.errors import ConfigurationError, NotPermittedError
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.access import RULES, UNBOUND, Principal, Role, Tokens, check_gallery
 from nobackfill.v1 import gallery_pb2
 from tests.server.support import Client, images, refused, running
@@ -59,7 +59,9 @@ def test_a_role_that_cannot_be(tmp_path: Path, role: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def gateway(stages: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+def gateway(
+    stages: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayServer]:
     folder = tmp_path_factory.mktemp("bound")
     roles = {"app": "writer:mine", "look": "reader:mine,theirs", "boss": "admin"}
     lines = [f"{n} {role} {hashlib.sha256(n.encode()).hexdigest()}" for n, role in roles.items()]
@@ -68,7 +70,7 @@ def gateway(stages: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -
         yield gateway
 
 
-def test_over_the_wire(gateway: Gateway) -> None:
+def test_over_the_wire(gateway: GatewayServer) -> None:
     boss, app, look = (Client(gateway.address, name) for name in ("boss", "app", "look"))
     for name in ("theirs", "nobodys"):
         boss.create_gallery(name)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import BusyError, PreconditionError
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.rollout import rollback
 from nobackfill.v1 import release_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
@@ -40,7 +40,7 @@ def test_a_rollback_to_where_none_leads_changes_nothing(third: Client) -> None:
 
 
 def test_a_client_that_knows_no_target_retries_without_harm(
-    third: Client, gateway: Gateway
+    third: Client, gateway: GatewayServer
 ) -> None:
     """As clients of before send it. A look in between, or time, makes it another rollback."""
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_a_retry_after_a_restart_goes_back_no_further(stages: Stages, tmp_path: 
 
 
 def test_nothing_begins_beside_a_rollback(
-    third: Client, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+    third: Client, gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nobackfill.server.rollout import activation
 

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nobackfill.errors import AlreadyExistsError, VerificationError
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.state import StateFile
 from nobackfill.v1 import release_pb2
 from tests.server.conftest import Stages, publish_stage
@@ -114,7 +114,7 @@ def test_one_that_cannot_be_brought_back_is_set_aside(
 
 
 def test_one_that_a_swap_cannot_read_is_set_aside(
-    repo: Path, stages: Stages, tmp_path: Path, gateway: Gateway, client: Client
+    repo: Path, stages: Stages, tmp_path: Path, gateway: GatewayServer, client: Client
 ) -> None:
     """The swap stopped at it, and the galleries after it stayed in their old plans."""
     for name in ("bad", "good"):

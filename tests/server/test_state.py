@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import UnauthenticatedError, VerificationError
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.state import AUDIT, MOST_DEEDS, StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.guarded import tokens_file
@@ -18,7 +18,7 @@ from tests.support.postgres import Server
 NAMES = [f"g{i}" for i in range(24)]
 
 
-def test_no_pause_is_lost_beside_others(gateway: Gateway, tmp_path: Path) -> None:
+def test_no_pause_is_lost_beside_others(gateway: GatewayServer, tmp_path: Path) -> None:
     """Two that paused at once both wrote what they had read before: one was forgotten."""
     upgrading, state = gateway.upgrading, gateway.state
     with ThreadPoolExecutor(8) as pool:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
@@ -63,7 +63,7 @@ def slow_cmc1(
     return {kind: float(np.mean(values)) for kind, values in right.items()}
 
 
-def stored_cmc1(gateway: Gateway, manifest: Manifest) -> dict[str, float]:
+def stored_cmc1(gateway: GatewayServer, manifest: Manifest) -> dict[str, float]:
     """The slow loop over what lies in a space; every item that has a kind is a probe."""
     store = gateway.galleries.get("g").store
     labels, vectors = store.load(manifest.space)
@@ -73,7 +73,7 @@ def stored_cmc1(gateway: Gateway, manifest: Manifest) -> dict[str, float]:
 
 
 def test_each_fraction_of_a_backfill_has_its_report(
-    gateway: Gateway, ready: Client, one: Manifest, two: Manifest
+    gateway: GatewayServer, ready: Client, one: Manifest, two: Manifest
 ) -> None:
     quality = watched(ready).quality
     assert cmc1(quality, COUNT // 3) == pytest.approx(stored_cmc1(gateway, one))
@@ -96,7 +96,7 @@ def test_each_fraction_of_a_backfill_has_its_report(
 
 
 def test_a_mixed_gallery_is_reported_as_it_is_served(
-    client: Client, repo: Path, stages: Stages, gateway: Gateway, one: Manifest
+    client: Client, repo: Path, stages: Stages, gateway: GatewayServer, one: Manifest
 ) -> None:
     """Those put since the activation are asked; they find those of both spaces."""
     old, every = 21, 42
@@ -128,7 +128,7 @@ def test_a_key_that_makes_no_groups_is_refused(ready: Client) -> None:
         watched(ready, "serial")
 
 
-def test_the_command_shows_the_worst_first(gateway: Gateway, ready: Client) -> None:
+def test_the_command_shows_the_worst_first(gateway: GatewayServer, ready: Client) -> None:
     ready.put("g", {"odd": png(images(1, 5)[0])}, {"odd": {"kind": "fox"}})
     ready.swap(2)
 

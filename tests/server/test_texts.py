@@ -14,8 +14,8 @@ from nobackfill.errors import InvalidInputError, NoEncoderError, PreconditionErr
 from nobackfill.release import probes
 from nobackfill.release.parsing import parse_manifest
 from nobackfill.release.publishing.publish import publish
-from nobackfill.server.bulk.filling import fill
-from nobackfill.server.cli import put  # noqa: F401 - puts its command into app
+from nobackfill.server.bulk import fill
+from nobackfill.server.cli import galleries  # noqa: F401 - puts its command into app
 from nobackfill.server.cli.app import app
 from nobackfill.tokenizing import LARGEST_BYTES
 from nobackfill.v1 import gallery_pb2, search_pb2

@@ -19,7 +19,7 @@ from tritonclient.grpc.service_pb2 import SystemSharedMemoryStatusRequest
 from nobackfill.errors import UnavailableError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.paths import embedder_model
-from nobackfill.server.triton import shared_memory as shared_memory_module
+from nobackfill.server.triton import client as shared_memory_module
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, vault_pb2
 from tests.server.conftest import Stages, publish_stage

@@ -17,7 +17,7 @@ import trustme
 from nobackfill.errors import ConfigurationError, UnavailableError, VerificationError
 from nobackfill.server.settings import load_settings
 from nobackfill.server.triton.client import TritonClient, remote_client
-from nobackfill.server.triton.configuration import model_config
+from nobackfill.server.triton.models import model_config
 from tests.server.conftest import Stages
 from tests.server.process import ROOT, Served, serving, triton_venv
 from tests.server.support import Client, images

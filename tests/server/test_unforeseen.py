@@ -15,7 +15,7 @@ from nobackfill.errors import PreconditionError
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import indexing
-from nobackfill.server.gateway import Gateway
+from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, in_file, running
@@ -74,7 +74,7 @@ class Calls:
             raise UnforeseenError(f"{site}")
 
 
-def unforeseen(gateway: Gateway, thread: str) -> float:
+def unforeseen(gateway: GatewayServer, thread: str) -> float:
     """How many were counted."""
     # This counter alone: others are read from what a test has made fail.
     name = "nobackfill_unforeseen_errors_total"
@@ -86,7 +86,7 @@ def unforeseen(gateway: Gateway, thread: str) -> float:
 class Life:
     """Release 1 with a gallery, activations of release 2, and the way back."""
 
-    def __init__(self, gateway: Gateway, client: Client) -> None:
+    def __init__(self, gateway: GatewayServer, client: Client) -> None:
         self.gateway = gateway
         self.client = client
         self.count = 3
@@ -181,7 +181,7 @@ def test_an_error_at_any_call_ends_an_activation_with_its_reason(
 
 
 def test_the_indexing_thread_outlives_what_nobody_foresaw(
-    gateway: Gateway, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayServer, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two galleries the first cannot be looked after; the second is, and later the first."""
     monkeypatch.setattr(indexing, "_REST_S", 1.0)

@@ -17,9 +17,9 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.server.embedding.embedding import LARGEST_BATCH
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.gateway import Gateway
-from nobackfill.server.upgrades import cost
-from nobackfill.server.upgrades.throttle import Throttle
+from nobackfill.server.gateway import GatewayServer
+from nobackfill.server.upgrades import upgrading
+from nobackfill.server.upgrades.upgrading import Throttle
 from nobackfill.v1 import release_pb2, upgrade_pb2
 from nobackfill.vectors import Vectors
 from tests.server.conftest import Stages, publish_stage
@@ -72,7 +72,7 @@ def size(folder: Path) -> int:
 
 
 def test_an_estimate_is_near_what_it_then_takes(
-    gateway: Gateway, client: Client, repo: Path, stages: Stages, one: Manifest
+    gateway: GatewayServer, client: Client, repo: Path, stages: Stages, one: Manifest
 ) -> None:
     """Time until the new space answers, and the disk; both within generous factors."""
     client.create_gallery("g")
@@ -95,7 +95,7 @@ def test_an_estimate_is_near_what_it_then_takes(
     assert 0.5 < told.bytes / (size(hosted.folder) - before) < 2
     assert told.index_duration.ToNanoseconds() > 0
     # Two graphs, as ADR 0009 measured them: 2.2 times the vectors, at 512 dims.
-    links = told.items * cost._ELEMENT_BYTES
+    links = told.items * upgrading._ELEMENT_BYTES
     assert told.memory_bytes == 2 * (told.items * 4 * one.embedder.dim + links)
 
 
@@ -119,7 +119,7 @@ def test_progress_is_streamed_through_pause_and_resume(ready: Client) -> None:
 
 
 def test_backfill_takes_the_least_certain_first(
-    gateway: Gateway, ready: Client, two: Manifest
+    gateway: GatewayServer, ready: Client, two: Manifest
 ) -> None:
     ready.swap(2)
     store = gateway.galleries.get("g").store
@@ -139,7 +139,7 @@ def test_backfill_takes_the_least_certain_first(
 
 
 def test_a_client_backfills_the_least_certain_of_the_whole_gallery(
-    gateway: Gateway, ready: Client, two: Manifest
+    gateway: GatewayServer, ready: Client, two: Manifest
 ) -> None:
     """A call with few images at a time, as a client with a folder of millions makes it."""
     ready.swap(2)
@@ -159,7 +159,7 @@ def test_a_client_backfills_the_least_certain_of_the_whole_gallery(
 
 
 def test_backfill_refuses_what_is_no_image_and_takes_the_rest(
-    gateway: Gateway, ready: Client, two: Manifest
+    gateway: GatewayServer, ready: Client, two: Manifest
 ) -> None:
     ready.swap(2)
     sent = {f"i{i}": png(images(COUNT)[i]) if i > 4 else b"no" for i in range(8)}
@@ -170,7 +170,11 @@ def test_backfill_refuses_what_is_no_image_and_takes_the_rest(
 
 
 def test_backfill_takes_one_model_call_and_one_commit_a_batch(
-    gateway: Gateway, client: Client, repo: Path, stages: Stages, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayServer,
+    client: Client,
+    repo: Path,
+    stages: Stages,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     count = 2 * LARGEST_BATCH + 2
     client.create_gallery("g")
@@ -192,13 +196,13 @@ def test_backfill_takes_one_model_call_and_one_commit_a_batch(
     assert len(commits) == len(sizes)
 
 
-def kept(gateway: Gateway) -> float | None:
+def kept(gateway: GatewayServer) -> float | None:
     name = "nobackfill_upgrade_neighbours_kept"
     return gateway.metrics.registry.get_sample_value(name, {"release": "2"})
 
 
 def test_neighbours_are_looked_at_again_after_a_backfill(
-    gateway: Gateway, ready: Client, two: Manifest
+    gateway: GatewayServer, ready: Client, two: Manifest
 ) -> None:
     assert kept(gateway) is None
     ready.swap(2)

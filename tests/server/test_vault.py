@@ -19,7 +19,7 @@ from nobackfill.errors import (
     QuotaExceededError,
     TooLargeError,
 )
-from nobackfill.server.vault import KEPT_S, Blob, Vault
+from nobackfill.server.vault import KEPT_S, Blob, VaultBlobs
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.limits import LARGEST_BLOB
 from tests.server.support import Client, random_id, refused
@@ -38,15 +38,15 @@ def blob_of(data: bytes, number: int = 1) -> Blob:
 
 
 @pytest.fixture
-def vault(tmp_path: Path) -> Vault:
-    return Vault(tmp_path / "vault", QUOTA)
+def vault(tmp_path: Path) -> VaultBlobs:
+    return VaultBlobs(tmp_path / "vault", QUOTA)
 
 
-def read(vault: Vault, blob_id: str, offset: int = 0, owner: str = "a") -> bytes:
+def read(vault: VaultBlobs, blob_id: str, offset: int = 0, owner: str = "a") -> bytes:
     return b"".join(vault.get(owner, blob_id, offset)[1])
 
 
-def test_a_blob_comes_back(vault: Vault) -> None:
+def test_a_blob_comes_back(vault: VaultBlobs) -> None:
     data = sealed(700_000)
     blob = blob_of(data)
     assert vault.put("a", blob, 0, [data[:10], data[10:500_000], b"", data[500_000:]]) == len(data)
@@ -56,7 +56,7 @@ def test_a_blob_comes_back(vault: Vault) -> None:
     assert vault.page("a", "") == [blob]
 
 
-def test_an_upload_resumes_where_it_broke_off(vault: Vault) -> None:
+def test_an_upload_resumes_where_it_broke_off(vault: VaultBlobs) -> None:
     data = sealed()
     blob = blob_of(data)
 
@@ -81,7 +81,7 @@ def test_an_upload_resumes_where_it_broke_off(vault: Vault) -> None:
     [b"\xff\xd8\xff" + b"x" * 1000, b"\x89PNG\r\n" + b"x" * 1000, b"age-encryption.org/v2\n" * 9],
 )
 def test_plaintext_is_refused_before_it_is_written(
-    vault: Vault, tmp_path: Path, data: bytes
+    vault: VaultBlobs, tmp_path: Path, data: bytes
 ) -> None:
     for number, cut in enumerate((0, 1, 5, 21)):
         with pytest.raises(InvalidInputError, match="age"):
@@ -90,7 +90,7 @@ def test_plaintext_is_refused_before_it_is_written(
     assert all(len(piece) < len(b"age-encryption.org/v1") for piece in stored)
 
 
-def test_other_bytes_than_announced_are_dropped(vault: Vault) -> None:
+def test_other_bytes_than_announced_are_dropped(vault: VaultBlobs) -> None:
     data = sealed()
     blob = blob_of(data)
     tampered = data[:-1] + bytes([data[-1] ^ 1])
@@ -101,7 +101,7 @@ def test_other_bytes_than_announced_are_dropped(vault: Vault) -> None:
         vault.put("a", blob_of(data, 2), 0, [data, b"more"])
 
 
-def test_an_id_is_taken_once(vault: Vault) -> None:
+def test_an_id_is_taken_once(vault: VaultBlobs) -> None:
     data, other = sealed(seed=1), sealed(seed=2)
     vault.put("a", blob_of(data), 0, [data])
     with pytest.raises(AlreadyExistsError):
@@ -110,7 +110,7 @@ def test_an_id_is_taken_once(vault: Vault) -> None:
     assert read(vault, random_id(1), owner="b") == other
 
 
-def test_owners_do_not_see_each_other(vault: Vault) -> None:
+def test_owners_do_not_see_each_other(vault: VaultBlobs) -> None:
     data = sealed()
     vault.put("a", blob_of(data), 0, [data])
     assert vault.page("b", "") == []
@@ -122,7 +122,7 @@ def test_owners_do_not_see_each_other(vault: Vault) -> None:
     assert vault.page("a", "") == []
 
 
-def test_two_uploads_of_one_blob(vault: Vault) -> None:
+def test_two_uploads_of_one_blob(vault: VaultBlobs) -> None:
     data = sealed()
     blob = blob_of(data)
 
@@ -145,12 +145,12 @@ def test_two_uploads_of_one_blob(vault: Vault) -> None:
         Blob("0" * 64, LARGEST_BLOB + 1, "0" * 64),
     ],
 )
-def test_bad_names_and_sizes(vault: Vault, blob: Blob) -> None:
+def test_bad_names_and_sizes(vault: VaultBlobs, blob: Blob) -> None:
     with pytest.raises(InvalidInputError):
         vault.put("a", blob, 0, [b"age-encryption.org/v1\n"])
 
 
-def test_pages(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages(vault: VaultBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nobackfill.server.vault.PAGE", 7)
     blobs = [blob_of(sealed(10, i % 250), i) for i in range(30)]
     for i, blob in enumerate(blobs):
@@ -165,7 +165,7 @@ def test_pages(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_blob_that_is_deleted_while_it_is_listed_or_opened_is_not_there(
-    vault: Vault, monkeypatch: pytest.MonkeyPatch
+    vault: VaultBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contents = [sealed(seed=i) for i in range(3)]
     blobs = [blob_of(data, i) for i, data in enumerate(contents)]
@@ -212,7 +212,7 @@ def test_over_the_wire(shared: Client) -> None:
         shared.raw.vault.PutBlob(iter([]), timeout=30)
 
 
-def test_a_name_has_a_quota(vault: Vault, tmp_path: Path) -> None:
+def test_a_name_has_a_quota(vault: VaultBlobs, tmp_path: Path) -> None:
     """What is there counts, whole or in part; what is deleted or refused does not."""
     data = sealed(3 * 2**20 - 4096)
     first, second = blob_of(data, 1), blob_of(data, 2)
@@ -235,7 +235,7 @@ def test_a_name_has_a_quota(vault: Vault, tmp_path: Path) -> None:
         vault.put("a", fourth, 2**20, [data[2**20 :]])
     # Another name has a quota of its own, and a gateway that starts again counts the same.
     vault.put("b", fourth, 0, [data])
-    again = Vault(tmp_path / "vault", QUOTA)
+    again = VaultBlobs(tmp_path / "vault", QUOTA)
     with pytest.raises(QuotaExceededError):
         again.put("a", fourth, 2**20, [data[2**20 :]])
     assert again.put("a", first, 0, [data]) == len(data)
@@ -243,7 +243,7 @@ def test_a_name_has_a_quota(vault: Vault, tmp_path: Path) -> None:
     assert again.put("a", fourth, 2**20, [data[2**20 :]]) == len(data)
 
 
-def test_uploads_that_nobody_ends_make_room(vault: Vault) -> None:
+def test_uploads_that_nobody_ends_make_room(vault: VaultBlobs) -> None:
     """They held the quota for ever, and no call lists them."""
     data, more = sealed(3 * 2**20), sealed(11 * 2**19)
     left, going, new = blob_of(data, 1), blob_of(data, 2), blob_of(more, 3)
@@ -263,7 +263,7 @@ def test_uploads_that_nobody_ends_make_room(vault: Vault) -> None:
 
 
 def test_a_small_blob_counts_what_a_file_takes(tmp_path: Path) -> None:
-    vault = Vault(tmp_path / "vault", 3 * 4096)
+    vault = VaultBlobs(tmp_path / "vault", 3 * 4096)
     data = sealed(10)
     for number in range(3):
         vault.put("a", blob_of(data, number), 0, [data])
@@ -271,7 +271,7 @@ def test_a_small_blob_counts_what_a_file_takes(tmp_path: Path) -> None:
         vault.put("a", blob_of(data, 3), 0, [data])
 
 
-def test_names_that_end_in_a_newline_are_none(vault: Vault, shared: Client) -> None:
+def test_names_that_end_in_a_newline_are_none(vault: VaultBlobs, shared: Client) -> None:
     data = sealed()
     blob = blob_of(data)
     for bad in (

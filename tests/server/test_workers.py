@@ -12,8 +12,7 @@ from nobackfill.gallery.store import Change
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.settings import load_settings
 from nobackfill.server.upgrades.workers.processes import Processes
-from nobackfill.server.upgrades.workers.run import ByWorkers
-from nobackfill.server.upgrades.workers.window import Piece, Work
+from nobackfill.server.upgrades.workers.workers import ByWorkers, Piece, UpgradeWork
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.support.carried import Carried
@@ -55,7 +54,7 @@ class Dying(Processes):
     """A worker that ends when it has carried half of each piece, and one that repeats it; what the
     first has written nobody tells."""
 
-    def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
+    def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
         for piece in pieces:
             half = Piece(piece.labels[: len(piece.labels) // 2], piece.with_side)
             assert sum(map(len, super().carry(work, [half]))) == len(half.labels)

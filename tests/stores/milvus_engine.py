@@ -5,9 +5,9 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.stores.milvus import candidates
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
+from nobackfill.server.stores.milvus.columns import database_id, name_of
 from nobackfill.server.stores.milvus.feeder import Feeder
 from nobackfill.server.stores.milvus.gallery import MilvusGallery
-from nobackfill.server.stores.milvus.names import database_id, name_of
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
 from tests.stores.conftest import PostgresqlEngine

@@ -1,7 +1,10 @@
 """The published releases as the gateway sees them: verified, and watched for news."""
 
+import re
+import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -9,19 +12,69 @@ import structlog
 
 from nobackfill.errors import (
     ConfigurationError,
+    InvalidInputError,
     NobackfillError,
     NotFoundError,
+    OutOfRangeError,
     UnavailableError,
     UnfitError,
     VerificationError,
     few,
 )
 from nobackfill.release.manifest import Manifest
+from nobackfill.release.paths import is_plain
 from nobackfill.release.routes import twin_of
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.publication import Opened, fetch
+
+# Files of the publication folder as devices may fetch them: signed ones, and nothing else.
+
+# A device gives up on a gateway that sends nothing for 10 s, so a piece must come through within
+# them: a line of 7 kB a second will do.
+CHUNK = 64 * 1024
+
+# TUF metadata at the root, manifests, probes, and files of models.
+_METADATA = re.compile(r"(timestamp|[0-9]+\.(root|targets|snapshot))\.json")
+
+
+@dataclass(frozen=True)
+class OpenPublication:
+    """A file to send: its size in bytes, and its bytes from the offset on."""
+
+    size: int
+    chunks: Iterator[bytes]
+
+
+def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> OpenPublication:
+    """Open one file from an offset on. `signed`: whether signed metadata names it.
+
+    Raises InvalidInputError for a path that is none, NotFoundError, OutOfRangeError.
+    """
+    if not is_plain(path):
+        raise InvalidInputError("path: expected a file of the publication folder, as signed")
+    if not _METADATA.fullmatch(path) and not signed(path):
+        raise NotFoundError(f"{path} is not published here")
+    try:
+        handle = (repo / path).open("rb")
+    except OSError:
+        raise NotFoundError(f"{path} is not published here") from None
+    status = (repo / path).lstat()
+    if not stat.S_ISREG(status.st_mode):
+        handle.close()
+        raise NotFoundError(f"{path} is not published here")
+    if offset > status.st_size:
+        handle.close()
+        raise OutOfRangeError(f"{path} has {status.st_size} bytes, asked for offset {offset}")
+
+    def chunks() -> Iterator[bytes]:
+        with handle:
+            handle.seek(offset)
+            while chunk := handle.read(CHUNK):
+                yield chunk
+
+    return OpenPublication(status.st_size, chunks())
+
 
 log = structlog.get_logger("server.catalog")
 
@@ -143,8 +196,8 @@ class Catalog:
         self.refresh()
         return self._names(path)
 
-    def fetch(self, path: str, offset: int) -> Opened:
-        """Open a published file from an offset on. Raises as `publication.fetch`."""
+    def fetch(self, path: str, offset: int) -> OpenPublication:
+        """Open a published file from an offset on. Raises as `catalog.fetch`."""
         return fetch(self._repo, path, offset, self.signed)
 
     def _names(self, path: str) -> bool:

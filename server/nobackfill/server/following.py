@@ -15,7 +15,7 @@ from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.rollout.admission import check_models
+from nobackfill.server.rollout.rollout import check_models
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import GatewayState, State
 

@@ -13,12 +13,9 @@ import structlog
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError
 from nobackfill.extras import extra
-from nobackfill.server.canary.canaries import Canaries
-from nobackfill.server.canary.series import CanarySeries
+from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.catalog import open_catalog
-from nobackfill.server.descriptors import raise_limit
-from nobackfill.server.embedding.embedding import Embedding
-from nobackfill.server.embedding.models import InProcessModels, Models
+from nobackfill.server.embedding.embedding import Embedding, InProcessModels, Models
 from nobackfill.server.following import Following
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.image_answers import ImageAnswers
@@ -38,24 +35,25 @@ from nobackfill.server.grpc.services.upgrade import UpgradeService
 from nobackfill.server.grpc.services.vault import VaultService
 from nobackfill.server.grpc.traces import tracing_of
 from nobackfill.server.healing.healing import Healing
-from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.rollout.admission import Admission
-from nobackfill.server.rollout.first_activation import FirstActivation
+from nobackfill.server.process_limits import raise_limit
+from nobackfill.server.rollout.activation import (
+    Activations,
+    FirstActivation,
+    Promotion,
+    return_galleries,
+)
 from nobackfill.server.rollout.lifecycle import Lifecycle
-from nobackfill.server.rollout.parts import Parts
-from nobackfill.server.rollout.promotion import Promotion
-from nobackfill.server.rollout.recovery import return_galleries
 from nobackfill.server.rollout.rollback import Rollbacks
+from nobackfill.server.rollout.rollout import Admission, Parts
 from nobackfill.server.serving import Serving
 from nobackfill.server.settings import IN_PROCESS, Settings
 from nobackfill.server.storage import Storage, storage_of
 from nobackfill.server.triton.client import TritonClient, remote_client
-from nobackfill.server.triton.installation import default_folder
 from nobackfill.server.triton.models import TritonModels
-from nobackfill.server.triton.process import TritonProcess, has_triton
+from nobackfill.server.triton.process import TritonProcess, default_folder, has_triton
 from nobackfill.server.upgrades.upgrading import Upgrading
-from nobackfill.server.upgrades.workers.chosen import workers_of
-from nobackfill.server.vault import Vault
+from nobackfill.server.upgrades.workers.processes import workers_of
+from nobackfill.server.vault import VaultBlobs
 from nobackfill.v1 import (
     gallery_pb2_grpc,
     release_pb2_grpc,
@@ -67,12 +65,12 @@ from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
     # It needs the extra `postgres`.
-    from nobackfill.server.upgrades.workers.run import ByWorkers
+    from nobackfill.server.upgrades.workers.workers import ByWorkers
 
 log = structlog.get_logger("server.gateway")
 
 
-class Gateway:
+class GatewayServer:
     """`start` it, then `stop` it. A data folder serves one gateway at a time.
 
     The parts are its attributes, each made of those before it, and know one another by constructor
@@ -140,7 +138,7 @@ class Gateway:
             catalog, state, galleries, embedding, upgrading, activations, serving, healing
         )
         self.following = Following(state, galleries, serving, catalog, activations, metrics)
-        self.vault = Vault(data / "vault", self._settings.vault_quota)
+        self.vault = VaultBlobs(data / "vault", self._settings.vault_quota)
         metrics.gallery_items = lambda: vectors(galleries.all())
         metrics.registry.register(IndexSizes(galleries.all))
         metrics.registry.register(CanarySeries(canaries))

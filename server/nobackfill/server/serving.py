@@ -12,7 +12,7 @@ import structlog
 from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.embedding.models import Models
+from nobackfill.server.embedding.embedding import Models
 from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan

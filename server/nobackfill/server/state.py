@@ -42,11 +42,11 @@ _SPARE = 16 << 10
 RolloutName = Literal["direct", "dual", "cutover"]
 
 
-class _Strict(BaseModel):
+class _StrictState(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Canary(_Strict):
+class Canary(_StrictState):
     """A share of the queries that meet a release before the others do, 0 to 1.
 
     `steps`: shares that follow, each after `every_s` seconds. `shadow`: the old pair answers all
@@ -63,7 +63,7 @@ class Canary(_Strict):
     promoted: bool = False
 
 
-class Activation(_Strict):
+class Activation(_StrictState):
     """An activation that has begun and not ended."""
 
     release: int
@@ -78,7 +78,7 @@ class Activation(_Strict):
     resumed: int = 0
 
 
-class State(_Strict):
+class State(_StrictState):
     """`previous`: releases a rollback returns to, latest last. `ends`: space id to the Unix time
     after which its queries are refused. `failed`: release to the reason."""
 

@@ -15,9 +15,9 @@ from nobackfill.errors import (
 )
 from nobackfill.extras import extra
 from nobackfill.gallery.residents import Residents
-from nobackfill.server.descriptors import open_galleries
 from nobackfill.server.galleries.in_files import Home, InFiles
 from nobackfill.server.grpc import context
+from nobackfill.server.process_limits import open_galleries
 from nobackfill.server.settings import DATABASES, SQLITE, Settings
 from nobackfill.server.state import UNFINISHED_RESTORE, GatewayState, StateFile
 

@@ -46,7 +46,7 @@ class Blob:
     sha256: str
 
 
-class Vault:
+class VaultBlobs:
     """A file for each blob, named by its id and digest, below a folder for each owner.
 
     No owner's files take more than `quota` bytes together, a file at least 4 KiB.

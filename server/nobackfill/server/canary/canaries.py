@@ -1,10 +1,15 @@
 """The canary of a gateway: each query that takes part is answered by one pair, and compared."""
 
 import contextvars
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from nobackfill.errors import (
     BusyError,
@@ -14,15 +19,71 @@ from nobackfill.errors import (
     NobackfillError,
     NoEncoderError,
 )
-from nobackfill.server.canary.comparison import NOTHING, Caller, CanaryState, Comparison, Report
-from nobackfill.server.canary.mirror import Mirror
-from nobackfill.server.canary.sessions import Kind
+from nobackfill.gallery.search.aside import give_way
+from nobackfill.server.canary.comparison import (
+    NOTHING,
+    Caller,
+    CanaryComparison,
+    CanaryReport,
+    CanaryState,
+)
+from nobackfill.server.canary.sessions import KINDS, Kind
 from nobackfill.server.galleries.asked import Answers, Asked, Found, Query, Search
 from nobackfill.server.galleries.plan import Part, Plan
 from nobackfill.server.grpc import context
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import Canary, GatewayState, OutdatedError
 from nobackfill.shares import digest, in_share
+
+# Queries answered once more by the other pair, off their callers' path.
+
+# What may wait; more is passed over, as callers come first.
+_MOST_WAITING = 64
+_MOST_BYTES = 64 << 20
+
+
+class Mirror:
+    """One thread, which lets all others go first."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._bytes = 0
+        self._pool = ThreadPoolExecutor(1, "canary", initializer=give_way)
+
+    def offer(self, work: Callable[[], None], size: int) -> bool:
+        """Do `work`, which holds `size` bytes, some time; False: too much waits. Never waits."""
+        with self._lock:
+            if self._waiting >= _MOST_WAITING or self._bytes + size > _MOST_BYTES:
+                return False
+            self._waiting += 1
+            self._bytes += size
+        try:
+            self._pool.submit(self._do, work, size)
+        except RuntimeError:
+            # No thread is to be had, or the gateway ends.
+            self._left(size)
+            return False
+        return True
+
+    def close(self) -> None:
+        """What waits is not done any more."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _do(self, work: Callable[[], None], size: int) -> None:
+        try:
+            with error_boundary(self._metrics, "canary"):
+                work()
+        finally:
+            self._left(size)
+
+    def _left(self, size: int) -> None:
+        with self._lock:
+            self._waiting -= 1
+            self._bytes -= size
+
 
 # Of these the caller is the reason, or how many there are, or another gateway: they would have met
 # the old pair as well, a moment before. Of what came too late, see Comparison.late.
@@ -39,14 +100,14 @@ class Canaries:
     def __init__(self, state: GatewayState, metrics: Metrics) -> None:
         self._state = state
         self._mirror = Mirror(metrics)
-        self._now: Comparison | None = None
+        self._now: CanaryComparison | None = None
 
     def close(self) -> None:
         self._mirror.close()
 
     def begin(self, release: int) -> None:
         """One of this release begins: nothing of an earlier one counts."""
-        self._now = Comparison(release, self.setting)
+        self._now = CanaryComparison(release, self.setting)
 
     def end(self, state: CanaryState, message: str = "") -> None:
         """The one under way has ended."""
@@ -58,7 +119,7 @@ class Canaries:
         record = self._state.now.activation
         return None if record is None else record.canary
 
-    def report(self) -> Report:
+    def report(self) -> CanaryReport:
         """Of the last one since the start."""
         return NOTHING if self._now is None else self._now.report()
 
@@ -155,11 +216,11 @@ class Canaries:
         if not self._mirror.offer(work, _size(both.asked.query)):
             both.comparison.skipped()
 
-    def _comparison(self, release: int) -> Comparison:
+    def _comparison(self, release: int) -> CanaryComparison:
         """Of the release on trial: after a restart it begins anew."""
         now = self._now
         if now is None or now.release != release:
-            now = self._now = Comparison(release, self.setting)
+            now = self._now = CanaryComparison(release, self.setting)
         return now
 
 
@@ -172,7 +233,7 @@ class _Both:
     on_trial: Part
     search: Search
     canary: Canary
-    comparison: Comparison
+    comparison: CanaryComparison
 
     def compare(self, found: Found) -> None:
         """Return one pair's answer, and compare it with the other pair's."""
@@ -211,7 +272,7 @@ class _Trial:
     """A query, None for several of one call, that the new pair is to answer."""
 
     canary: Canary
-    comparison: Comparison
+    comparison: CanaryComparison
     on_trial: Part
     query: Query | None
     caller: Caller
@@ -270,3 +331,75 @@ def _within(seconds: float, ask: Callable[[], Answers]) -> Answers:
         return ask()
 
     return contextvars.copy_context().run(shortened)
+
+
+# What Prometheus reads of a canary, counted when it asks.
+
+
+class CanarySeries(Collector):
+    """Of the last canary since the start; counters begin anew with each."""
+
+    def __init__(self, canaries: Canaries) -> None:
+        self._canaries = canaries
+
+    def collect(self) -> Iterator[Metric]:
+        canary, report = self._canaries.setting(), self._canaries.report()
+        yield GaugeMetricFamily(
+            "nobackfill_canary_share",
+            "Share of callers' keys whose queries meet the release on trial, 0 to 1.",
+            value=0.0 if canary is None else canary.share,
+        )
+        queries = CounterMetricFamily(
+            "nobackfill_canary_queries", "Queries by pair and outcome: answered, empty, error.",
+            labels=["pair", "outcome"],
+        )  # fmt: skip
+        seconds = GaugeMetricFamily(
+            "nobackfill_canary_seconds", "Quantiles of the last answers' durations, by pair.",
+            labels=["pair", "quantile"],
+        )  # fmt: skip
+        score = GaugeMetricFamily(
+            "nobackfill_canary_score", "Mean calibrated score of first hits, by pair.",
+            labels=["pair"],
+        )  # fmt: skip
+        feedback = GaugeMetricFamily(
+            "nobackfill_canary_feedback", "Sessions that sent feedback, by pair and kind.",
+            labels=["pair", "kind"],
+        )  # fmt: skip
+        for name, pair in (("old", report.old), ("new", report.new)):
+            queries.add_metric([name, "error"], pair.errors)
+            queries.add_metric([name, "empty"], pair.empty)
+            queries.add_metric([name, "answered"], pair.queries - pair.errors - pair.empty)
+            for quantile, value in (("0.5", pair.p50), ("0.99", pair.p99)):
+                if value is not None:
+                    seconds.add_metric([name, quantile], value)
+            if pair.score is not None:
+                score.add_metric([name], pair.score)
+            for kind in KINDS:
+                feedback.add_metric([name, kind], pair.said[kind])
+        yield from (queries, seconds, score, feedback)
+        yield from self._likeness()
+
+    def _likeness(self) -> Iterator[Metric]:
+        report = self._canaries.report()
+        yield CounterMetricFamily(
+            "nobackfill_canary_compared", "Queries that both pairs have answered.",
+            value=report.compared,
+        )  # fmt: skip
+        yield CounterMetricFamily(
+            "nobackfill_canary_skipped", "Queries not compared, since too many waited.",
+            value=report.skipped,
+        )  # fmt: skip
+        for name, text, value in (
+            ("overlap", "Mean share of items that both answers have, 0 to 1.", report.overlap),
+            ("rank_correlation", "Mean rank correlation of both answers, -1 to 1.",
+             report.rank_correlation),
+        ):  # fmt: skip
+            if value is not None:
+                yield GaugeMetricFamily(f"nobackfill_canary_{name}", text, value=value)
+        evidence = GaugeMetricFamily(
+            "nobackfill_canary_evidence", "Evidence that a bound is crossed; it stops at 80.",
+            labels=["bound"],
+        )  # fmt: skip
+        for bound, value in report.evidence.items():
+            evidence.add_metric([bound], value)
+        yield evidence

@@ -3,16 +3,99 @@
 import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from nobackfill.server.canary.answers import Likeness, PairFigures
-from nobackfill.server.canary.evidence import Evidence
-from nobackfill.server.canary.sessions import KINDS, Kind, Sessions
+import numpy as np
+
+from nobackfill.server.canary.evidence import CanaryEvidence
+from nobackfill.server.canary.sessions import KINDS, CanarySessions, Kind
 from nobackfill.server.galleries.asked import Found
 from nobackfill.server.state import Canary
+
+# How much two answers to one query have in common, and what one pair has answered.
+
+# Durations that quantiles are taken of.
+_LATEST = 1000
+
+
+def overlap(one: Sequence[str], other: Sequence[str]) -> float:
+    """Share of the longer answer's items that both have, 0 to 1; of two empty ones: 1."""
+    longest = max(len(one), len(other))
+    return len(set(one) & set(other)) / longest if longest else 1.0
+
+
+def rank_correlation(one: Sequence[str], other: Sequence[str]) -> float | None:
+    """Spearman's, of the ranks of the items that both answers have, -1 to 1; None below two."""
+    ranks = {item: rank for rank, item in enumerate(other)}
+    common = [ranks[item] for item in one if item in ranks]
+    if len(common) < 2:
+        return None
+    # Ranks among the common items: no two are equal.
+    order = np.argsort(np.argsort(common))
+    return float(np.corrcoef(np.arange(len(common)), order)[0, 1])
+
+
+@dataclass
+class PairFigures:
+    """What one pair answered. `seconds`: of its last answers while their callers waited."""
+
+    queries: int = 0
+    errors: int = 0
+    empty: int = 0
+    scores: float = 0.0
+    scored: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST))
+
+    def count(self, found: Found, seconds: float | None) -> None:
+        """`seconds`: None where nobody waited for it."""
+        self.queries += 1
+        self.empty += not found.hits
+        if seconds is not None:
+            self.seconds.append(seconds)
+        score = found.hits[0].score if found.hits else None
+        if score is not None:
+            self.scores += score
+            self.scored += 1
+
+    @property
+    def score(self) -> float | None:
+        """Mean calibrated score of the first hit."""
+        return self.scores / self.scored if self.scored else None
+
+    def quantile(self, share: float) -> float | None:
+        """Seconds that `share` of the last answers took at most; None without any."""
+        return float(np.quantile(self.seconds, share)) if self.seconds else None
+
+
+@dataclass
+class Likeness:
+    """Of the answers to queries that both pairs have answered."""
+
+    compared: int = 0
+    overlaps: float = 0.0
+    correlations: float = 0.0
+    correlated: int = 0
+
+    def count(self, old: Found, new: Found) -> None:
+        one, other = ([hit.item.id for hit in found.hits] for found in (old, new))
+        self.compared += 1
+        self.overlaps += overlap(one, other)
+        correlation = rank_correlation(one, other)
+        if correlation is not None:
+            self.correlations += correlation
+            self.correlated += 1
+
+    @property
+    def overlap(self) -> float | None:
+        return self.overlaps / self.compared if self.compared else None
+
+    @property
+    def rank_correlation(self) -> float | None:
+        return self.correlations / self.correlated if self.correlated else None
+
 
 # The probability that a release which keeps all bounds is stopped, however often that is asked: a
 # quarter for each of the four.
@@ -53,7 +136,7 @@ class PairReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class CanaryReport:
     """`skipped`: queries that were not compared as too many waited. `evidence`: by bound; it stops
     where one reaches STOPS_AT."""
 
@@ -85,7 +168,7 @@ class Caller:
     token: str = ""
 
 
-class _Turns:
+class _CanaryTurns:
     """When each of many was counted last."""
 
     def __init__(self) -> None:
@@ -103,7 +186,7 @@ class _Turns:
         return True
 
 
-class Comparison:
+class CanaryComparison:
     """Of one release with the one that answers; usable from several threads."""
 
     def __init__(self, release: int, setting: Callable[[], Canary | None]) -> None:
@@ -112,10 +195,10 @@ class Comparison:
         self._setting = setting
         self._lock = threading.Lock()
         self._counted = _Counted()
-        self._sessions = Sessions()
-        self._errors, self._latency = Evidence(), Evidence()
+        self._sessions = CanarySessions()
+        self._errors, self._latency = CanaryEvidence(), CanaryEvidence()
         # When a query of a caller's key, and of a token, counted for latency.
-        self._keys, self._tokens = _Turns(), _Turns()
+        self._keys, self._tokens = _CanaryTurns(), _CanaryTurns()
         # The old pair's 99th percentile in seconds.
         self._p99: float | None = None
         # What says who is answered by which pair: share and shadow.
@@ -228,11 +311,11 @@ class Comparison:
         crossed = [bound for bound in BOUNDS if report.evidence[bound] >= STOPS_AT]
         return _sentence(crossed[0], report, canary) if crossed else None
 
-    def report(self) -> Report:
+    def report(self) -> CanaryReport:
         with self._lock:
             counted, sessions = self._counted, self._sessions
             state, message = self._ended or (CanaryState.RUNNING, "")
-            return Report(
+            return CanaryReport(
                 release=self.release,
                 state=state,
                 message=message,
@@ -290,10 +373,10 @@ class Comparison:
         )
 
 
-NOTHING = replace(Comparison(0, lambda: None).report(), state=CanaryState.ENDED)
+NOTHING = replace(CanaryComparison(0, lambda: None).report(), state=CanaryState.ENDED)
 
 
-def _sentence(bound: str, report: Report, canary: Canary) -> str:
+def _sentence(bound: str, report: CanaryReport, canary: Canary) -> str:
     old, new = report.old, report.new
     if bound == "errors":
         found = (

@@ -19,7 +19,7 @@ _STAKES = (0.9, 0.5, 0.25, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 _LARGEST = 1e250
 
 
-class Evidence:
+class CanaryEvidence:
     """That outcomes are 1 more often than a bound says, or than bounds that change do."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nobackfill.server.canary.evidence import Evidence
+from nobackfill.server.canary.evidence import CanaryEvidence
 
 Kind = Literal["approved", "rejected"]
 KINDS: tuple[Kind, ...] = ("approved", "rejected")
@@ -24,30 +24,30 @@ _MOST_ITEMS = 100
 
 
 @dataclass
-class _Session:
+class _CanarySession:
     new: bool
     said: set[Kind] = field(default_factory=set)
 
 
-class Sessions:
+class CanarySessions:
     """Of one canary; the caller sees to it that one thread at a time is in here."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[int, _Session] = OrderedDict()
+        self._sessions: OrderedDict[int, _CanarySession] = OrderedDict()
         # Request ids to the session, and 64 bits of each item of the answer: ids may be long.
         self._answers: OrderedDict[str, tuple[int, array[int]]] = OrderedDict()
         # Sessions, and those that have said something, by pair: old, new.
         self.counts = [0, 0]
         self.said: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}
         # That the old pair is approved more often, and that the new one is rejected more often.
-        self.evidence = {kind: Evidence() for kind in KINDS}
+        self.evidence = {kind: CanaryEvidence() for kind in KINDS}
 
     def answered(self, key: int, request_id: str, items: Sequence[str], *, new: bool) -> None:
         """Count an answer that its caller got; `key`: a digest of the caller's."""
         session = self._sessions.get(key)
         if session is None or session.new is not new:
             self._forget(key)
-            self._sessions[key] = _Session(new)
+            self._sessions[key] = _CanarySession(new)
             self.counts[new] += 1
             if len(self._sessions) > _MOST_SESSIONS:
                 self._forget(next(iter(self._sessions)))

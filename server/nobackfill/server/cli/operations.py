@@ -1,6 +1,7 @@
 """The operator's commands: thin over the calls of nobackfill.wire, each of them made once."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -10,13 +11,112 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from nobackfill.errors import InvalidInputError
 from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
-from nobackfill.server.cli.canary import canary_of, line
-from nobackfill.server.cli.healing import healed
+from nobackfill.shares import percent
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
+from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire.gateway import Gateway
 from nobackfill.wire.releases import ROLLOUTS
+
+# A canary in the operator's words: shares in percent, times, a line for what it shows.
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def canary_of(
+    canary: str, shadow: str, steps: str, every: str, most_errors: str, ratio: float
+) -> pb.Canary | None:
+    """What the options of `gateway activate` ask for; None: no canary. Raises BadParameter."""
+    if canary and shadow:
+        raise typer.BadParameter("expected --canary or --shadow, not both")
+    if bool(steps) != bool(every):
+        raise typer.BadParameter("--steps and --every go together: --steps 5,25,100 --every 10m")
+    given = [_share(step, "--steps") for step in steps.split(",")] if steps else []
+    first = canary or shadow
+    if first:
+        given.insert(0, _share(first, "--shadow" if shadow else "--canary"))
+    if not given:
+        if most_errors or ratio:
+            raise typer.BadParameter("--max-errors and --max-p99-ratio need --canary or --shadow")
+        return None
+    if len(given) > 1 and given[0] == given[1]:
+        # `--canary 5% --steps 5,25,100` says the first step twice.
+        del given[0]
+    asked = pb.Canary(
+        share=given[0],
+        steps=given[1:],
+        shadow=bool(shadow),
+        most_errors=_share(most_errors, "--max-errors") if most_errors else 0.0,
+        largest_p99_ratio=ratio,
+    )
+    if every:
+        asked.every.FromMilliseconds(int(1000 * _interval_seconds(every)))
+    return asked
+
+
+def line(answer: pb.WatchCanaryResponse) -> str:
+    """One line of what it shows so far."""
+    if not answer.release:
+        return "no canary since the gateway's start"
+    state = pb.CanaryState.Name(answer.state).removeprefix("CANARY_STATE_").lower()
+    share = f" {answer.canary.share:.3g} of the callers," if answer.canary.share else ""
+    kind = "shadow" if answer.canary.shadow else "canary"
+    alike = f"{answer.compared} compared"
+    if answer.HasField("overlap"):
+        alike += f", overlap {answer.overlap:.3f}"
+    if answer.HasField("rank_correlation"):
+        alike += f", rank correlation {answer.rank_correlation:.3f}"
+    evidence = max(answer.evidence.items(), key=lambda item: item[1], default=("none", 0.0))
+    against = f"evidence {evidence[1]:.2g} of {answer.stops_at:.0f} ({evidence[0]})"
+    return (
+        f"{kind} of release {answer.release} {state},{share} {alike}; old {_pair(answer.old_pair)};"
+        f" new {_pair(answer.new_pair)}; {against}{'; ' if answer.message else ''}{answer.message}"
+    )
+
+
+def _pair(pair: pb.CanaryPair) -> str:
+    parts = [f"{pair.queries} queries", f"{pair.errors} errors", f"{pair.empty} empty"]
+    if pair.HasField("p99"):
+        parts.append(f"p50 {1000 * pair.p50:.1f} p99 {1000 * pair.p99:.1f} ms")
+    if pair.HasField("score"):
+        parts.append(f"score {pair.score:.3f}")
+    if pair.approved or pair.rejected:
+        parts.append(f"{pair.approved} approved {pair.rejected} rejected of {pair.sessions}")
+    return " ".join(parts)
+
+
+def _share(text: str, option: str) -> float:
+    try:
+        return percent(text)
+    except InvalidInputError as error:
+        raise typer.BadParameter(f"{option}: {error}") from error
+
+
+def _interval_seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if found is None or not float(found[1]):
+        raise typer.BadParameter(f"--every: expected a time as 30s, 10m, 2h or 1d, got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+# How far a gallery has healed, in words.
+
+
+def healed(healing: upgrade_pb2.Healing) -> str:
+    """One line: how far a gallery has healed, and what that has cost."""
+    share = "counted"
+    if healing.HasField("carried"):
+        native = healing.items - healing.carried
+        share = f"{native} of {healing.items} native ({native / max(1, healing.items):.1%})"
+    seconds = healing.seconds.ToTimedelta().total_seconds()
+    line = (
+        f"  healing: {share}, {healing.today} of {healing.a_day} today, {healing.embedded} made in "
+        f"{seconds:.1f} s from {healing.bytes_read} bytes, {healing.failed} in vain"
+    )
+    return line + (f": {healing.last_failure}" if healing.last_failure else "")
+
 
 _STATE = release_pb2.ReleaseState.Name
 _PHASE = release_pb2.Phase.Name

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.server.cli.app import app, exit_codes
+from nobackfill.server.cli.app import Json, app, exit_codes, show
 
 # For so long a thread keeps the interpreter while another wants it: one that receives a call has to
 # ask for it four times, and beside an upgrade waited 5 ms each time.
@@ -65,11 +65,11 @@ def serve(
     flags = {name: value for name, value in locals().items() if name not in ("config", "force")}
     with exit_codes():
         # Imported here: the operator's commands need neither numpy nor Triton's client.
-        from nobackfill.server.arenas import bound_arenas
+        from nobackfill.server.process_limits import bound_arenas
 
         bound_arenas()
         sys.setswitchinterval(_SWITCH_S)
-        from nobackfill.server.gateway import Gateway
+        from nobackfill.server.gateway import GatewayServer
         from nobackfill.server.grpc.logs import configure
         from nobackfill.server.settings import load_settings
         from nobackfill.server.storage import forget_move
@@ -79,7 +79,7 @@ def serve(
             forget_move(settings)
         configure()
         ended = _ended()
-        gateway = Gateway(settings)
+        gateway = GatewayServer(settings)
         gateway.start()
         _keep_what_is_there()
         if gateway.console_address:
@@ -108,3 +108,29 @@ def _ended() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     return reads
+
+
+# `gateway install-triton`.
+
+
+@app.command()
+def install_triton(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="a new folder; else where `serve` looks for it"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the virtual environment that holds Triton, with packages from pip's index."""
+    with exit_codes():
+        from nobackfill.server.triton.process import default_folder, install
+
+        default = default_folder()
+        target = default if folder is None else folder
+        install(target)
+        used = "gateway serve" + ("" if target == default else f" --triton-venv {target}")
+        show(
+            as_json,
+            {"triton_venv": str(target), "used_by": used},
+            [["Triton", "used by"], [str(target), used]],
+        )

@@ -11,7 +11,7 @@ from nobackfill.server.cli.app import Json, app, exit_codes, show
 from nobackfill.terminal import visible
 
 if TYPE_CHECKING:
-    from nobackfill.server.gateway import Gateway
+    from nobackfill.server.gateway import GatewayServer
     from nobackfill.server.state import RolloutName
 
 # While another leads.
@@ -38,7 +38,7 @@ def upgrade(
     flags = {"store": store, "model_repo": model_repo, "workers": workers, "ray": ray}
     with exit_codes(), TemporaryDirectory(prefix="nobackfill-") as scratch:
         from nobackfill.errors import ConfigurationError
-        from nobackfill.server.gateway import Gateway
+        from nobackfill.server.gateway import GatewayServer
         from nobackfill.server.grpc.logs import configure
         from nobackfill.server.settings import SQLITE, load_settings
 
@@ -55,7 +55,7 @@ def upgrade(
             "tls_client_ca": None,
         }  # fmt: skip
         configure()
-        gateway = Gateway(given.model_copy(update=alone))
+        gateway = GatewayServer(given.model_copy(update=alone))
         gateway.start()
         try:
             left = _lead(gateway, number, cast("RolloutName | None", rollout))
@@ -65,11 +65,11 @@ def upgrade(
         show(as_json, result, [["release", "left behind"], [str(number), left]])
 
 
-def _lead(gateway: "Gateway", number: int, rollout: "RolloutName | None") -> str:
+def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") -> str:
     """Activate, go on with what another began and ended half-way, or wait for one that has taken
     the lead; what was left behind. Raises NobackfillError where the release fails."""
     from nobackfill.errors import NobackfillError
-    from nobackfill.server.rollout.run import Phase
+    from nobackfill.server.rollout.rollout import Phase
 
     activations, waited = gateway.activations, False
     while (run := activations.running()) is None or run.record.release != number:

@@ -12,10 +12,9 @@ from starlette.responses import RedirectResponse, Response
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.pages import Guard, Listener, Site, new_token
 from nobackfill.pages.site import fields
-from nobackfill.server.console.operations import Operations
+from nobackfill.server.console.operations import Operations, Rollouts
 from nobackfill.server.console.playground import Embed, Playground
-from nobackfill.server.console.rollouts import Rollouts
-from nobackfill.server.console.sessions import BelowSessions, Sessions
+from nobackfill.server.console.sessions import BelowSessions, ConsoleSessions
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.settings import Settings, split_address
 
@@ -40,7 +39,7 @@ class Console:
             listener = closing.enter_context(Listener(host, port, tls))
             guarded = settings.tokens_file is not None
             token = None if guarded else new_token()
-            sessions = Sessions(socket, guarded=guarded, secure=tls is not None)
+            sessions = ConsoleSessions(socket, guarded=guarded, secure=tls is not None)
             site = _site(sessions, metrics, embed)
             names = () if settings.tls_cert is None else _names(settings.tls_cert, listener.port)
             # Pictures of hits come from where the operator keeps them; the browser fetches them.
@@ -62,7 +61,7 @@ class Console:
         self.close()
 
 
-def _site(sessions: Sessions, metrics: Metrics, embed: Embed) -> Site:
+def _site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
     site = Site(
         Path(__file__).parent / "templates",
         "Gateway",

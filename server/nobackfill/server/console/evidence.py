@@ -12,7 +12,7 @@ MARKS = BOUNDS | {("new", "old"): "naive swap", ("new", "served"): "what you get
 
 
 @dataclass(frozen=True)
-class Shown:
+class MatrixCellView:
     """A cell in percent, and how dark it is drawn, 0 to 1 of the best cell."""
 
     map: float
@@ -21,7 +21,7 @@ class Shown:
     shade: float
 
 
-def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], Shown]:
+def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellView]:
     """The compatibility matrix of a release against an older one, as it was published with it;
     what was not measured is missing. What is served comes by the shortest route that was."""
     new = manifest.release
@@ -35,6 +35,6 @@ def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], Shown]:
     found = {names[cell.name]: cell for cell in manifest.evidence if cell.name in names}
     best = max((cell.map for cell in found.values()), default=0.0) or 1.0
     return {
-        place: Shown(100 * cell.map, 100 * cell.cmc1, 100 * cell.cmc5, cell.map / best)
+        place: MatrixCellView(100 * cell.map, 100 * cell.cmc1, 100 * cell.cmc5, cell.map / best)
         for place, cell in found.items()
     }

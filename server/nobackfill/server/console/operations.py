@@ -1,7 +1,11 @@
 """Pages that show releases and galleries, and what an operator does with them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nobackfill.errors import (
+    BusyError,
     InvalidInputError,
     NobackfillError,
     NotFoundError,
@@ -20,15 +25,165 @@ from nobackfill.pages import Site
 from nobackfill.pages.listener import ending
 from nobackfill.pages.site import fields
 from nobackfill.release.parsing import parse_manifest
-from nobackfill.server.console import canary, evidence
-from nobackfill.server.console.caller import Caller
-from nobackfill.server.console.load import LoadMeter
-from nobackfill.server.console.rollouts import Rollouts
-from nobackfill.server.console.sessions import Sessions
+from nobackfill.server.console import evidence
+from nobackfill.server.console.sessions import ConsoleCaller, ConsoleSessions, Load, LoadMeter
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.v1 import gallery_pb2, release_pb2
+from nobackfill.v1 import release_pb2 as pb
+from nobackfill.wire import Gateway
 from nobackfill.wire.releases import ROLLOUTS
 from nobackfill.wire.values import from_value
+
+# The canary as the pages show it: both pairs side by side, and what speaks against the new one.
+
+
+@dataclass(frozen=True)
+class CanaryView:
+    """`rows`: what is told, of the old pair, of the new one. `against`: bounds, evidence."""
+
+    release: int
+    state: str
+    canary: pb.Canary
+    message: str
+    rows: Sequence[tuple[str, str, str]]
+    alike: Sequence[tuple[str, str]]
+    against: Sequence[tuple[str, float]]
+    stops_at: float
+
+
+def look(gateway: Gateway) -> CanaryView | None:
+    """The last one since the gateway's start; None without one, and while the gateway has no place
+    for who watches: the rest of a page is shown then. Raises NotPermittedError for a role that may
+    not watch it."""
+    try:
+        found = next(gateway.watch_canary())
+    except BusyError:
+        return None
+    return shown(found) if found.release else None
+
+
+def shown(report: pb.WatchCanaryResponse) -> CanaryView:
+    """A report in the words of a page."""
+    old, new = report.old_pair, report.new_pair
+    return CanaryView(
+        release=report.release,
+        state=pb.CanaryState.Name(report.state).removeprefix("CANARY_STATE_").lower(),
+        canary=report.canary,
+        message=report.message,
+        rows=[(name, figure(old), figure(new)) for name, figure in _FIGURES],
+        alike=[
+            ("Answered by both", f"{report.compared}"),
+            ("Not compared", f"{report.skipped}"),
+            ("Overlap of both answers", _optional(report, "overlap", 100, " %")),
+            ("Rank correlation", _optional(report, "rank_correlation", 1, "", 3)),
+        ],
+        against=sorted(report.evidence.items()),
+        stops_at=report.stops_at,
+    )
+
+
+def _optional(
+    message: pb.WatchCanaryResponse | pb.CanaryPair, field: str, scale: float, unit: str,
+    digits: int = 1,
+) -> str:  # fmt: skip
+    if not message.HasField(field):
+        return "not known"
+    return f"{scale * getattr(message, field):.{digits}f}{unit}"
+
+
+_FIGURES: Sequence[tuple[str, Callable[[pb.CanaryPair], str]]] = (
+    ("queries", lambda pair: f"{pair.queries}"),
+    ("failed", lambda pair: f"{pair.errors}"),
+    ("empty answers", lambda pair: f"{pair.empty}"),
+    ("half answered within", lambda pair: _optional(pair, "p50", 1000, " ms")),
+    ("99 % within", lambda pair: _optional(pair, "p99", 1000, " ms")),
+    ("score of the first hit", lambda pair: _optional(pair, "score", 100, " %")),
+    ("callers", lambda pair: f"{pair.sessions}"),
+    ("of them approved a hit", lambda pair: f"{pair.approved}"),
+    ("of them rejected a hit", lambda pair: f"{pair.rejected}"),
+)
+
+
+# Activations that were begun at the console; they go on at the gateway when nobody watches.
+
+
+@dataclass
+class RolloutView:
+    """An activation as its last report tells it."""
+
+    release: int
+    rollout: str
+    phase: str = "begins"
+    done: int = 0
+    total: int = 0
+    message: str = ""
+    ended: bool = False
+    failed: bool = False
+    # When the first item was carried, on the monotonic clock.
+    carrying_since: float | None = None
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds that carrying may still take, by its pace so far."""
+        if self.carrying_since is None or not 0 < self.done < self.total:
+            return None
+        return (time.monotonic() - self.carrying_since) / self.done * (self.total - self.done)
+
+
+class Rollouts:
+    """The last activation that began here, and beginning the next."""
+
+    def __init__(self) -> None:
+        self._run: RolloutView | None = None
+
+    def told(self, load: Load) -> RolloutView | None:
+        """The last activation, unless what is going on now has left it behind."""
+        run = self._run
+        if run is None or not run.ended:
+            return run
+        elsewhere = 0 < load.ratio < 1
+        undone = not run.failed and run.release != load.release
+        return None if elsewhere or undone else run
+
+    def begin(self, caller: Callable[[], ConsoleCaller], release: int, rollout: str) -> None:
+        """Activate a release. Raises what the call raises at once, as NotPermittedError, and
+        BusyError while another activation goes on."""
+        with ExitStack() as closing:
+            gateway = closing.enter_context(caller())
+            reports = gateway.activate(release, rollout=rollout)
+            run = RolloutView(release, rollout)
+            try:
+                _take(run, next(reports))
+            except StopIteration as error:
+                raise BusyError("the gateway reported nothing; try again") from error
+            # Only now it has begun.
+            self._run = run
+            closing.pop_all()
+
+        def follow() -> None:
+            with gateway:
+                try:
+                    for report in reports:
+                        _take(run, report)
+                except NobackfillError as error:
+                    run.failed = True
+                    run.message = str(error)
+                finally:
+                    run.ended = True
+
+        threading.Thread(target=follow, name="console-rollout", daemon=True).start()
+
+
+def _take(run: RolloutView, report: pb.ActivateReleaseResponse) -> None:
+    run.phase = pb.Phase.Name(report.phase).removeprefix("PHASE_").lower()
+    if report.total:
+        # Only reports of carrying count.
+        run.done, run.total = report.done, report.total
+    run.message = report.message
+    run.failed = report.phase == pb.PHASE_FAILED
+    if report.phase == pb.PHASE_UPGRADING and run.carrying_since is None:
+        run.carrying_since = time.monotonic()
+
 
 _REPORT_SECONDS = 1.0
 # Of what expires, that which is told in red.
@@ -39,7 +194,7 @@ class Operations:
     """Everything but the playground."""
 
     def __init__(
-        self, sessions: Sessions, rollouts: Rollouts, metrics: Metrics, site: Site
+        self, sessions: ConsoleSessions, rollouts: Rollouts, metrics: Metrics, site: Site
     ) -> None:
         self._sessions = sessions
         self._rollouts = rollouts
@@ -156,12 +311,12 @@ class Operations:
             live = self._live(gateway)
         return self._site.text(request, "live.html.j2", **live)
 
-    def _live(self, gateway: Caller) -> dict[str, Any]:
+    def _live(self, gateway: ConsoleCaller) -> dict[str, Any]:
         """What changes by the second: the load, and for a role that may watch a canary also that
         and the activation, whose message names galleries."""
         load = self._load.now()
         try:
-            tried = canary.look(gateway)
+            tried = look(gateway)
         except NotPermittedError:
             return {"load": load, "run": None, "canary": None}
         return {"load": load, "run": self._rollouts.told(load), "canary": tried}

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.pages import Site
-from nobackfill.server.console.sessions import Sessions
+from nobackfill.server.console.sessions import ConsoleSessions
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.vectors import Vectors
 from nobackfill.wire import Gateway
@@ -24,7 +24,7 @@ Embed = Callable[[int, bytes | str], Vectors]
 
 
 @dataclass(frozen=True)
-class Column:
+class ResultColumn:
     """What one pair answers, or why it is not asked."""
 
     title: str
@@ -36,7 +36,7 @@ class Playground:
     """Searches as an app would make them; the gateway neither fetches nor keeps a picture, and
     keeps no text."""
 
-    def __init__(self, sessions: Sessions, embed: Embed, site: Site) -> None:
+    def __init__(self, sessions: ConsoleSessions, embed: Embed, site: Site) -> None:
         self._sessions = sessions
         self._embed = embed
         self._site = site
@@ -69,7 +69,7 @@ class Playground:
             gallery = gateway.get_gallery(name)
             columns = [
                 *self._older(gateway, gallery, now, query),
-                Column(f"release {now.release}, as it is served", now.hits),
+                ResultColumn(f"release {now.release}, as it is served", now.hits),
             ]
         return self._site.show(
             request, "columns.html.j2", columns=columns, url=lambda hit: _url(hit, template)
@@ -77,7 +77,7 @@ class Playground:
 
     def _older(
         self, gateway: Gateway, gallery: gallery_pb2.Gallery, now: Answer[Hit], query: bytes | str
-    ) -> list[Column]:
+    ) -> list[ResultColumn]:
         """Old/old, and new/old, where the gallery still has vectors of a release before."""
         filling = gallery_pb2.SPACE_STATE_STAGING
         kept = [s for s in gallery.spaces if s.state != filling and s.release < now.release]
@@ -96,11 +96,11 @@ class Playground:
                 vector = self._embed(asking, query)[0]
                 by = {old.space: vector.tolist()}
                 found = gateway.search(gallery.name, embeddings=by, k=_HITS)
-                columns.append(Column(title, found.hits))
+                columns.append(ResultColumn(title, found.hits))
             except NobackfillError as error:
-                columns.append(Column(title, why=str(error)))
+                columns.append(ResultColumn(title, why=str(error)))
         if len(pairs) == 1:
-            columns.append(Column(mixed, why=_never_meet(release, old.release)))
+            columns.append(ResultColumn(mixed, why=_never_meet(release, old.release)))
         return columns
 
 

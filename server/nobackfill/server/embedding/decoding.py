@@ -35,7 +35,7 @@ class Decoding:
     """Runs decoders on the callers' threads, in turns."""
 
     def __init__(self, cores: int | None = None) -> None:
-        self._turns = _Turns(cores or len(os.sched_getaffinity(0)), _AT_ONCE_COST)
+        self._turns = _DecodingTurns(cores or len(os.sched_getaffinity(0)), _AT_ONCE_COST)
         self._dear = threading.BoundedSemaphore(_DEAR_AT_ONCE)
 
     def each(
@@ -123,7 +123,7 @@ class _Place:
         self.turn.acquire()
 
 
-class _Turns:
+class _DecodingTurns:
     """At most so many at once, of at most so much cost; who would end first comes first.
 
     A turn's key is a time, so that whoever waits long enough is before all that come later.

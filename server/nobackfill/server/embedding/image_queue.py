@@ -32,7 +32,7 @@ _DECODED_AT_ONCE, _DECODED_S = 16, 0.004
 
 
 @dataclass(eq=False)
-class Waiting(Generic[Of]):
+class QueuedImage(Generic[Of]):
     """An image whose vector is wanted: `of` says by whom, `deadline` is on the monotonic clock."""
 
     of: Of
@@ -51,7 +51,7 @@ class ImageQueue(Generic[Of]):
         self,
         embedding: Embedding,
         metrics: Metrics,
-        answer: Callable[[Sequence[tuple[Waiting[Of], Vectors | None]]], None],
+        answer: Callable[[Sequence[tuple[QueuedImage[Of], Vectors | None]]], None],
     ) -> None:
         """`answer` is given each image once, with its vector [1,dim]; None where there is none, or
         nobody wants it, or it is dear to decode."""
@@ -60,8 +60,8 @@ class ImageQueue(Generic[Of]):
         self._observe = metrics.batch_size.labels("embed").observe
         self._answer = answer
         self._changed = threading.Condition()
-        self._encoded: deque[Waiting[Of]] = deque()
-        self._decoded: deque[Waiting[Of]] = deque()
+        self._encoded: deque[QueuedImage[Of]] = deque()
+        self._decoded: deque[QueuedImage[Of]] = deque()
         self._cores = len(os.sched_getaffinity(0))
         self._decoding = 0
         # The releases whose models are called now.
@@ -74,7 +74,7 @@ class ImageQueue(Generic[Of]):
         for thread in self._threads:
             thread.start()
 
-    def add(self, waiting: Waiting[Of]) -> None:
+    def add(self, waiting: QueuedImage[Of]) -> None:
         """Never waits. `begin` follows, once for all that came together."""
         with self._changed:
             if not self._closed:
@@ -138,17 +138,17 @@ class ImageQueue(Generic[Of]):
                 return release
         return None
 
-    def _batch(self, release: int) -> list[Waiting[Of]]:
-        batch: list[Waiting[Of]] = []
-        left: deque[Waiting[Of]] = deque()
+    def _batch(self, release: int) -> list[QueuedImage[Of]]:
+        batch: list[QueuedImage[Of]] = []
+        left: deque[QueuedImage[Of]] = deque()
         for one in self._decoded:
             fits = one.manifest.release == release and len(batch) < LARGEST_BATCH
             (batch if fits else left).append(one)
         self._decoded = left
         return batch
 
-    def _decode(self, some: Sequence[Waiting[Of]]) -> None:
-        began, done = time.monotonic(), list[Waiting[Of]]()
+    def _decode(self, some: Sequence[QueuedImage[Of]]) -> None:
+        began, done = time.monotonic(), list[QueuedImage[Of]]()
         try:
             for one in some:
                 done.append(one)
@@ -163,14 +163,14 @@ class ImageQueue(Generic[Of]):
                 self._decoded += [one for one in done if one.pixels is not None]
             self._answer([(one, None) for one in done if one.pixels is None])
 
-    def _pixels(self, one: Waiting[Of]) -> Pixels | None:
+    def _pixels(self, one: QueuedImage[Of]) -> Pixels | None:
         try:
             return cheap(one.image, size_of(one.manifest)) if one.is_wanted() else None
         except NobackfillError:
             return None  # whoever asks on a thread hears why
 
-    def _embed(self, batch: Sequence[Waiting[Of]]) -> None:
-        rows: dict[Waiting[Of], Row] = {}
+    def _embed(self, batch: Sequence[QueuedImage[Of]]) -> None:
+        rows: dict[QueuedImage[Of], Row] = {}
         try:
             # Some have waited longer than their callers did.
             wanted = [one for one in batch if one.is_wanted()]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nobackfill.server.embedding.embedding import Embedding
-from nobackfill.server.embedding.image_queue import ImageQueue, Waiting
+from nobackfill.server.embedding.image_queue import ImageQueue, QueuedImage
 from nobackfill.server.galleries.asked import Heals
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
@@ -72,7 +72,7 @@ class ImageAnswers:
             call.done(None)
             return
         asked = _Asked(hosted, plan, part, k, farthest, call)
-        self._queue.add(Waiting(asked, part.query, image, call.deadline, call.is_wanted))
+        self._queue.add(QueuedImage(asked, part.query, image, call.deadline, call.is_wanted))
 
     def _part(self, hosted: Hosted, plan: Plan) -> Part | None:
         one = len(plan.parts) == 1 and plan.canary is None and plan.both is None
@@ -80,8 +80,8 @@ class ImageAnswers:
             plan.parts[0] if one and not self._healing.heals(hosted, plan.parts[0].space) else None
         )
 
-    def _answer(self, found: Sequence[tuple[Waiting[_Asked], Vectors | None]]) -> None:
-        answers: dict[Waiting[_Asked], bytes | None] = {waiting: None for waiting, _ in found}
+    def _answer(self, found: Sequence[tuple[QueuedImage[_Asked], Vectors | None]]) -> None:
+        answers: dict[QueuedImage[_Asked], bytes | None] = {waiting: None for waiting, _ in found}
         try:
             self._search(found, answers)
         finally:
@@ -90,11 +90,11 @@ class ImageAnswers:
 
     def _search(
         self,
-        found: Sequence[tuple[Waiting[_Asked], Vectors | None]],
-        answers: dict[Waiting[_Asked], bytes | None],
+        found: Sequence[tuple[QueuedImage[_Asked], Vectors | None]],
+        answers: dict[QueuedImage[_Asked], bytes | None],
     ) -> None:
         rows = {waiting: row for waiting, row in found if row is not None}
-        together: dict[tuple[HostedInFile, Part], list[Waiting[_Asked]]] = {}
+        together: dict[tuple[HostedInFile, Part], list[QueuedImage[_Asked]]] = {}
         for waiting in rows:
             together.setdefault((waiting.of.hosted, waiting.of.part), []).append(waiting)
         for (hosted, part), some in together.items():

@@ -10,9 +10,9 @@ from nobackfill.server.galleries.in_database import HostedInDatabase, InDatabase
 from nobackfill.server.stores.milvus import candidates as limits
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
+from nobackfill.server.stores.milvus.columns import database_id
 from nobackfill.server.stores.milvus.feeder import Feeder
 from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
-from nobackfill.server.stores.milvus.names import database_id
 from nobackfill.server.stores.postgresql.database import Database
 
 

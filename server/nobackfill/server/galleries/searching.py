@@ -11,8 +11,7 @@ from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.matches import Matches
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.embedding.batching import Batcher
-from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.embedding.embedding import Batcher, Embedding
 from nobackfill.server.galleries import both_answers
 from nobackfill.server.galleries.answers import allowed, found, found_or_refused, lost
 from nobackfill.server.galleries.asked import Asked, Canary, Found, Heals, Query

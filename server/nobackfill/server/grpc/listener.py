@@ -12,11 +12,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from nobackfill.errors import BusyError
-from nobackfill.server.descriptors import open_connections
 from nobackfill.server.grpc.access import Certificates
 from nobackfill.server.grpc.admission import GrpcConnections
 from nobackfill.server.grpc.loop import Interceptor, Server
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.process_limits import open_connections
 from nobackfill.server.settings import Settings, split_address
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.wire.limits import LARGEST_REQUEST

@@ -12,8 +12,8 @@ from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.healing.ledger import Ledger
-from nobackfill.server.healing.registration import Source
+from nobackfill.server.healing.ledger import HealingLedger
+from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.upgrades.backfill import embed_again, read_again
 
 # What could not be embedded is not tried again before so long, then twice as long, up to an hour.
@@ -30,7 +30,7 @@ _PAGE = 1000
 
 
 @dataclass(frozen=True)
-class Progress:
+class HealingProgress:
     """How far a gallery has healed. `today`: items begun on this day, by all gateways, without
     those that could not be embedded; `cost`: this process's own."""
 
@@ -45,8 +45,8 @@ class Healer:
     """Of one space of a gallery; a Work of Reembedding by label."""
 
     def __init__(
-        self, hosted: Hosted, manifest: Manifest, embedding: Embedding, source: Source,
-        items: Items, ledger: Ledger,
+        self, hosted: Hosted, manifest: Manifest, embedding: Embedding, source: HealingSource,
+        items: Items, ledger: HealingLedger,
     ) -> None:  # fmt: skip
         self.source, self.space, self.ledger = source, manifest.space, ledger
         self._hosted, self._manifest, self._embedding = hosted, manifest, embedding
@@ -140,9 +140,9 @@ class Healer:
                 if after is None:
                     break
 
-    def progress(self) -> Progress:
+    def progress(self) -> HealingProgress:
         """For a person, or for metrics."""
-        return Progress(
+        return HealingProgress(
             self._hosted.count(), self.ledger.carried(), self.ledger.spent(today()),
             self.source.a_day, self.again.cost,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import contextlib
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import structlog
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from nobackfill.daemon_threads import DaemonThreads
 from nobackfill.errors import (
@@ -26,7 +28,11 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.search import distances
 from nobackfill.gallery.search.aside import give_way
+from nobackfill.gallery.search.index import Neighbours
+from nobackfill.gallery.spec import space_of
+from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.items.reembedding import Cost
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
@@ -37,15 +43,162 @@ from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.galleries.plan import SOURCE
 from nobackfill.server.galleries.queries import Question, run
+from nobackfill.server.galleries.ranking import rank
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.healing import answering
-from nobackfill.server.healing.healer import Healer, Progress
-from nobackfill.server.healing.ledger import FileLedger, Ledger
-from nobackfill.server.healing.registration import Places, Source
-from nobackfill.server.healing.series import HealingSeries
+from nobackfill.server.healing.healer import Healer, HealingProgress
+from nobackfill.server.healing.ledger import FileLedger, HealingLedger
+from nobackfill.server.healing.registration import HealingSource, Places
 from nobackfill.server.settings import Settings
+
+# Answers of a gallery that heals: candidates embedded again, then ranked by what there is.
+
+# Labels of a query's candidates, with their distances.
+Candidates = Mapping[int, float]
+
+# Candidates that are asked for and read at once, those of one question in any case: a batch may
+# have half a million.
+_AT_ONCE = 4096
+
+
+def candidates(
+    healer: Healer, questions: Sequence[Question], allowed: Matches | None
+) -> list[Candidates | InvalidInputError]:
+    """The nearest of each question, and the nearest of those that are native: by distance alone
+    carried ones can be before them that are no nearer in truth (docs/adr/0017). Raises
+    DeadlineError, CancelledError."""
+    hits = healer.source.hits
+    wide = [replace(question, k=max(question.k, hits)) for question in questions]
+    found: list[Candidates | InvalidInputError] = []
+    native = healer.ledger.native(allowed)
+    for question, answer in zip(wide, run(wide, allowed), strict=True):
+        if isinstance(answer, InvalidInputError):
+            found.append(answer)
+            continue
+        near = _by_label(answer[0][0], answer[1])
+        if native is not None:
+            context.current().check()
+            alone = question.hosted.search(
+                question.parts, question.vectors, question.k, native, question.ef
+            )
+            near |= _by_label(alone[0], 0)
+        found.append(near)
+    return found
+
+
+def groups(near: Sequence[Candidates | InvalidInputError]) -> Iterator[slice]:
+    """Questions that are answered together, by what their candidates take."""
+    first, many = 0, 0
+    for number, one in enumerate(near):
+        count = 0 if isinstance(one, InvalidInputError) else len(one)
+        if number > first and many + count > _AT_ONCE:
+            yield slice(first, number)
+            first, many = number, 0
+        many += count
+    yield slice(first, len(near))
+
+
+def _by_label(neighbours: Neighbours, row: int) -> dict[int, float]:
+    pairs = zip(neighbours.labels[row].tolist(), neighbours.distances[row].tolist(), strict=True)
+    return {label: distance for label, distance in pairs if label >= 0}
+
+
+def carried_first(healer: Healer, question: Question, near: Candidates) -> dict[int, str]:
+    """Labels and ids of the carried ones among the first hits as they are ranked now."""
+    hosted, part = question.hosted, question.parts[0]
+    labels = sorted(near, key=lambda label: (near[label], label))
+    there = Neighbours(
+        np.array([labels], np.int64), np.array([[near[label] for label in labels]], np.float32)
+    )
+    ranked = rank([part], [there], 0, len(labels), hosted.items, exact=True, by_score=True)
+    first = ranked[: healer.source.hits]
+    return {hit.item.label: hit.item.id for hit in first if hit.origin == "upgraded"}
+
+
+def found(question: Question, near: Candidates, stored: StoredVectors) -> Found:
+    """The best of the candidates by the vectors that they have now: by scores, as distances to
+    carried and to native vectors do not compare."""
+    hosted, part = question.hosted, question.parts[0]
+    spec = space_of(hosted.spaces(), part.space).spec
+    rows = np.flatnonzero(np.isin(stored.labels, list(near)))
+    apart = distances.to_one(spec.metric, question.vectors[0], stored.embedding[rows])
+    order = np.lexsort((stored.labels[rows], apart))
+    labels = stored.labels[rows][order]
+    origins = {int(stored.labels[row]): stored.origins[row] for row in rows.tolist()}
+
+    def items(some: list[int], space: str) -> list[Item | None]:
+        # Their vectors' own origins, whatever happens meanwhile.
+        return [
+            None if one is None else replace(one, origin=origins[one.label])
+            for one in hosted.items(some, space)
+        ]
+
+    there = Neighbours(labels[None], apart[order][None])
+    hits = rank([part], [there], 0, len(labels), items, exact=hosted.exact, by_score=True)
+    return Found(hits[: question.k], part.query.release, part.query.space)
+
+
+# What Prometheus reads of galleries that heal.
+
+
+class HealingSeries(Collector):
+    """Of all galleries with a source together, when somebody looks."""
+
+    def __init__(self, progress: Callable[[], Iterable[HealingProgress]]) -> None:
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._shown = {"carried": 0, "native": 0}
+
+    def count(self, answers: Iterable[Found]) -> None:
+        """Hits that are shown, by what they were ranked by."""
+        hits = [hit for one in answers for hit in one.hits]
+        carried = sum(hit.origin == "upgraded" for hit in hits)
+        with self._lock:
+            self._shown["carried"] += carried
+            self._shown["native"] += len(hits) - carried
+
+    def collect(self) -> Iterator[Metric]:
+        seen = list(self._progress())
+        items = GaugeMetricFamily(
+            "nobackfill_healing_items",
+            "Items of galleries with a source: carried by an upgrade, or embedded by the release.",
+            labels=["origin"],
+        )
+        carried = sum(one.carried or 0 for one in seen)
+        items.add_metric(["carried"], carried)
+        items.add_metric(["native"], sum(one.items for one in seen) - carried)
+        yield items
+        shown = CounterMetricFamily(
+            "nobackfill_healing_hits",
+            "Hits shown by galleries with a source, by what they were ranked by.",
+            labels=["origin"],
+        )
+        for origin, count in self._shown.items():
+            shown.add_metric([origin], count)
+        yield shown
+        made = CounterMetricFamily(
+            "nobackfill_healing_embedded",
+            "Items embedded again from their source, by what became of them.",
+            labels=["outcome"],
+        )
+        made.add_metric(["kept"], sum(one.cost.embedded for one in seen))
+        made.add_metric(["failed"], sum(one.cost.failed for one in seen))
+        yield made
+        yield CounterMetricFamily(
+            "nobackfill_healing_read_bytes", "Bytes read from sources.",
+            value=sum(one.cost.bytes for one in seen),
+        )  # fmt: skip
+        yield CounterMetricFamily(
+            "nobackfill_healing_seconds", "Seconds of threads that read and embedded again.",
+            value=sum(one.cost.seconds for one in seen),
+        )  # fmt: skip
+        left = GaugeMetricFamily(
+            "nobackfill_healing_budget_left", "Items that today's budgets have room for."
+        )
+        left.add_metric([], sum(max(0, one.a_day - one.today) for one in seen))
+        yield left
+
 
 log = structlog.get_logger("server.healing")
 
@@ -80,7 +233,7 @@ class Healing:
         # Replaced healers whose batches have not ended yet.
         self._replaced: list[Healer] = []
         # Sources that are being opened.
-        self._opening: dict[Source, Future[Items]] = {}
+        self._opening: dict[HealingSource, Future[Items]] = {}
         self._past = Cost()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
@@ -114,17 +267,17 @@ class Healing:
         if healer is None:
             answers = run(questions, allowed)
             return [found_or_refused(q, a) for q, a in zip(questions, answers, strict=True)]
-        near = answering.candidates(healer, questions, allowed)
+        near = candidates(healer, questions, allowed)
         # All of them together wait as long as one.
         patience = min(healer.source.seconds, _SHARE * context.current().remaining())
         end, found = time.monotonic() + patience, list[Found | InvalidInputError]()
-        for group in answering.groups(near):
+        for group in groups(near):
             context.current().check()
             found += _answered(healer, questions[group], near[group], end)
         self._series.count(one for one in found if isinstance(one, Found))
         return found
 
-    def progress(self, hosted: Hosted) -> Progress | None:
+    def progress(self, hosted: Hosted) -> HealingProgress | None:
         """Of a gallery that has a source; None of another."""
         if hosted.plan.heals is None:
             return None
@@ -135,13 +288,13 @@ class Healing:
             # It was replaced a moment ago.
             return None
 
-    def all_progress(self) -> Iterator[Progress]:
+    def all_progress(self) -> Iterator[HealingProgress]:
         """Of every gallery that heals, and what those cost that no longer do."""
         with self._lock:
             costs = [replace(self._past), *(one.again.cost for one in self._replaced)]
             healers = list(self._healers.values())
         for cost in costs:
-            yield Progress(0, 0, 0, 0, cost)
+            yield HealingProgress(0, 0, 0, 0, cost)
         for healer in healers:
             with contextlib.suppress(NobackfillError):
                 yield healer.progress()
@@ -151,7 +304,7 @@ class Healing:
         source = hosted.state(SOURCE)
         if source is None or hosted.leaving or time.monotonic() < self._trouble.get(hosted, 0.0):
             return None
-        given = Source.from_state(source)
+        given = HealingSource.from_state(source)
         known = self._healers.get(hosted)
         if known is not None and (known.space, known.source) == (manifest.space, given):
             return known
@@ -165,7 +318,7 @@ class Healing:
                 return None
             return self._new(hosted, manifest, given)
 
-    def _new(self, hosted: Hosted, manifest: Manifest, source: Source) -> Healer | None:
+    def _new(self, hosted: Hosted, manifest: Manifest, source: HealingSource) -> Healer | None:
         """One in the place of that which was, if any, while nobody else makes the gallery's."""
         made = None
         try:
@@ -183,7 +336,7 @@ class Healing:
         made.close(0.0)
         return None
 
-    def open(self, source: Source, seconds: float) -> Items:
+    def open(self, source: HealingSource, seconds: float) -> Items:
         """Raises as Places.open, and UnavailableError for a source that is not open within so many
         seconds, such as a folder of a network that is away: a thread goes on opening it, whose
         result the next call gets."""
@@ -201,7 +354,7 @@ class Healing:
             self._opening.pop(source, None)
         return opening.result()
 
-    def _made(self, hosted: Hosted, manifest: Manifest, source: Source) -> Healer:
+    def _made(self, hosted: Hosted, manifest: Manifest, source: HealingSource) -> Healer:
         items = self.open(source, _OPENED_S)
         ledger = _ledger(hosted, manifest.space)
         return Healer(hosted, manifest, self._embedding, source, items, ledger)
@@ -277,26 +430,26 @@ class Healing:
 
 def _answered(
     healer: Healer, questions: Sequence[Question],
-    near: Sequence[answering.Candidates | InvalidInputError], end: float,
+    near: Sequence[Candidates | InvalidInputError], end: float,
 ) -> list[Found | InvalidInputError]:  # fmt: skip
     """Questions by the vectors that their candidates have when the carried ones among the first are
     embedded again, or at the `end` of the monotonic clock."""
     wanted: dict[int, str] = {}
     for question, some in zip(questions, near, strict=True):
         if not isinstance(some, InvalidInputError):
-            wanted |= answering.carried_first(healer, question, some)
+            wanted |= carried_first(healer, question, some)
     if wanted:
         healer.ask(wanted, end - time.monotonic())
     hosted, part = questions[0].hosted, questions[0].parts[0]
     labels = {label for one in near if not isinstance(one, InvalidInputError) for label in one}
     stored = hosted.store.stored(np.array(sorted(labels), np.int64), part.space)
     return [
-        some if isinstance(some, InvalidInputError) else answering.found(question, some, stored)
+        some if isinstance(some, InvalidInputError) else found(question, some, stored)
         for question, some in zip(questions, near, strict=True)
     ]
 
 
-def _ledger(hosted: Hosted, space: str) -> Ledger:
+def _ledger(hosted: Hosted, space: str) -> HealingLedger:
     if isinstance(hosted, HostedInFile):
         return FileLedger(hosted.folder, hosted.store, space)
     # It needs the extra `postgres`.

@@ -24,7 +24,7 @@ FILE = "healing.sqlite"
 _BEGUN = time.time()
 
 
-class Ledger(Protocol):
+class HealingLedger(Protocol):
     """Of one space of one gallery. Each change is durable; all raise BusyError, CannotWriteError,
     UnavailableError, NotFoundError once it is closed."""
 

@@ -30,7 +30,7 @@ _NUMBERS: Mapping[str, tuple[float, float, float]] = {
 
 
 @dataclass(frozen=True)
-class Source:
+class HealingSource:
     """`address`: folder:DIR, folder:DIR/{id}.jpg, an address on a named host with {id} in its
     path, texts:FILE.jsonl, column:NAME or function:NAME. `hits`: first ones of a query that are
     embedded again; the others as in Limits."""
@@ -90,7 +90,7 @@ class Places:
         self._folders, self._hosts = [folder.resolve() for folder in folders], frozenset(hosts)
         self._columns, self._functions = columns, functions
 
-    def open(self, source: Source) -> Items:
+    def open(self, source: HealingSource) -> Items:
         """Raises ConfigurationError, NotFoundError for a folder that is not there."""
         if source.address.startswith(COLUMN):
             name = _named(source.address.removeprefix(COLUMN), self._columns, "item_columns")
@@ -142,9 +142,9 @@ def _named(name: str, there: Collection[str], setting: str) -> str:
 
 
 def _column(address: str) -> Items:
-    from nobackfill.server.stores.postgresql.column_items import ColumnItems
+    from nobackfill.server.stores.postgresql.column_items import DatabaseColumnItems
 
-    return ColumnItems(address)
+    return DatabaseColumnItems(address)
 
 
 def _function(name: str) -> Callable[[str], str | bytes | None]:

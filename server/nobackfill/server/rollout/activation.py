@@ -1,10 +1,13 @@
 """Activations: one at a time, in a thread, resumed after a restart, called off by a rollback."""
 
+import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 
 import structlog
 
@@ -19,22 +22,142 @@ from nobackfill.errors import (
 from nobackfill.gallery.search.aside import give_way
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
+from nobackfill.server.catalog import Catalog
+from nobackfill.server.embedding.embedding import Models
 from nobackfill.server.galleries import lock_order
+from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
+from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.lock_order import Level
 from nobackfill.server.grpc.context import error_boundary
-from nobackfill.server.rollout.endings import behind, end_jobs, fail
-from nobackfill.server.rollout.parts import Parts
-from nobackfill.server.rollout.rollout import Rollout
-from nobackfill.server.rollout.run import CancelledError, Phase, Run
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.rollout.rollout import (
+    Parts,
+    Phase,
+    Rollout,
+    RolloutCancelledError,
+    RolloutRun,
+)
 from nobackfill.server.state import (
     Activation,
     Canary,
+    GatewayState,
     Lead,
     LeadLostError,
     RolloutName,
+    State,
     tried_well,
 )
-from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
+from nobackfill.server.upgrades.upgrading import DEFAULT_SPARE_CORES
+
+# Galleries that are ahead of the active release: what a kill or a failure in a swap has left.
+
+
+def return_galleries(galleries: Galleries, active: int) -> dict[str, Exception]:
+    """Bring every gallery back to the active release, where one is ahead of it. Plans are to be
+    made anew afterwards.
+
+    Returns what keeps a gallery from it, by name: it stays where it is, the others do not wait.
+    """
+    kept: dict[str, Exception] = {}
+    for hosted in galleries.all():
+        try:
+            _return(hosted, active)
+        except UNUSABLE as error:
+            log.error("gallery not brought back", gallery=hosted.name, error=str(error))
+            kept[hosted.name] = error
+    return kept
+
+
+def _return(hosted: Hosted, active: int) -> None:
+    state = {ROLLOUT: None, NOTE: None}
+    if hosted.spec().release > active:
+        hosted.store.rollback(leave_behind=True, state=state)
+    elif hosted.spec().release == active and any(map(hosted.state, state)):
+        hosted.remember(state)
+
+
+@contextmanager
+def writes_locked(galleries: Galleries) -> Iterator[None]:
+    """No gallery is put to meanwhile. Locked by rising name, as a flip locks them."""
+    with galleries.holding() as held, ExitStack() as locks:
+        for hosted in held:
+            locks.enter_context(hosted.write_lock.exclusive())
+        yield
+
+
+# How an activation ends: what stays behind, and what is taken back where it has failed.
+
+# How soon what could not be recorded is tried again.
+_RETRY_S = 1.0
+
+
+def fail(
+    parts: Parts, release: int, reason: str, lead: Lead, cancelled: threading.Event | None = None
+) -> None:
+    """Mark the release FAILED; what it did not yet replace serves on.
+
+    Returns once that is durable, so that nothing begins it again but an operator. Where the disk is
+    full or the database away it tries again until `cancelled` is set (None: once), or another
+    gateway leads.
+    """
+    state, galleries = parts.state, parts.galleries
+
+    def failed(now: State) -> dict[str, object]:
+        marked = now.failed if now.active == release else {**now.failed, release: reason}
+        return {"activation": None, "failed": marked}
+
+    def give_back() -> None:
+        state.revise(failed)
+        if (active := state.now.active) is not None:
+            return_galleries(galleries, active)
+
+    with error_boundary(parts.metrics, "activation"):
+        try:
+            with writes_locked(galleries):
+                state.together(give_back, lead)
+        except LeadLostError as error:
+            log.error("the failure is not recorded", error=str(error))
+        except NobackfillError as error:
+            log.error("the failure is not recorded yet", release=release, error=str(error))
+            # The mark alone takes less room than what the galleries would write.
+            _repeat(lambda: state.together(lambda: state.revise(failed), lead), cancelled)
+        with writes_locked(galleries):
+            old = parts.serving.replan()
+        parts.serving.settle(old)
+
+
+def _repeat(mark: Callable[[], object], cancelled: threading.Event | None) -> None:
+    trouble = ""
+    while True:
+        try:
+            mark()
+        except LeadLostError:
+            return
+        except NobackfillError as error:
+            if str(error) != trouble:
+                log.error("the failure is not recorded yet", error=str(error))
+            trouble = str(error)
+        else:
+            return
+        if cancelled is None or cancelled.wait(_RETRY_S):
+            return
+
+
+def behind(parts: Parts) -> dict[str, str]:
+    """Galleries whose active space is not the active release's, with the reason."""
+    return {
+        hosted.name: str(hosted.state(NOTE) or "its upgrade is under way")
+        for hosted in parts.galleries.all()
+        if hosted.spec().release != parts.state.now.active
+    }
+
+
+def end_jobs(parts: Parts, phase: Phase, message: str) -> None:
+    """No upgrade is under way any more: those that did not get to their end say why."""
+    for hosted in parts.galleries.all():
+        why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
+        parts.upgrading.give_up(hosted.name, why)
+
 
 log = structlog.get_logger("server.activation")
 
@@ -55,7 +178,7 @@ class Activations:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._lock = threading.Lock()
-        self._run: Run | None = None
+        self._run: RolloutRun | None = None
 
     def start(
         self,
@@ -64,7 +187,7 @@ class Activations:
         spare_cores: float = 0.0,
         old_space_seconds: int = 0,
         canary: Canary | None = None,
-    ) -> Run:
+    ) -> RolloutRun:
         """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
         release older than the active one, and for a canary where nothing is compared,
         InvalidInputError, CannotWriteError."""
@@ -103,7 +226,7 @@ class Activations:
                 self._parts.canaries.begin(release)
             return self._launch(record, lead)
 
-    def start_gallery(self, gallery: str, spare_cores: float) -> Run:
+    def start_gallery(self, gallery: str, spare_cores: float) -> RolloutRun:
         """Carry one gallery that stayed behind over to the active release.
 
         Raises BusyError while another activation runs, CannotWriteError.
@@ -119,7 +242,7 @@ class Activations:
             self._parts.state.change(activation=record, rolled_back=None)
             return self._launch(record, lead)
 
-    def resume(self) -> Run | None:
+    def resume(self) -> RolloutRun | None:
         """Go on with what was under way when the gateway ended, or the one that led it; None if
         nothing was, if another leads it, or if it ended gateways again and again: that is a failed
         release now."""
@@ -170,7 +293,7 @@ class Activations:
             lead.close()
             raise
 
-    def running(self) -> Run | None:
+    def running(self) -> RolloutRun | None:
         """The activation under way that this gateway leads."""
         run = self._run
         return run if run is not None and run.running() else None
@@ -233,11 +356,11 @@ class Activations:
                 "ended, or roll back"
             )
 
-    def _launch(self, record: Activation, lead: Lead) -> Run:
+    def _launch(self, record: Activation, lead: Lead) -> RolloutRun:
         for hosted in self._parts.galleries.all():
             if record.only in (None, hosted.name):
                 self._parts.upgrading.expect(hosted, record.release)
-        run = self._run = Run(record, lead, self._work)
+        run = self._run = RolloutRun(record, lead, self._work)
         try:
             run.start()
         except RuntimeError as error:
@@ -245,7 +368,7 @@ class Activations:
             raise BusyError(f"the activation has no thread ({error}); try again later") from error
         return run
 
-    def _work(self, run: Run) -> tuple[Phase, str]:
+    def _work(self, run: RolloutRun) -> tuple[Phase, str]:
         phase, message = Phase.FAILED, "unforeseen error; the gateway's log has its traceback"
         with error_boundary(self._parts.metrics, "activation"):
             began = time.monotonic()
@@ -263,7 +386,7 @@ class Activations:
             self._parts.canaries.end(CanaryState.ENDED, message)
         return phase, message
 
-    def _persist(self, run: Run) -> None:
+    def _persist(self, run: RolloutRun) -> None:
         """Roll out. A gateway that stands still within a transaction, or a database that is away
         for a moment, says nothing about the release: it is begun again from the first step.
         Raises as `Rollout.run`, also what has gone on for too long."""
@@ -281,13 +404,13 @@ class Activations:
             run.cancelled.wait(_AGAIN_S)
             run.stop_if_cancelled()
 
-    def _roll_out(self, run: Run) -> tuple[Phase, str]:
+    def _roll_out(self, run: RolloutRun) -> tuple[Phase, str]:
         """How it ends: DONE or FAILED, and its message."""
         release = run.record.release
         try:
             give_way()
             self._persist(run)
-        except (CancelledError, LeadLostError) as error:
+        except (RolloutCancelledError, LeadLostError) as error:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
@@ -318,3 +441,154 @@ def _refuse_canary(release: int, active: int | None, rollout: RolloutName | None
         raise PreconditionError(
             f"a canary compares release {release} with the active one, and there is no other"
         )
+
+
+# What an operator does to a canary under way: let more queries meet it, or all.
+
+# Between steps: a leap year. Longer ones are typing errors, and messages could not tell some.
+_STEP_MAX_S = 366 * 24 * 3600
+
+
+def check(canary: Canary) -> None:
+    """Raises InvalidInputError for what is no canary."""
+    shares = (canary.share, *canary.steps)
+    grows = all(one < other for one, other in pairwise(shares))
+    if not (shares[0] > 0 and shares[-1] <= 1 and grows):
+        raise InvalidInputError(
+            "canary: expected growing shares above 0 and at most 1, got "
+            + ", ".join(f"{share:g}" for share in shares)
+        )
+    if not 0 <= canary.every_s <= _STEP_MAX_S or (canary.steps and not canary.every_s):
+        raise InvalidInputError(
+            f"canary: expected more than 0 seconds between steps, and at most {_STEP_MAX_S:,}, got "
+            f"{canary.every_s:g}"
+        )
+    # What is not finite could not be read from the state again.
+    if not (0 < canary.most_errors < 1 and 0 < canary.largest_p99_ratio < math.inf):
+        raise InvalidInputError(
+            "canary: expected most_errors between 0 and 1, and a finite largest_p99_ratio above 0, "
+            "got "
+            f"{canary.most_errors:g} and {canary.largest_p99_ratio:g}"
+        )
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """Changes the canary that is under way; each change is durable before it is answered."""
+
+    parts: Parts
+    activations: Activations
+
+    def under_way(self, release: int) -> bool:
+        """Whether a canary of this release is under way or about to begin."""
+        record = self.parts.state.now.activation
+        return record is not None and record.release == release and record.canary is not None
+
+    def change(self, release: int, canary: Canary) -> None:
+        """Another share, other steps and bounds. Raises InvalidInputError, PreconditionError for a
+        share that is smaller, or where there is none, CannotWriteError."""
+        check(canary)
+
+        def changed(now: State) -> Mapping[str, object]:
+            record, before = _canary(now, release)
+            if canary.share < before.share:
+                raise PreconditionError(
+                    f"the share is {before.share:g}, and shares only grow, got {canary.share:g}; "
+                    "`gateway rollback --yes` ends the canary"
+                )
+            kept = canary.model_copy(update={"promoted": before.promoted})
+            return {"activation": record.model_copy(update={"canary": kept})}
+
+        self.parts.state.revise(changed)
+
+    def promote(self, release: int) -> RolloutRun:
+        """All queries move to the new pair. Raises PreconditionError where there is no canary of
+        the release, and where nobody has met it, CannotWriteError."""
+
+        def promoted(now: State) -> Mapping[str, object]:
+            record, canary = _canary(now, release)
+            ended = canary.model_copy(update={"promoted": True})
+            return {"activation": record.model_copy(update={"canary": ended})}
+
+        with self.activations.held():
+            run = self.activations.running()
+            if run is None:
+                if self.under_way(release):
+                    raise PreconditionError(
+                        f"another gateway leads the canary of release {release}; ask that one"
+                    )
+                raise _none(release)
+            if not self.parts.canaries.met(release):
+                raise PreconditionError(
+                    f"release {release} has answered no query of its canary at this gateway: there "
+                    "is no evidence to promote it by. Let more callers meet it, as with `gateway "
+                    f"activate {release} --canary 50%`, or end the canary with `gateway rollback "
+                    f"--yes` and run `gateway activate {release}`, which asks for none"
+                )
+            self.parts.state.revise(promoted)
+        return run
+
+
+def _canary(now: State, release: int) -> tuple[Activation, Canary]:
+    record = now.activation
+    if record is None or record.release != release or record.canary is None:
+        raise _none(release)
+    return record, record.canary
+
+
+def _none(release: int) -> PreconditionError:
+    return PreconditionError(
+        f"no canary of release {release} is under way; `gateway activate {release} --canary 5%` "
+        "begins one"
+    )
+
+
+# The first activation: of the newest release, now or once one is published.
+
+
+class FirstActivation:
+    """What a gateway without an active release does by itself."""
+
+    def __init__(
+        self, catalog: Catalog, state: GatewayState, models: Models, activations: Activations,
+        stopping: threading.Event, metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._catalog = catalog
+        self._state = state
+        self._models = models
+        self._activations = activations
+        self._stopping = stopping
+        self._metrics = metrics
+
+    def begin(self) -> None:
+        """Return once a release that is there answers; one that is not, or whose model server is
+        not, is waited for in a thread."""
+        newest = self._catalog.newest()
+        # One that failed is tried again by an operator only.
+        tried = newest if newest in self._state.now.failed else None
+        if newest is not None and tried is None and self._models.ready():
+            tried = newest if self._activate(newest) else None
+        if self._state.now.active is None:
+            threading.Thread(target=self._wait, args=(tried,), name="first", daemon=True).start()
+
+    def _wait(self, tried: int | None) -> None:
+        seen = -1
+        while not self._stopping.is_set() and self._state.now.active is None:
+            newest = self._catalog.newest()
+            if newest is not None and newest != tried:
+                # One that fails is not tried over and over; the next one published is.
+                with error_boundary(self._metrics, "first"):
+                    tried = newest if self._activate(newest) else None
+            seen = self._catalog.changed.wait(seen, 0.5)
+
+    def _activate(self, release: int) -> bool:
+        """Whether it was tried: another gateway may be doing it."""
+        try:
+            for event in self._activations.start(release).events():
+                log.info("first activation", phase=event.phase, message=event.message)
+        except BusyError as error:
+            log.info("another activates", release=release, error=str(error))
+            return False
+        except NobackfillError as error:
+            log.error("first activation refused", release=release, error=str(error))
+        return True

@@ -12,17 +12,20 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import BOTH, SOURCE
-from nobackfill.server.healing.healer import Progress
+from nobackfill.server.healing.healer import HealingProgress
 from nobackfill.server.healing.healing import Healing
-from nobackfill.server.healing.registration import Source
+from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.rollout.activation import Activations
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import GatewayState
 from nobackfill.server.upgrades.backfill import backfill
-from nobackfill.server.upgrades.cost import Cost
-from nobackfill.server.upgrades.job import Job, JobState
-from nobackfill.server.upgrades.throttle import DEFAULT_SPARE_CORES
-from nobackfill.server.upgrades.upgrading import Upgrading
+from nobackfill.server.upgrades.upgrading import (
+    DEFAULT_SPARE_CORES,
+    Job,
+    JobState,
+    UpgradeCost,
+    Upgrading,
+)
 
 # Seconds that registering a source waits until it is open: a large file of texts is looked through.
 _OPENED_S = 20.0
@@ -58,7 +61,7 @@ class Lifecycle:
         self._galleries.delete(name)
         self._upgrading.forget({name})
 
-    def estimate(self, name: str, release: int, spare_cores: float) -> tuple[Cost, Route]:
+    def estimate(self, name: str, release: int, spare_cores: float) -> tuple[UpgradeCost, Route]:
         """What an upgrade to `release` will cost. Raises as `Upgrading.estimate`."""
         target = self._catalog.find(release)
         with self._galleries.using(name) as hosted:
@@ -98,7 +101,7 @@ class Lifecycle:
             self._activations.start_gallery(name, spare_cores)
         return self.job(name)
 
-    def register(self, hosted: Hosted, source: Source | None) -> None:
+    def register(self, hosted: Hosted, source: HealingSource | None) -> None:
         """From now on the gallery heals from `source`, or no longer. Raises ConfigurationError for
         one that the settings do not allow, NotFoundError, CannotWriteError, UnavailableError."""
         if source is not None:
@@ -114,7 +117,7 @@ class Lifecycle:
             hosted.remember({BOTH: wished or None})
             self._serving.replan_one(hosted)
 
-    def healing(self, name: str) -> Progress | None:
+    def healing(self, name: str) -> HealingProgress | None:
         """How far a gallery with a source has healed."""
         with self._galleries.using(name) as hosted:
             return self._healing.progress(hosted)

@@ -9,8 +9,7 @@ from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.rollout.recovery import return_galleries, writes_locked
+from nobackfill.server.rollout.activation import Activations, return_galleries, writes_locked
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import GatewayState, State
 

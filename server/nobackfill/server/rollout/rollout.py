@@ -1,22 +1,321 @@
 """One activation, from verification to the last gallery: cutover, dual or direct."""
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import structlog
 
-from nobackfill.errors import PreconditionError
+from nobackfill.errors import GateFailedError, NobackfillError, PreconditionError
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.release.encoders import TextRole
 from nobackfill.release.manifest import Manifest
+from nobackfill.release.models import Images
+from nobackfill.release.probes import check_encoders
+from nobackfill.server.canary.canaries import Canaries
+from nobackfill.server.canary.comparison import CanaryState
+from nobackfill.server.catalog import Catalog
+from nobackfill.server.embedding.embedding import Models
+from nobackfill.server.galleries.galleries import Galleries
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import CANARY, old_model_part, own_part
-from nobackfill.server.rollout.canary_steps import CanarySteps
-from nobackfill.server.rollout.parts import Parts
-from nobackfill.server.rollout.run import Phase, Run
-from nobackfill.server.state import tried_well
-from nobackfill.server.upgrades.job import JobState
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.serving import Serving
+from nobackfill.server.state import Activation, Canary, GatewayState, Lead, State, tried_well
+from nobackfill.server.upgrades.upgrading import JobState, Trials, Upgrading
+from nobackfill.vectors import Vectors
+
+# One activation as its watchers see it: what it reports, until it is DONE or FAILED.
+
+
+class Phase(StrEnum):
+    VERIFYING = "verifying"
+    LOADING = "loading"
+    PROBING = "probing"
+    UPGRADING = "upgrading"
+    CANARY = "canary"
+    SWITCHING = "switching"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class RolloutCancelledError(NobackfillError):
+    """The activation was called off by a rollback or by the gateway's end."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What an activation reported, and when (Unix time)."""
+
+    phase: Phase
+    done: int
+    total: int
+    message: str
+    time: float
+
+
+class RolloutRun:
+    """One activation as its watchers see it."""
+
+    def __init__(
+        self, record: Activation, lead: Lead, work: Callable[["RolloutRun"], tuple[Phase, str]]
+    ) -> None:
+        """`work` is done in a thread of its own once started; it returns DONE or FAILED, and the
+        message of that. `lead`: what it changes by; let go of in the end."""
+        self.record = record
+        self.lead = lead
+        self._work = work
+        self.cancelled = threading.Event()
+        self._condition = threading.Condition()
+        self._events: list[Event] = []
+        self._thread = threading.Thread(target=self._live, name="activation")
+        self._ended = False
+        # While its canary waits for queries, nothing is moved: galleries may come and go.
+        self.waiting = False
+
+    def start(self) -> None:
+        """Raises RuntimeError where no thread can be had."""
+        self._thread.start()
+
+    def running(self) -> bool:
+        """Whether another must wait: False once it has reported its end, or its thread is gone."""
+        return not self._ended and (self._thread.ident is None or self._thread.is_alive())
+
+    def cancel(self) -> None:
+        """End it before its next step; returns once it has ended."""
+        self.cancelled.set()
+        self._thread.join()
+
+    def stop_if_cancelled(self) -> None:
+        """Raises CancelledError."""
+        if self.cancelled.is_set():
+            raise RolloutCancelledError(
+                f"the activation of release {self.record.release} was called off"
+            )
+
+    def end(self, phase: Phase, message: str) -> None:
+        """Report the last: DONE or FAILED. Another activation may begin now."""
+        self._ended = True
+        self.report(phase, message=message)
+
+    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
+        """`done` of `total` items."""
+        with self._condition:
+            last = self._events[-1] if self._events else None
+            # Progress within a phase replaces what was reported before.
+            if last is not None and last.phase == phase == Phase.UPGRADING:
+                self._events.pop()
+            self._events.append(Event(phase, done, total, message, time.time()))
+            self._condition.notify_all()
+
+    def events(self, gone: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+        """All reports, from the beginning to DONE or FAILED, or until `gone`."""
+        seen: list[Event] = []
+        while not gone():
+            for event in self._wait(seen):
+                yield event
+                if event.phase in (Phase.DONE, Phase.FAILED):
+                    return
+
+    def _live(self) -> None:
+        """Whatever is raised in here, the run ends and says so."""
+        phase, message = Phase.FAILED, ""
+        try:
+            phase, message = self._work(self)
+        finally:
+            self.lead.close()
+            self.end(phase, message)
+
+    def _wait(self, seen: list[Event]) -> list[Event]:
+        """What is not in `seen` yet; it is added there, progress in the place of progress."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._events != seen, 0.5)
+            fresh = [event for event in self._events[max(0, len(seen) - 1) :] if event not in seen]
+            seen[:] = self._events
+            return fresh
+
+
+# What a release passes before it may serve: gate, digests, a trial, golden probes in Triton.
+
+
+class Admission:
+    """Admits releases."""
+
+    def __init__(
+        self, catalog: Catalog, galleries: Galleries, models: Models, trials: Trials
+    ) -> None:
+        self._catalog = catalog
+        self._galleries = galleries
+        self._models = models
+        self._trials = trials
+
+    def admit(self, run: RolloutRun) -> Manifest:
+        """Load the release of an activation; returns once its models answer as was published.
+
+        Raises NotFoundError, PreconditionError for one that was withdrawn, GateFailedError,
+        VerificationError, CancelledError.
+        """
+        number = run.record.release
+        run.report(Phase.VERIFYING)
+        self._catalog.refresh()
+        manifest = self._catalog.manifest(number)
+        reason = self._catalog.releases[number]
+        if reason is not None:
+            raise PreconditionError(f"release {number} was withdrawn: {reason}")
+        gate = manifest.gate
+        if gate.verdict not in ("first", "passed") and not gate.forced:
+            raise GateFailedError(f"release {number} did not pass its gate: {gate.detail}")
+        folder = self._catalog.verified(number)
+        sources = {hosted.spec().release for hosted in self._galleries.all()}
+        self._trials.release(manifest, sources, run.stop_if_cancelled)
+        self._wait_for_models(run)
+        self._models.load(manifest)
+        run.report(Phase.PROBING)
+        check_models(folder, manifest, self._models)
+        run.stop_if_cancelled()
+        return manifest
+
+    def _wait_for_models(self, run: RolloutRun) -> None:
+        """A model server that is away says nothing about the release: it is waited for."""
+        run.report(Phase.LOADING)
+        if not self._models.ready():
+            run.report(Phase.LOADING, message="waiting for the model server")
+        while not self._models.ready():
+            run.cancelled.wait(0.2)
+            run.stop_if_cancelled()
+
+
+def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
+    """Golden probes through the running models: what Triton answers must be what was published.
+
+    Raises VerificationError when an output differs, UnavailableError.
+    """
+
+    def embed(images: Images) -> Vectors:
+        return models.embed(manifest, images)
+
+    def read(texts: Sequence[str], role: TextRole) -> Vectors:
+        return models.texts(manifest, texts, role)
+
+    def side(images: Images) -> Vectors:
+        vectors = models.side(manifest, images)
+        assert vectors is not None, "asked for releases with a side encoder only"
+        return vectors
+
+    check_encoders(
+        folder,
+        manifest,
+        embed if manifest.embedder.file else None,
+        side if manifest.side_encoder else None,
+        read if manifest.text_encoder else None,
+    )
+
+
+# The parts of a gateway that activations move together.
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One gateway's."""
+
+    admission: Admission
+    catalog: Catalog
+    state: GatewayState
+    galleries: Galleries
+    upgrading: Upgrading
+    serving: Serving
+    canaries: Canaries
+    metrics: Metrics
+
+
+# The time in which a share of the queries meets a release that is not active yet.
+
+# How often bounds are looked at; evidence holds however often that is.
+_EVERY_S = 0.25
+
+
+class CanarySteps:
+    """Waits in the activation's thread, and moves from step to step."""
+
+    def __init__(self, run: RolloutRun, parts: Parts) -> None:
+        self._run = run
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Return once the release is promoted.
+
+        Raises PreconditionError where a bound is crossed or the release withdrawn, CancelledError.
+        A step takes its time of a gateway that serves: a restart begins it anew, and so does a
+        change of the canary's share or steps.
+        """
+        release, seen, began = self._run.record.release, None, time.monotonic()
+        self._run.waiting = True
+        try:
+            while True:
+                self._run.stop_if_cancelled()
+                canary = self._parts.canaries.setting()
+                if canary is None:
+                    # Forgotten by who has called it off, another gateway perhaps.
+                    raise RolloutCancelledError(
+                        f"the activation of release {release} was called off"
+                    )
+                self._judge()
+                if canary.promoted:
+                    log.info("canary promoted", release=release)
+                    self._parts.canaries.end(CanaryState.PROMOTED)
+                    return
+                step = canary.share, canary.shadow, canary.every_s, canary.steps
+                if step != seen:
+                    seen, began = step, time.monotonic()
+                    log.info("canary", release=release, share=canary.share, shadow=canary.shadow)
+                    self._run.report(Phase.CANARY, message=share_of(canary, release))
+                if canary.every_s and time.monotonic() - began >= canary.every_s:
+                    self._parts.state.together(self._next, self._run.lead)
+                self._run.cancelled.wait(_EVERY_S)
+        finally:
+            self._run.waiting = False
+
+    def _next(self) -> None:
+        met = self._parts.canaries.met(self._run.record.release)
+        self._parts.state.revise(lambda now: _next_step(now, met=met))
+
+    def _judge(self) -> None:
+        withdrawn = self._parts.catalog.releases.get(self._run.record.release)
+        reason = self._parts.canaries.verdict()
+        if withdrawn is not None:
+            reason = f"the release was withdrawn: {withdrawn}"
+        if reason is not None:
+            self._parts.canaries.end(CanaryState.STOPPED, reason)
+            raise PreconditionError(f"its canary stopped: {reason}")
+
+
+def share_of(canary: Canary, release: int) -> str:
+    """A sentence for who watches."""
+    does = "is compared with" if canary.shadow else "answers"
+    return f"release {release} {does} {canary.share:.3g} of the callers"
+
+
+def _next_step(now: State, *, met: bool) -> Mapping[str, object]:
+    """`met`: whether the release has answered a query; it is not promoted without."""
+    record = now.activation
+    if record is None or record.canary is None:
+        return {}
+    canary = record.canary
+    if canary.steps:
+        values: dict[str, object] = {"share": canary.steps[0], "steps": canary.steps[1:]}
+    elif canary.share == 1 and not canary.shadow and met:
+        values = {"promoted": True}
+    else:
+        # The last step stays until somebody promotes it.
+        return {}
+    return {"activation": record.model_copy(update={"canary": canary.model_copy(update=values)})}
+
 
 log = structlog.get_logger("server.rollout")
 
@@ -26,7 +325,7 @@ Result = TypeVar("Result")
 class Rollout:
     """Runs in a thread of its own. Every step may be repeated: a restart begins from the first."""
 
-    def __init__(self, run: Run, parts: Parts) -> None:
+    def __init__(self, run: RolloutRun, parts: Parts) -> None:
         self._run = run
         self._record = run.record
         self._parts = parts

@@ -1,35 +1,158 @@
 """Models in Triton: loaded by name, watched, brought back when Triton dies or hangs."""
 
 import importlib
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import structlog
+from google.protobuf import json_format, text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from nobackfill.errors import (
     CannotWriteError,
     InvalidInputError,
+    NobackfillError,
     UnavailableError,
     UnusableOutputError,
     UnusableRowsError,
     VerificationError,
+    few,
 )
-from nobackfill.release.encoders import TextRole
+from nobackfill.release.encoders import TEXT_ROLES, TextRole
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
-from nobackfill.release.paths import embedder_model, side_encoder_model
+from nobackfill.release.paths import (
+    config_path,
+    embedder_model,
+    query_encoder_model,
+    side_encoder_model,
+    text_encoder_model,
+)
 from nobackfill.release.text_models import TextReader
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import LIVE_TIMEOUT_S, Inputs, TritonClient
-from nobackfill.server.triton.loading import load_models, model_names, probes, text_model
-from nobackfill.server.triton.misses import Misses
-from nobackfill.server.triton.process import TritonProcess
-from nobackfill.server.triton.starts import Starts
+from nobackfill.server.triton.process import Misses, TritonProcess
 from nobackfill.vectors import Vectors, check_vectors
+
+# What Triton gets of a model: its signed configuration, if that can run nothing but ONNX.
+#
+# Triton runs any code that a configuration names: another backend, an environment to unpack, a
+# runtime. A publisher's signature makes a release believable, not its files code.
+
+_BACKEND = "onnxruntime"
+# What release/triton_config.py writes.
+_FIELDS = {
+    "name", "backend", "max_batch_size", "input", "output", "dynamic_batching", "instance_group",
+}  # fmt: skip
+
+
+def model_config(repo: Path, name: str) -> str:
+    """The configuration of a published model, checked, as JSON: Triton takes it before its file.
+
+    Raises VerificationError for one that cannot be read or asks for more than running ONNX.
+    """
+    path = config_path(name)
+    config = ModelConfig()
+    try:
+        text_format.Parse((repo / path).read_text("utf-8"), config)
+    except (OSError, ValueError, text_format.ParseError) as error:
+        raise VerificationError(f"{path}: expected a model's configuration ({error})") from error
+    unknown = sorted({field.name for field, _ in config.ListFields()} - _FIELDS)
+    if config.name != name or config.backend != _BACKEND or unknown:
+        raise VerificationError(
+            f"{path}: expected {name!r} for the backend {_BACKEND!r} and nothing else, got "
+            f"{config.name!r} for {config.backend!r}, with {few(unknown) or 'no more'}; "
+            "publish the release anew"
+        )
+    return json_format.MessageToJson(config, preserving_proto_field_name=True, indent=None)
+
+
+# Loading of a release's models into Triton.
+
+_LOAD_S = 120.0
+_LOADS_AT_ONCE = 4
+
+
+def model_names(manifest: Manifest) -> list[str]:
+    """What Triton calls the models of a release."""
+    names = [embedder_model(manifest.release)] if manifest.embedder.file else []
+    if manifest.text_encoder is not None:
+        names += text_models(manifest)
+    if manifest.side_encoder is not None:
+        # A release may keep the encoder of an older one.
+        names.append(side_encoder_model(manifest.side_encoder.origin_release))
+    return names
+
+
+def text_models(manifest: Manifest) -> list[str]:
+    """Of those that read texts."""
+    return sorted({text_model(manifest, role) for role in TEXT_ROLES})
+
+
+def text_model(manifest: Manifest, role: TextRole) -> str:
+    """What reads texts of a role. Raises NoEncoderError."""
+    own = role == "query" and manifest.reads_text.query_file is not None
+    return (query_encoder_model if own else text_encoder_model)(manifest.release)
+
+
+def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
+    """By the name of each model that embeds, the least that can be asked of it."""
+    asked: dict[str, Inputs] = {}
+    if manifest.embedder.file is not None:
+        shape = (1, manifest.frame.height, manifest.frame.width, 3)
+        asked[embedder_model(manifest.release)] = {"image": np.zeros(shape, np.uint8)}
+    if reader is not None:
+        asked |= dict.fromkeys(text_models(manifest), reader.outermost)
+    return asked
+
+
+def load_models(
+    client: TritonClient, model_repo: Path, names: Sequence[str]
+) -> dict[str, NobackfillError]:
+    """Load models side by side, as each starts an interpreter; those that fail, and why."""
+
+    def load(name: str) -> NobackfillError | None:
+        try:
+            if not client.model_ready(name, LIVE_TIMEOUT_S):
+                client.load(name, model_config(model_repo, name), _LOAD_S)
+        except (UnavailableError, VerificationError) as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(_LOADS_AT_ONCE) as pool:
+        errors = zip(names, pool.map(load, names), strict=True)
+        return {name: error for name, error in errors if error is not None}
+
+
+# Starts of the child that is Triton: how long to wait before another.
+
+_LONGEST_PAUSE_S = 5.0
+
+
+class Starts:
+    """When the child was started, and whether it answered since."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.answered = False
+        self._failures = 0
+
+    def pause(self) -> float:
+        """Seconds to wait: none after a child that worked, then growing, with jitter."""
+        self._failures = 0 if self.answered else self._failures + 1
+        self.answered = False
+        if not self._failures:
+            return 0.0
+        longest: float = min(_LONGEST_PAUSE_S, 0.1 * 2**self._failures)
+        return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads restarts, hides nothing
+
 
 log = structlog.get_logger("server.triton")
 

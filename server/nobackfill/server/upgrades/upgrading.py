@@ -1,34 +1,222 @@
 """Carrying galleries into a release's space: one job a gallery at a time, throttled, stoppable."""
 
+import json
+import math
+import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from nobackfill.errors import PreconditionError
 from nobackfill.gallery.neighbours import neighbours_kept
+from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.aside import give_way
+from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.upgrade import Outcome, Progress, run_upgrade
-from nobackfill.release.manifest import Manifest
+from nobackfill.gallery.upgrade import Outcome, Progress, Runner, run_upgrade
+from nobackfill.release.manifest import Manifest, Upgrade
+from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, RouteRunner, open_route, plan_route
+from nobackfill.release.trial import try_release
 from nobackfill.server.catalog import Catalog, Changed
 from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_file import SMALL, HostedInFile
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState
-from nobackfill.server.upgrades.cost import Cost, cost
-from nobackfill.server.upgrades.job import LOOKS, Job, JobState, from_json
-from nobackfill.server.upgrades.throttle import Throttle
-from nobackfill.server.upgrades.trials import Trials
 
 if TYPE_CHECKING:
-    # It needs the extra `postgres`.
-    from nobackfill.server.upgrades.workers.run import ByWorkers
+    from nobackfill.server.upgrades.workers.workers import ByWorkers
+
+
+# How far the upgrade of one gallery is.
+
+# An upgrade's neighbours are looked at so often while it runs, at equal distances.
+LOOKS = 10
+
+
+class JobState(StrEnum):
+    RUNNING = "running"
+    PAUSED = "paused"
+    INDEXING = "indexing"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The last upgrade of one gallery."""
+
+    gallery: str
+    from_release: int
+    to_release: int
+    state: JobState = JobState.RUNNING
+    done: int = 0
+    total: int = 0
+    items_per_second: float = 0.0
+    re_embedded: int = 0
+    neighbours_kept: float | None = None
+    message: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen in it."""
+        return self.state in (JobState.DONE, JobState.FAILED)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to go at the present rate; 0 where none is known."""
+        left = self.total - self.done
+        return left / self.items_per_second if self.items_per_second > 0 else 0.0
+
+    def to_json(self) -> str:
+        """For `from_json`."""
+        return json.dumps(asdict(self))
+
+
+def from_json(text: str) -> Job:
+    """A job that another gateway runs, or has run."""
+    values = json.loads(text)
+    return Job(**{**values, "state": JobState(values["state"])})
+
+
+# How much of the machine an upgrade takes.
+
+DEFAULT_SPARE_CORES = 0.5
+
+
+class Throttle:
+    """Leaves a share of the cores to searches: fewer threads, then pauses between chunks."""
+
+    def __init__(self, spare_cores: float) -> None:
+        """`spare_cores`: 0 to just below 1."""
+        self.cores = len(os.sched_getaffinity(0))
+        share = max(0.05, 1 - spare_cores) * self.cores
+        self.threads = max(1, int(share))
+        self.pause_per_second = max(0.0, self.threads / share - 1)
+        self._last = time.monotonic()
+
+    def rest(self) -> None:
+        """Called after each chunk: pause in proportion to the work since the last call."""
+        worked = time.monotonic() - self._last
+        time.sleep(min(2.0, worked * self.pause_per_second))
+        self._last = time.monotonic()
+
+
+# What an upgrade of one gallery will cost, measured on a few of its items.
+
+# A graph of so many items is built to measure larger ones.
+_SAMPLE = 1_500
+# How much faster a graph is carried to new vectors than built.
+_CARRIED = 20
+# What an element of a graph takes beside its vector: links, labels, levels.
+_ELEMENT_BYTES = 8 * hnsw.M + 32
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class UpgradeCost:
+    """`seconds` until the new space answers; `index_seconds` more until it has a graph of its own,
+    built behind the answers. `bytes` added on the disk, vectors and index; `memory_bytes` taken
+    beyond what is used now, at the most."""
+
+    items: int = 0
+    seconds: float = 0.0
+    index_seconds: float = 0.0
+    bytes: int = 0
+    memory_bytes: int = 0
+    left_behind: int = 0
+
+
+def cost(
+    hosted: Hosted, open_runner: Callable[[], Runner], target: SpaceSpec, throttle: Throttle
+) -> UpgradeCost:
+    """With the pauses of `throttle`, on a machine as busy as now. Raises CannotWriteError."""
+    runner, opening = _timed(open_runner)
+    _, looking = _timed(lambda: neighbours_kept(hosted.store.sample, hosted.spec(), hosted.spec()))
+    found = hosted.store.estimate(runner, target)
+    count = hosted.store.count() - found.left_behind
+    vectors = 4 * target.dim * count
+    here = isinstance(hosted, HostedInFile)
+    links = _ELEMENT_BYTES * count if here and count >= SMALL else 0
+    chunks = math.ceil(found.items / CHUNK)
+    carrying = found.seconds + looking * min(chunks, LOOKS)
+    inherited, built = _index_seconds(hosted, target, count)
+    return UpgradeCost(
+        items=found.items,
+        seconds=opening + carrying * (1 + throttle.pause_per_second) + looking + inherited,
+        index_seconds=built,
+        # An index file holds links only.
+        bytes=found.bytes + links,
+        # Graphs hold the vectors: the one that is inherited, and beside it the next one.
+        memory_bytes=(2 * (vectors + links) if links else vectors) * here,
+        left_behind=found.left_behind,
+    )
+
+
+def _index_seconds(hosted: Hosted, target: SpaceSpec, count: int) -> tuple[float, float]:
+    """Until the new space has an index, and then until it has one of its own."""
+    if count < SMALL or not isinstance(hosted, HostedInFile):
+        return 0.0, 0.0
+    spec = hosted.spec()
+    labels, vectors, _ = hosted.store.sample(spec.space, spec.space, _SAMPLE)
+    _, seconds = _timed(lambda: hnsw.build(spec, labels, vectors))
+    # Each insertion walks down a graph whose depth grows with the logarithm of its size.
+    growth = count / len(labels) * math.log(count) / math.log(len(labels))
+    built = seconds * growth * (1 + target.dim / spec.dim) / 2
+    base = hosted.view(spec.space).snapshot().base.index
+    if isinstance(base, HnswIndex) and base.spec.metric == target.metric:
+        return built / _CARRIED, built
+    return built, 0.0
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    began = time.perf_counter()
+    return work(), time.perf_counter() - began
+
+
+# Which models were tried in a child with limits, so that this process may load them.
+
+
+class Trials:
+    """Tries what was not tried since the start, one release at a time."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        # Replaced, never changed: what was tried is known without waiting for a trial that runs.
+        self._tried: frozenset[tuple[str, int | None]] = frozenset()
+
+    def release(
+        self,
+        manifest: Manifest,
+        sources: Collection[int] = (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Try a release's encoders, and its upgrades from `sources`; see try_release."""
+        wanted = {(manifest.space, source) for source in (None, *sources)}
+        if wanted <= self._tried:
+            return
+        with self._lock:
+            if wanted <= self._tried:
+                return
+            folder = self._catalog.verified(manifest.release)
+            try_release(folder, manifest, upgrades=sources, meanwhile=meanwhile)
+            self._tried |= wanted
+
+    def steps(self, steps: Iterable[tuple[Manifest, Upgrade]]) -> None:
+        """Try what a route leads through. Raises VerificationError."""
+        for manifest, upgrade in steps:
+            self.release(manifest, (upgrade.from_release,))
+
 
 log = structlog.get_logger("server.upgrading")
 
@@ -71,12 +259,14 @@ class Upgrading:
             return None
         return plan_route(usable, source, target, side, directly=directly)
 
-    def estimate(self, hosted: Hosted, target: Manifest, spare_cores: float) -> tuple[Cost, Route]:
+    def estimate(
+        self, hosted: Hosted, target: Manifest, spare_cores: float
+    ) -> tuple[UpgradeCost, Route]:
         """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route,
         CannotWriteError."""
         route = self._need_route(hosted, target.release)
         if not route.steps:
-            return Cost(), route
+            return UpgradeCost(), route
         throttle = Throttle(spare_cores)
 
         def open_runner() -> RouteRunner:

@@ -28,8 +28,8 @@ from nobackfill.server.grpc.services.convert import (
     to_end,
     to_metadata,
 )
-from nobackfill.server.healing.healer import Progress
-from nobackfill.server.healing.registration import Source
+from nobackfill.server.healing.healer import HealingProgress
+from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.state import GatewayState
 from nobackfill.v1 import gallery_pb2, upgrade_pb2
@@ -151,11 +151,11 @@ def _tell_vector(item: Item, into: pb.GetItemResponse | pb.ListedItem) -> None:
 # Sources of images, and how far a gallery has healed, as messages.
 
 
-def from_source(message: gallery_pb2.ItemSource) -> Source | None:
+def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
     """None for an empty address. Raises InvalidInputError."""
     if not message.address:
         return None
-    return Source.checked(
+    return HealingSource.checked(
         message.address,
         hits=message.hits,
         seconds=message.patience.ToTimedelta().total_seconds(),
@@ -165,7 +165,7 @@ def from_source(message: gallery_pb2.ItemSource) -> Source | None:
     )
 
 
-def to_source(source: Source, *, address: bool) -> gallery_pb2.ItemSource:
+def to_source(source: HealingSource, *, address: bool) -> gallery_pb2.ItemSource:
     """`address`: whether the caller may know where it is."""
     message = gallery_pb2.ItemSource(
         address=source.address if address else "",
@@ -178,7 +178,7 @@ def to_source(source: Source, *, address: bool) -> gallery_pb2.ItemSource:
     return message
 
 
-def to_healing(progress: Progress) -> upgrade_pb2.Healing:
+def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
     """What WatchUpgrade tells."""
     cost = progress.cost
     message = upgrade_pb2.Healing(
@@ -386,7 +386,7 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
     )
     if kept := hosted.state(SOURCE):
         told = current().principal.role is Role.ADMIN
-        gallery.source.CopyFrom(to_source(Source.from_state(kept), address=told))
+        gallery.source.CopyFrom(to_source(HealingSource.from_state(kept), address=told))
     gallery.created.FromSeconds(int(hosted.state(CREATED) or 0))
     for info in hosted.spaces():
         space = gallery.spaces.add(

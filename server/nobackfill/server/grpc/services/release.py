@@ -9,16 +9,19 @@ import grpc
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries
-from nobackfill.server.canary.comparison import STOPS_AT, CanaryState, PairReport, Report
+from nobackfill.server.canary.comparison import (
+    STOPS_AT,
+    CanaryReport,
+    CanaryState,
+    PairReport,
+)
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.grpc.context import current
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.convert import to_end
-from nobackfill.server.rollout.activation import Activations
-from nobackfill.server.rollout.canary_steps import share_of
-from nobackfill.server.rollout.promotion import Promotion, check
+from nobackfill.server.rollout.activation import Activations, Promotion, check
 from nobackfill.server.rollout.rollback import Rollbacks
-from nobackfill.server.rollout.run import Event, Phase
+from nobackfill.server.rollout.rollout import Event, Phase, share_of
 from nobackfill.server.state import Canary, GatewayState, RolloutName, State
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
@@ -51,7 +54,7 @@ def from_canary(asked: pb.Canary) -> Canary:
     return canary
 
 
-def to_canary(report: Report, canary: Canary | None) -> pb.WatchCanaryResponse:
+def to_canary(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResponse:
     """`canary`: as it is set now."""
     answer = pb.WatchCanaryResponse(
         release=report.release,

@@ -12,8 +12,8 @@ from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.grpc.context import current
 from nobackfill.server.grpc.services.gallery import to_healing
 from nobackfill.server.rollout.lifecycle import Lifecycle
-from nobackfill.server.upgrades.job import Job, JobState
 from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
+from nobackfill.server.upgrades.upgrading import Job, JobState
 from nobackfill.v1 import upgrade_pb2 as pb
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceServicer
 from nobackfill.wire.values import fill_value

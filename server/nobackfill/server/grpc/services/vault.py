@@ -6,7 +6,7 @@ import grpc
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.server.grpc.context import current
-from nobackfill.server.vault import PAGE, Blob, Vault
+from nobackfill.server.vault import PAGE, Blob, VaultBlobs
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1.vault_pb2_grpc import VaultServiceServicer
 
@@ -14,7 +14,7 @@ from nobackfill.v1.vault_pb2_grpc import VaultServiceServicer
 class VaultService(VaultServiceServicer):
     """See protos/nobackfill/v1/vault.proto. Each caller sees the blobs of its own token's name."""
 
-    def __init__(self, vault: Vault) -> None:
+    def __init__(self, vault: VaultBlobs) -> None:
         self._vault = vault
 
     def PutBlob(  # noqa: N802 - the contract's name

@@ -16,7 +16,7 @@ from nobackfill.server.stores.postgresql.failures import lost, refusal
 _SECONDS = 10
 
 
-class ColumnItems:
+class DatabaseColumnItems:
     """`address`: postgresql://USER@HOST/DATABASE#TABLE.KEY.COLUMN, TABLE with its schema or without
     one, COLUMN of bytes or of texts. See Items. One connection, made when it is needed, that ends
     with this.

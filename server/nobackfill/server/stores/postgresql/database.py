@@ -311,7 +311,7 @@ class Database:
 
 
 @dataclass(eq=False)
-class _Read:
+class _PendingRead:
     """A statement that somebody waits for; `lock` is held while it is cancelled or ends."""
 
     connection: Connection
@@ -329,7 +329,7 @@ class _Reads:
         self._most = most
         self._changed = threading.Condition()
         self._counts: Counter[str] = Counter()
-        self._under_way: set[_Read] = set()
+        self._under_way: set[_PendingRead] = set()
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -363,7 +363,7 @@ class _Reads:
         if reader is None:
             yield
             return
-        read = _Read(connection, reader)
+        read = _PendingRead(connection, reader)
         with self._changed:
             self._under_way.add(read)
             if self._thread is None:
@@ -397,7 +397,7 @@ class _Reads:
                 except NobackfillError:
                     self._cancel(read)
 
-    def _cancel(self, read: _Read) -> None:
+    def _cancel(self, read: _PendingRead) -> None:
         with read.lock, suppress(psycopg.Error):
             if not read.ended and not read.cancelled:
                 read.cancelled = True

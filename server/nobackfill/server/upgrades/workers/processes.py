@@ -6,14 +6,19 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
 import structlog
 
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.leash import end_with_parent
-from nobackfill.server.upgrades.workers.window import Piece, Work, carry_piece
-from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES
+from nobackfill.server.settings import Settings
+from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES, Piece, UpgradeWork, carry_piece
+
+if TYPE_CHECKING:
+    from nobackfill.server.upgrades.workers.workers import ByWorkers
+
 
 log = structlog.get_logger("server.upgrading")
 
@@ -29,7 +34,7 @@ class Processes:
         self._lock = threading.Lock()
         self._pool: ProcessPoolExecutor | None = None
 
-    def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
+    def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
         waiting = iter(pieces)
         again: list[tuple[Piece, int]] = []
         under_way: dict[Future[Labels], tuple[Piece, int]] = {}
@@ -59,7 +64,7 @@ class Processes:
                 future.cancel()
             wait(under_way)
 
-    def _submit(self, work: Work, piece: Piece) -> Future[Labels]:
+    def _submit(self, work: UpgradeWork, piece: Piece) -> Future[Labels]:
         for _ in range(TRIES):
             with self._lock:
                 if self._pool is None:
@@ -90,3 +95,20 @@ def _begin() -> None:
     """In a worker: searches go first, and a gateway that is killed takes it along."""
     os.nice(_NICE)
     end_with_parent()
+
+
+# Where upgrades are carried, by the settings.
+
+
+def workers_of(settings: Settings) -> "ByWorkers | None":
+    """None: a thread of the gateway carries."""
+    if settings.ray is not None:
+        from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+        from nobackfill.server.upgrades.workers.workers import ByWorkers
+
+        return ByWorkers(RayCluster(settings.ray), settings.model_repo)
+    if settings.workers:
+        from nobackfill.server.upgrades.workers.workers import ByWorkers
+
+        return ByWorkers(Processes(settings.workers), settings.model_repo)
+    return None

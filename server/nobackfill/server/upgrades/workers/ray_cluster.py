@@ -15,9 +15,15 @@ from nobackfill.errors import UnavailableError
 from nobackfill.extras import extra
 from nobackfill.gallery.search.index import Labels
 from nobackfill.ray_cluster import join
-from nobackfill.server.upgrades.workers.kept import Kept
-from nobackfill.server.upgrades.workers.window import Piece, Work, carry_piece, files_of
-from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES
+from nobackfill.server.upgrades.workers.workers import (
+    AHEAD,
+    TRIES,
+    OpenCache,
+    Piece,
+    UpgradeWork,
+    carry_piece,
+    files_of,
+)
 
 with extra("ray"):
     import ray
@@ -39,7 +45,7 @@ class RayCluster:
         the one that runs here. Raises ConfigurationError, UnavailableError."""
         join(address)
 
-    def carry(self, work: Work, pieces: Iterable[Piece]) -> Iterator[Labels]:
+    def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
         if isinstance(work.files, Path):
             work = replace(work, files=files_of(work.files, work.route))
         return self.run(carry_piece, work, pieces)
@@ -82,7 +88,7 @@ class RayCluster:
 
 
 # By a worker's process.
-_shared: Kept[Any, Any] = Kept(lambda reference, _: ray.get(reference))
+_shared: OpenCache[Any, Any] = OpenCache(lambda reference, _: ray.get(reference))
 
 
 def _do(do: Callable[[Shared, Part], Result], shared: list[Any], part: Part) -> Result:
