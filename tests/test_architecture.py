@@ -19,12 +19,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CORE = (
-    "metrics", "release", "gallery", "quality", "wire", "pages", "report", "items", "adopt",
-    "serve",
+    "metrics", "release", "gallery", "quality", "wire", "pages", "report", "items", "serve",
 )  # fmt: skip
 # The source roots of the namespace package `nobackfill`, and the rooms in each (docs/adr/0010).
 ROOTS = {
     "core": CORE,
+    "adopt": ("adopt",),
     "server": ("server",),
     "client": ("client",),
     "training": ("training",),
