@@ -17,7 +17,7 @@ from bench.published import INNER, SIZE, Publication, publication
 from bench.topics.edge import device
 from nobackfill.client.browse.app import pages
 from nobackfill.client.device import Device
-from nobackfill.client.photos.files import read_image
+from nobackfill.client.photos import read_image
 from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.tables import find_space, vector_table
 from nobackfill.pages import Listener, new_token

@@ -11,13 +11,12 @@ import pytest
 from PIL import Image
 
 from nobackfill import images
+from nobackfill.client import photos
 from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
-from nobackfill.client.photos import files
-from nobackfill.client.photos.adding import Added, add
-from nobackfill.client.photos.files import find_images
-from nobackfill.client.photos.search import Search
-from nobackfill.client.photos.thumbnails import Thumbnails
+from nobackfill.client.photos import Added, add, find_images
+from nobackfill.client.pictures import Thumbnails
+from nobackfill.client.search import Search
 from nobackfill.errors import InvalidInputError
 from tests.client.test_cli import ask, run
 from tests.support import blocks, edge, pictures, releases
@@ -227,7 +226,7 @@ def test_folders_of_too_many_files_and_none_that_can_be_read(
             (tmp_path / folder / f"{number}.png").touch()
     named = [path.relative_to(tmp_path).as_posix() for path in find_images([tmp_path]).files]
     assert named == [f"{folder}/{number}.png" for folder in "ab" for number in range(5)]
-    monkeypatch.setattr(files, "MOST_FILES", 9)
+    monkeypatch.setattr(photos, "MOST_FILES", 9)
     with pytest.raises(InvalidInputError, match="at most 9 images at a time"):
         find_images([tmp_path])
     assert len(find_images([tmp_path / "a", tmp_path / "a"]).files) == 5

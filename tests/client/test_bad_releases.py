@@ -9,7 +9,7 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
-from nobackfill.client.photos.search import Search
+from nobackfill.client.search import Search
 from nobackfill.release.paths import release_of_manifest
 from tests.support import edge
 from tests.support.bad_releases import (

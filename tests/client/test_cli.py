@@ -237,7 +237,7 @@ def test_a_plain_line_means_to_the_quick_reader_what_it_means_to_typer(line: lis
         quickly = search_line.read(line, environment)
         if quickly is None:
             continue
-        asked: list[searching.Asked] = []
+        asked: list[searching.SearchLine] = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(searching, "answer", asked.append)
             done = CliRunner().invoke(app, line, env={**environment, "TERM": "dumb"})

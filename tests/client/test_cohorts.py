@@ -8,8 +8,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from nobackfill.client.device import Device
-from nobackfill.client.sync.report import report
-from nobackfill.client.sync.sync import Wishes
+from nobackfill.client.sync import Wishes, send_report
 from nobackfill.errors import (
     ConfigurationError,
     InvalidInputError,
@@ -96,19 +95,19 @@ def test_a_report_is_five_numbers_and_sent_on_request_only(
     setting: Setting, world: edge.World, tmp_path: Path
 ) -> None:
     with Device(setting.gallery) as device, pytest.raises(NotFoundError, match="nothing to report"):
-        report(device, None)
+        send_report(device, None)
     world.publish(setting.repo, 2)
     edge.follow(setting.gallery)
     with running(setting.repo, tmp_path / "data") as gateway, Device(setting.gallery) as device:
-        assert set(report(device, None)) == {
+        assert set(send_report(device, None)) == {
             "release", "probes_passed", "seconds", "neighbours_kept", "failure",
         }  # fmt: skip
         assert not _reported(gateway.metrics.registry.collect())
-        sent = report(device, f"grpc://{gateway.address}")
+        sent = send_report(device, f"grpc://{gateway.address}")
         assert (sent["release"], sent["failure"], sent["neighbours_kept"]) == (2, "none", 1.0)
         assert _reported(gateway.metrics.registry.collect()) == {("2", "none"): 1.0}
         with pytest.raises(ConfigurationError):
-            report(device, "127.0.0.1:1")
+            send_report(device, "127.0.0.1:1")
 
 
 def _reported(families: Iterable[Metric]) -> dict[tuple[str, str], float]:

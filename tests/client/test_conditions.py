@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from nobackfill.client.cli.options import metadata_values
 from nobackfill.client.conditions import read
 from nobackfill.client.device import Device
-from nobackfill.client.photos.search import Search
+from nobackfill.client.search import Search
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import (
     All,

@@ -16,7 +16,7 @@ import pytest
 
 from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
-from nobackfill.client.vault.queue import Entry, VaultQueue
+from nobackfill.client.vault.queue import VaultEntry, VaultQueue
 from nobackfill.gallery.creation import PAGE_BYTES
 from nobackfill.gallery.store import NewVectors
 from tests.support import edge
@@ -186,7 +186,7 @@ def test_rescue_saves_all_but_the_damaged_rows(large: Setting, tmp_path: Path, h
     with Device(gallery) as device:
         queue = VaultQueue(device.store)
         for item in ("made-1", "made-600"):
-            queue.seal(Entry(f"blob-{item}", item, "0", "0", 9, ".png", "stored", None))
+            queue.seal(VaultEntry(f"blob-{item}", item, "0", "0", 9, ".png", "stored", None))
         space = device.store.active()
         with device.store.reading() as connection:
             query = "SELECT label FROM items WHERE id = 'made-600'"

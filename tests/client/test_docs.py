@@ -12,7 +12,7 @@ import typer
 from nobackfill.client import Gateway
 from nobackfill.client.cli.app import app, main
 from nobackfill.client.device import Device
-from nobackfill.client.vault import encryption
+from nobackfill.client.vault import keys
 from tests.server.support import running
 from tests.support import blocks, documents, edge, releases
 from tests.support.documents import page
@@ -62,7 +62,7 @@ def scene(
     blocks.write_pngs(tmp_path / "photos", 12)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NOBACKFILL_GALLERY", raising=False)
-    recovery = encryption.new_identity(tmp_path / "recovery.txt")
+    recovery = keys.new_identity(tmp_path / "recovery.txt")
     gateway_repo = tmp_path / "gateway" / "repo"
     world.publish(gateway_repo, 1)
     with running(gateway_repo, tmp_path / "gateway" / "data") as gateway:

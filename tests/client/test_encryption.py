@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyrage.x25519 import Identity
 
-from nobackfill.client.vault import encryption
+from nobackfill.client.vault import keys
 from nobackfill.errors import ConfigurationError, VerificationError
 
 # age encrypts in chunks of 64 KiB, each with a tag of 16 bytes.
@@ -20,17 +20,17 @@ CHUNK = 65536 + 16
 
 @pytest.fixture
 def identity(tmp_path: Path) -> Identity:
-    return encryption.new_identity(tmp_path / "identity")
+    return keys.new_identity(tmp_path / "identity")
 
 
 def test_every_recipient_opens_alone(tmp_path: Path, identity: Identity) -> None:
-    recovery = encryption.new_identity(tmp_path / "recovery")
+    recovery = keys.new_identity(tmp_path / "recovery")
     source = tmp_path / "blob"
-    source.write_bytes(encryption.encrypt(b"picture", [identity.to_public(), recovery.to_public()]))
-    assert encryption.decrypt(source, [identity]) == b"picture"
-    assert encryption.decrypt(source, [recovery]) == b"picture"
+    source.write_bytes(keys.encrypt(b"picture", [identity.to_public(), recovery.to_public()]))
+    assert keys.decrypt(source, [identity]) == b"picture"
+    assert keys.decrypt(source, [recovery]) == b"picture"
     with pytest.raises(VerificationError):
-        encryption.decrypt(source, [Identity.generate()])
+        keys.decrypt(source, [Identity.generate()])
 
 
 @settings(max_examples=20, deadline=None)
@@ -38,15 +38,15 @@ def test_every_recipient_opens_alone(tmp_path: Path, identity: Identity) -> None
 def test_round_trip(plain: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("crypto")
     identity = Identity.generate()
-    sealed = encryption.encrypt(plain, [identity.to_public()])
-    assert sealed.startswith(encryption.MAGIC)
+    sealed = keys.encrypt(plain, [identity.to_public()])
+    assert sealed.startswith(keys.MAGIC)
     (folder / "blob").write_bytes(sealed)
-    assert encryption.decrypt(folder / "blob", [identity]) == plain
+    assert keys.decrypt(folder / "blob", [identity]) == plain
 
 
 def test_damage_gives_no_plaintext(tmp_path: Path, identity: Identity) -> None:
     plain = b"CANARY" + os.urandom(3 * 65536)
-    sealed = encryption.encrypt(plain, [identity.to_public()])
+    sealed = keys.encrypt(plain, [identity.to_public()])
     assert b"CANARY" not in sealed
     header = len(sealed) - len(plain) - 4 * 16
     edges = [header + n * CHUNK + d for n in range(4) for d in (-1, 0, 1)]
@@ -59,16 +59,16 @@ def test_damage_gives_no_plaintext(tmp_path: Path, identity: Identity) -> None:
     for data in damaged:
         (tmp_path / "blob").write_bytes(data)
         with pytest.raises(VerificationError):
-            encryption.decrypt(tmp_path / "blob", [identity])
+            keys.decrypt(tmp_path / "blob", [identity])
 
 
 def test_identity_is_private_and_kept(tmp_path: Path, identity: Identity) -> None:
     path = tmp_path / "identity"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert str(encryption.new_identity(path)) == str(identity)
+    assert str(keys.new_identity(path)) == str(identity)
     path.chmod(0o644)
     with pytest.raises(ConfigurationError, match="chmod 600"):
-        encryption.read_identity(path)
+        keys.read_identity(path)
 
 
 @pytest.mark.parametrize("text", ["", "AGE-SECRET-KEY-1BROKEN", "age1abc"])
@@ -77,15 +77,15 @@ def test_a_wrong_identity_is_refused_without_being_quoted(tmp_path: Path, text: 
     path.write_text(text)
     path.chmod(0o600)
     with pytest.raises(ConfigurationError, match="AGE-SECRET-KEY-1\\.\\.\\.") as caught:
-        encryption.read_identity(path)
+        keys.read_identity(path)
     assert "BROKEN" not in str(caught.value)
     with pytest.raises(ConfigurationError):
-        encryption.recipient(text)
+        keys.read_recipient(text)
 
 
 def test_ciphertext_is_the_age_format(tmp_path: Path, identity: Identity) -> None:
     """pyrage's own decryption in another process, given only the identity file, reads it."""
-    (tmp_path / "blob").write_bytes(encryption.encrypt(b"picture", [identity.to_public()]))
+    (tmp_path / "blob").write_bytes(keys.encrypt(b"picture", [identity.to_public()]))
     code = (
         "import sys, pyrage; key = open(sys.argv[1]).read().split()[-1];"
         "identity = pyrage.x25519.Identity.from_str(key);"

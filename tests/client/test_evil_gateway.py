@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from nobackfill import pace
+from nobackfill.client import sources
 from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
-from nobackfill.client.photos.search import Search
-from nobackfill.client.sync import fetcher
+from nobackfill.client.search import Search
 from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.release.trust import refresh
 from nobackfill.v1 import search_pb2, search_pb2_grpc
@@ -49,7 +49,7 @@ def elsewhere(setting: Setting) -> dict[str, bytes]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(sources, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.25)
     monkeypatch.setattr(refresh, "METADATA_SECONDS", 0.4)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.cli.app import main
-from nobackfill.client.vault.encryption import read_identity
+from nobackfill.client.vault.keys import read_identity
 from nobackfill.errors import ConfigurationError
 from tests.client.test_cli import COMMAND
 from tests.support.edge import Setting

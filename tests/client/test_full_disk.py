@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client import ballast
+from nobackfill.client import gallery_file
 from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
 from tests.support import blocks, disks, edge
@@ -67,9 +67,9 @@ def test_gc_on_a_full_disk(setting: Setting, world: edge.World, disk: Path, here
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, disk / path.name)
     gallery = disk / "gallery.sqlite"
-    ballast.keep(gallery)
+    gallery_file.keep_reserve(gallery)
     held = disk / "gallery.sqlite.reserve"
-    assert held.stat().st_blocks * 512 >= ballast.BYTES
+    assert held.stat().st_blocks * 512 >= gallery_file.RESERVE_BYTES
     disks.fill(disk, 0)
     assert here(gallery, "gc") == (0, "")
     assert not held.exists() and edge.spaces(gallery) == {2: "active"}

@@ -12,10 +12,9 @@ from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
 from nobackfill.client.maintenance import verify
 from nobackfill.client.status import status
-from nobackfill.client.sync.sync import Wishes
-from nobackfill.client.vault import encryption
-from nobackfill.client.vault.pull import pull
-from nobackfill.client.vault.push import Pushed, push
+from nobackfill.client.sync import Wishes
+from nobackfill.client.vault.keys import new_identity, read_identity
+from nobackfill.client.vault.transfer import Pushed, pull, push
 from nobackfill.errors import ConfigurationError
 from tests.server.support import running
 from tests.support import edge
@@ -70,7 +69,7 @@ def test_a_lost_key_is_said_by_every_command_that_needs_it(
     assert problems(pushed) == []
     copy = lose(pushed)
     (problem,) = problems(pushed)
-    public = str(encryption.read_identity(copy).to_public())
+    public = str(read_identity(copy).to_public())
     assert public in problem
     assert "--new-key" in problem
     with pytest.raises(ConfigurationError, match="is missing"):
@@ -88,7 +87,7 @@ def test_a_lost_key_is_said_by_every_command_that_needs_it(
 
 def test_another_key_in_its_place_is_noticed(pushed: Setting, address: str) -> None:
     lose(pushed)
-    encryption.new_identity(beside(pushed.gallery, "identity"))
+    new_identity(beside(pushed.gallery, "identity"))
     (problem,) = problems(pushed)
     assert "expected" in problem
     with pytest.raises(ConfigurationError, match="holds the key"):

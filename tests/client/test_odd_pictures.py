@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
-from nobackfill.client.photos.adding import add
+from nobackfill.client.photos import add
 from tests.support.edge import Setting
 from tests.support.odd_pictures import ODD
 

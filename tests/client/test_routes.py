@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.photos.search import Search
+from nobackfill.client.search import Search
 from nobackfill.client.status import status
-from nobackfill.client.sync.sync import Wishes
+from nobackfill.client.sync import Wishes
 from nobackfill.gallery.tables import vector_table
 from nobackfill.release.manifest import GateVerdict
 from tests.server.support import running

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.sync import installation
-from nobackfill.client.sync.plan import make_plan
-from nobackfill.client.sync.sources import opened
-from nobackfill.client.sync.upgrade import carry
+from nobackfill.client.plan import download_files, make_plan, try_plan
+from nobackfill.client.sources import open_source
+from nobackfill.client.upgrade import carry
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -113,15 +112,15 @@ def on_device(
 ) -> tuple[Route | None, set[str], Rows]:
     """The same on a device."""
     target = made[max(made)]
-    with Device(gallery) as device, opened(str(repo)) as (fetcher, base_url):
+    with Device(gallery) as device, open_source(str(repo)) as (fetcher, base_url):
         fill(device.store, made[1].space)
         trust = device.trust(fetcher, base_url)
         trust.refresh()
         plan = make_plan(device, trust, target.release, int8=True)
         if plan is None:
             return None, set(), {}
-        installation.download(device.models, trust, plan.files(), edge.QUIET)
-        installation.check(device, plan)
+        download_files(device.models, trust, plan.files(), edge.QUIET)
+        try_plan(device, plan)
         carry(device, plan, 0, {}, edge.QUIET)
         behind = {item.id for item in staging.left_behind_items(device.store, target.space)}
         return plan.legs[0].route, behind, rows(device.store, target.space)

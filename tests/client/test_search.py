@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from nobackfill.client.cli import searching
 from nobackfill.client.device import Device
-from nobackfill.client.photos.search import Search
+from nobackfill.client.search import Search
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.store import NewVectors
@@ -67,7 +67,7 @@ def test_an_answer_that_is_all_beyond_the_calibration_says_so(
         assert not Search(device, {"row": -1}).by_id("item-3", 2).beyond_calibration
     note = "every hit lies beyond the distances that the release was calibrated on"
     for k, noted in ((1, True), (2, False)):
-        searching.answer(searching.Asked(setting.gallery, item="item-3", k=k))
+        searching.answer(searching.SearchLine(setting.gallery, item="item-3", k=k))
         assert (note in capsys.readouterr().out) == noted
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from nobackfill.client.sync.sync import Wishes
-from nobackfill.client.vault.transport import download, upload
+from nobackfill.client.sync import Wishes
+from nobackfill.client.vault.transport import download_blob, upload_blob
 from nobackfill.errors import UnavailableError
 from nobackfill.v1 import release_pb2, vault_pb2
 from nobackfill.wire.gateway import Gateway
@@ -127,7 +127,7 @@ def stalling() -> Iterator[tuple[Stalling, str]]:
 
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.client.sync.fetcher.SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.client.sources.SILENCE_SECONDS", 0.3)
     monkeypatch.setattr("nobackfill.client.vault.transport.STREAM_SECONDS", 0.3)
 
 
@@ -166,13 +166,13 @@ def _blob() -> vault_pb2.Blob:
 
 
 def _pulled(gateway: Gateway, folder: Path) -> bytes:
-    download(gateway, _blob(), folder / "pulled")
+    download_blob(gateway, _blob(), folder / "pulled")
     return (folder / "pulled").read_bytes()
 
 
 def _pushed(gateway: Gateway, folder: Path) -> int:
     (folder / "sealed").write_bytes(BLOB)
-    return upload(gateway, _blob(), folder / "sealed")
+    return upload_blob(gateway, _blob(), folder / "sealed")
 
 
 def test_a_vault_that_falls_silent_is_taken_up_again(

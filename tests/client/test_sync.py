@@ -8,11 +8,9 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import collect, verify
-from nobackfill.client.photos.adding import add
+from nobackfill.client.photos import add
 from nobackfill.client.status import status
-from nobackfill.client.sync.rollback import roll_back
-from nobackfill.client.sync.sentence import sentence
-from nobackfill.client.sync.sync import Wishes, sync
+from nobackfill.client.sync import Wishes, roll_back, sentence, sync
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import NewVectors
@@ -274,7 +272,7 @@ def test_a_sync_killed_while_it_carries_is_no_damage(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("nobackfill.client.sync.upgrade.staging.flip", killed)
+        patched.setattr("nobackfill.client.upgrade.staging.flip", killed)
         with pytest.raises(KeyboardInterrupt):
             edge.follow(setting.gallery)
     with Device(setting.gallery) as device:

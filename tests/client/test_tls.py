@@ -9,8 +9,7 @@ import trustme
 
 from nobackfill.client import creation
 from nobackfill.client.device import Device
-from nobackfill.client.vault.pull import pull
-from nobackfill.client.vault.push import push
+from nobackfill.client.vault.transfer import pull, push
 from nobackfill.errors import NotPermittedError, UnavailableError
 from nobackfill.wire.gateway import Gateway
 from tests.server.support import running

@@ -17,8 +17,8 @@ import pytest
 
 from nobackfill import durable
 from nobackfill.client.device import Device
-from nobackfill.client.photos.search import Search
-from nobackfill.client.sync.sync import Wishes
+from nobackfill.client.search import Search
+from nobackfill.client.sync import Wishes
 from nobackfill.errors import BusyError, UnavailableError, VerificationError
 from tests.client.test_cli import ask, run
 from tests.support import blocks, edge

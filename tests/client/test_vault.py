@@ -13,10 +13,9 @@ import pytest
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import remove, verify
 from nobackfill.client.status import status
-from nobackfill.client.sync.sync import Wishes
-from nobackfill.client.vault import encryption
-from nobackfill.client.vault.pull import Pulled, pull
-from nobackfill.client.vault.push import Pushed, push
+from nobackfill.client.sync import Wishes
+from nobackfill.client.vault import keys
+from nobackfill.client.vault.transfer import Pulled, Pushed, pull, push
 from nobackfill.errors import ConfigurationError, NotFoundError, UnavailableError
 from nobackfill.wire import Gateway
 from tests.server.support import running
@@ -105,14 +104,14 @@ def test_the_gateway_holds_ciphertext_and_random_names(vaulted: Vaulted) -> None
         digest = hashlib.sha256(data).hexdigest()
         for canary in (data[40:72], image.name.encode(), digest[:16].encode()):
             assert canary not in everything
-    assert all(path.read_bytes().startswith(encryption.MAGIC) for path in stored)
+    assert all(path.read_bytes().startswith(keys.MAGIC) for path in stored)
 
 
 def test_a_recovery_key_opens_everything_without_the_device(
     vaulted: Vaulted, world: edge.World, tmp_path: Path
 ) -> None:
     recovery = tmp_path / "recovery"
-    key = encryption.new_identity(recovery)
+    key = keys.new_identity(recovery)
     vaulted.push(str(key.to_public()))
     with pytest.raises(ConfigurationError, match="cannot read"):
         vaulted.pull(tmp_path / "no", identity=tmp_path / "lost")
@@ -179,7 +178,7 @@ def test_damage_in_the_vault_is_named_and_leaves_no_plaintext(
 def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: Vaulted) -> None:
     code = (
         "import sys; from pathlib import Path; from nobackfill.client.device import Device\n"
-        "from nobackfill.client.vault.push import push\n"
+        "from nobackfill.client.vault.transfer import push\n"
         "from nobackfill.client.output import Output\n"
         "with Device(Path(sys.argv[1])) as d: push(d, [], sys.argv[2], Output())"
     )
@@ -244,6 +243,6 @@ def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: Vaulted)
 
 def test_a_vault_that_is_away(vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch) -> None:
     soon = functools.partial(Gateway, seconds=0.3)
-    monkeypatch.setattr("nobackfill.client.vault.push.Gateway", soon)
+    monkeypatch.setattr("nobackfill.client.vault.transfer.Gateway", soon)
     with Device(vaulted.gallery) as device, pytest.raises(UnavailableError):
         push(device, [], "grpc://127.0.0.1:1", edge.QUIET)

@@ -10,8 +10,9 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
-from nobackfill.client.vault import encryption, transport
-from nobackfill.client.vault.pull import Pulled, pull
+from nobackfill.client.vault import transport
+from nobackfill.client.vault.keys import encrypt, new_identity
+from nobackfill.client.vault.transfer import Pulled, pull
 from nobackfill.errors import UnavailableError, VerificationError
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1 import vault_pb2_grpc
@@ -77,7 +78,7 @@ def blob(blob_id: str, content: bytes, size: int | None = None) -> pb.Blob:
 
 def pulled(setting: Setting) -> Pulled:
     key = setting.gallery.parent / "key"
-    encryption.new_identity(key)
+    new_identity(key)
     with Device(setting.gallery) as device:
         return pull(device, [], setting.gallery.parent / "restored", key, True, edge.QUIET)
 
@@ -96,7 +97,7 @@ def test_an_id_that_is_a_path_touches_no_file(setting: Setting, evil: EvilVault)
     top = setting.gallery.parent
     victim = top / "diary.txt"
     victim.write_bytes(b"mine")
-    encryption.new_identity(top / "key")
+    new_identity(top / "key")
     before = tree(top)
     chunk = b"x" * 100
     evil.chunks = lambda request: iter([chunk])
@@ -197,12 +198,12 @@ def test_a_broken_transfer_keeps_its_bytes_in_the_inbox_only(
 def test_blobs_of_another_key_are_counted_and_the_others_restored(
     setting: Setting, evil: EvilVault
 ) -> None:
-    key = encryption.new_identity(setting.gallery.parent / "key")
-    other = encryption.new_identity(setting.gallery.parent / "other")
+    key = new_identity(setting.gallery.parent / "key")
+    other = new_identity(setting.gallery.parent / "other")
     images = [path.read_bytes() for path in setting.images]
     keys = [other if n % 3 else key for n in range(len(images))]
     sealed = {
-        f"{n:064x}": encryption.encrypt(image, [one.to_public()])
+        f"{n:064x}": encrypt(image, [one.to_public()])
         for n, (image, one) in enumerate(zip(images, keys, strict=True))
     }
     evil.lists(*(blob(name, data) for name, data in sealed.items()))
@@ -220,9 +221,9 @@ def test_blobs_of_another_key_are_counted_and_the_others_restored(
 def test_what_is_pulled_replaces_no_file_and_follows_no_link(
     setting: Setting, evil: EvilVault
 ) -> None:
-    key = encryption.new_identity(setting.gallery.parent / "key")
+    key = new_identity(setting.gallery.parent / "key")
     image = setting.images[0].read_bytes()
-    sealed = encryption.encrypt(image, [key.to_public()])
+    sealed = encrypt(image, [key.to_public()])
     evil.lists(blob("4" * 64, sealed))
     evil.chunks = lambda request: iter([sealed[request.offset :]])
     folder = setting.gallery.parent / "restored"

@@ -9,11 +9,10 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import remove, verify
-from nobackfill.client.photos.adding import put
-from nobackfill.client.sync.sync import Wishes
-from nobackfill.client.vault.pull import Pulled, pull
-from nobackfill.client.vault.push import Pushed, push
+from nobackfill.client.photos import put
+from nobackfill.client.sync import Wishes
 from nobackfill.client.vault.queue import VaultQueue
+from nobackfill.client.vault.transfer import Pulled, Pushed, pull, push
 from nobackfill.errors import ConfigurationError, UnavailableError
 from tests.server.support import running
 from tests.support import edge

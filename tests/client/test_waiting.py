@@ -13,9 +13,8 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import collect
-from nobackfill.client.photos.search import Search
-from nobackfill.client.sync.rollback import roll_back
-from nobackfill.client.sync.sync import Report, Wishes
+from nobackfill.client.search import Search
+from nobackfill.client.sync import SyncReport, Wishes, roll_back
 from nobackfill.errors import BusyError
 from tests.support import edge
 from tests.support.edge import Setting
@@ -46,7 +45,7 @@ class Gate:
 
 
 @contextmanager
-def waiting(setting: Setting, path: str) -> Iterator[tuple[Gate, Future[Report]]]:
+def waiting(setting: Setting, path: str) -> Iterator[tuple[Gate, Future[SyncReport]]]:
     """A sync that waits for `path` in a thread of its own."""
     gate = Gate(path)
     handler = functools.partial(_Held, directory=str(setting.repo), gate=gate)

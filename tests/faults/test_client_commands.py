@@ -14,7 +14,7 @@ import pytest
 from nobackfill.client import creation
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import collect, remove, verify
-from nobackfill.client.sync.rollback import roll_back
+from nobackfill.client.sync import roll_back
 from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors
@@ -71,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.client.sync.installation.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.plan.try_release", check_probes)
 
 
 def failures(kind: str, action: Callable[[], object], scene: Scene) -> Iterator[int]:

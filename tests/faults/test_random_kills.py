@@ -13,11 +13,9 @@ import pytest
 
 from nobackfill.client import creation
 from nobackfill.client.device import Device
-from nobackfill.client.maintenance import collect, remove, verify
-from nobackfill.client.rescue import rescue
-from nobackfill.client.sync.rollback import roll_back
-from nobackfill.client.vault.pull import pull
-from nobackfill.client.vault.push import push
+from nobackfill.client.maintenance import collect, remove, rescue, verify
+from nobackfill.client.sync import roll_back
+from nobackfill.client.vault.transfer import pull, push
 from nobackfill.errors import AlreadyExistsError, NotFoundError
 from nobackfill.release.probes import check_probes
 from tests.server.process import serving
@@ -46,7 +44,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed sync would leave its trial to end by itself, and be a second slower."""
-    monkeypatch.setattr("nobackfill.client.sync.installation.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.plan.try_release", check_probes)
 
 
 def follow(scene: Scene) -> None:

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.photos.search import Search
-from nobackfill.client.sync.sync import Wishes, sync
+from nobackfill.client.search import Search
+from nobackfill.client.sync import Wishes, sync
 from nobackfill.errors import CannotWriteError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors
@@ -117,7 +117,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ONNX check writes nothing and would take a second at every step."""
-    monkeypatch.setattr("nobackfill.client.sync.installation.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.plan.try_release", check_probes)
 
 
 @pytest.mark.timeout(1800)

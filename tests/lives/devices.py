@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 from nobackfill.client.maintenance import collect, remove, verify
 from nobackfill.client.output import Output
-from nobackfill.client.photos.adding import add, item_id
-from nobackfill.client.photos.search import Search
-from nobackfill.client.sync.rollback import roll_back
-from nobackfill.client.sync.sync import Report, Wishes, sync
+from nobackfill.client.photos import add, item_id
+from nobackfill.client.search import Search
+from nobackfill.client.sync import SyncReport, Wishes, roll_back, sync
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NotFoundError
 from tests.lives.life import Life
@@ -75,7 +74,7 @@ def sync_now(life: Life) -> None:
     assert report.state == check_sync(life, life.device.sync(retry=retry)), f"{report}"
 
 
-def follow(life: Life, source: str, *, retry: bool = False) -> Report:
+def follow(life: Life, source: str, *, retry: bool = False) -> SyncReport:
     """One sync in this process."""
     with life.world.opened() as device:
         return sync(device, Wishes(source=source, retry=retry), QUIET)

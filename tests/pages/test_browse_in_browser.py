@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from nobackfill.client.browse import releases
+from nobackfill.client.browse import app
 from nobackfill.client.browse.app import pages
 from nobackfill.client.device import Device
 from nobackfill.client.output import Advance, Output
-from nobackfill.client.sync.sync import Report, Wishes, sync
+from nobackfill.client.sync import SyncReport, Wishes, sync
 from nobackfill.pages import Listener, new_token
 from nobackfill.report.links import Served as Pages
 from nobackfill.report.upgrade import upgrade_page
@@ -136,7 +136,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A sync waits, each time that it has told how far it is, until this is set."""
     goes_on = threading.Event()
 
-    def waiting(device: Device, wishes: Wishes, output: Output) -> Report:
+    def waiting(device: Device, wishes: Wishes, output: Output) -> SyncReport:
         told = output.progress
 
         @contextmanager
@@ -153,7 +153,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             object.__setattr__(output, "progress", progress)
         return sync(device, wishes, output)
 
-    monkeypatch.setattr(releases, "sync", waiting)
+    monkeypatch.setattr(app, "sync", waiting)
     yield goes_on
     goes_on.set()
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from nobackfill.client import creation
 from nobackfill.client.device import Device
 from nobackfill.client.output import Output
-from nobackfill.client.photos.adding import add
-from nobackfill.client.sync.sync import Report, Wishes, sync
+from nobackfill.client.photos import add
+from nobackfill.client.sync import SyncReport, Wishes, sync
 from nobackfill.images import decode_file
 from nobackfill.release.models import open_embedder
 from tests.support import blocks, graphs, hosts
@@ -100,7 +100,7 @@ def fill(gallery: Path, images: Path) -> int:
         return len(add(device, [images], {}, lambda done, total: None).added)
 
 
-def follow(gallery: Path, wishes: Wishes | None = None) -> Report:
+def follow(gallery: Path, wishes: Wishes | None = None) -> SyncReport:
     """Sync in this process."""
     with Device(gallery) as device:
         return sync(device, wishes or Wishes(), QUIET)

@@ -14,7 +14,7 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
-from nobackfill.client.photos.search import Search
+from nobackfill.client.search import Search
 from tests.support import edge
 from tests.support.crash import KILLED, fork
 

@@ -8,10 +8,10 @@ from typing import Any
 from tuf.api.metadata import Root
 
 from nobackfill import durable
+from nobackfill.client import plan, sources
 from nobackfill.client.gallery_file import beside
 from nobackfill.client.output import Output
-from nobackfill.client.sync import installation, sources
-from nobackfill.client.sync.plan import embedding_files
+from nobackfill.client.plan import embedding_files
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from nobackfill.gallery.creation import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
@@ -39,10 +39,10 @@ def init(
     if path.exists():
         raise AlreadyExistsError(f"{path}: exists already; name another file with --gallery")
     refuse_leftovers(path)
-    source = sources.normalised(source)
+    source = sources.normalised_source(source)
     models = beside(path, "models")
     draft = path.with_name(f"{durable.TEMPORARY}{path.name}")
-    with durable.lock(models / "sync.lock"), sources.opened(source) as (fetcher, base_url):
+    with durable.lock(models / "sync.lock"), sources.open_source(source) as (fetcher, base_url):
         # What an earlier try left says nothing about whom to trust now.
         durable.remove_tree(models / "trusted.json")
         for leftover in sorted(path.parent.glob(f"{draft.name}*")):
@@ -58,8 +58,8 @@ def init(
         if newest is None:
             raise NotFoundError(f"{source}: no release is published there yet")
         manifest = trust.manifest(newest)
-        fetched = installation.download(models, trust, embedding_files(manifest), output)
-        installation.check_models(models, manifest, set())
+        fetched = plan.download_files(models, trust, embedding_files(manifest), output)
+        plan.check_models(models, manifest, set())
         with SqliteGallery.create(draft, SpaceSpec.of(manifest)) as store:
             store.state_set(
                 {
@@ -67,7 +67,7 @@ def init(
                     "root": root.decode(),
                     "cohort": cohort,
                     "floor": trust.floor().model_dump(),
-                    "installed": {str(newest): installation.digest_of(trust, newest)},
+                    "installed": {str(newest): plan.manifest_digest(trust, newest)},
                 }
             )
         durable.remove_tree(draft.with_name(f"{draft.name}.lock"))

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from nobackfill.client.gallery_file import GalleryFile
+from nobackfill.client.gallery_file import GalleryFile, keep_reserve
 from nobackfill.client.output import Output
 from nobackfill.errors import (
     ConfigurationError,
@@ -14,8 +14,8 @@ from nobackfill.errors import (
 from nobackfill.wire.answers import Answer, Hit, Image, Item, Status
 
 if TYPE_CHECKING:
-    from nobackfill.client.photos.adding import Added
-    from nobackfill.client.sync.sync import Report
+    from nobackfill.client.photos import Added
+    from nobackfill.client.sync import SyncReport
     from nobackfill.gallery.filters import Filter, Scalar
     from nobackfill.gallery.search.index import Labels
 
@@ -47,14 +47,14 @@ class Device(GalleryFile):
         publication folder; `root`: the file 1.root.json. Raises AlreadyExistsError, NotFoundError,
         VerificationError, UnavailableError, ConfigurationError.
         """
-        from nobackfill.client import ballast, creation
+        from nobackfill.client import creation
 
         try:
             trusted = Path(root).read_bytes()
         except OSError as error:
             raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
         creation.init(Path(path), source, trusted, lambda _: None, Output(bars=False))
-        ballast.keep(Path(path))
+        keep_reserve(Path(path))
         return cls(path)
 
     def put(
@@ -67,9 +67,9 @@ class Device(GalleryFile):
         An id that exists is replaced, unless it has the very same content. Of a file the item keeps
         path, folder and name as metadata, too.
         """
-        from nobackfill.client.photos import adding
+        from nobackfill.client import photos
 
-        return adding.put(self, {name: _image(one) for name, one in images.items()}, metadata)
+        return photos.put(self, {name: _image(one) for name, one in images.items()}, metadata)
 
     def put_texts(
         self,
@@ -85,10 +85,10 @@ class Device(GalleryFile):
     def add(self, paths: "Sequence[str | Path]") -> "Added":
         """Store the image files named and those below the folders named, by their content, as
         `edge-client add` does: what the gallery holds already is passed over."""
-        from nobackfill.client.photos import adding
+        from nobackfill.client import photos
 
         named = [Path(path) for path in paths]
-        return adding.add(self, named, {}, lambda done, total: None)
+        return photos.add(self, named, {}, lambda done, total: None)
 
     def search(
         self,
@@ -105,7 +105,7 @@ class Device(GalleryFile):
         `where`: see nobackfill.wire.Gateway.search. Raises InvalidInputError,
         NoEncoderError for what the release does not embed, IncompatibleSpaceError.
         """
-        from nobackfill.client.photos.search import Search
+        from nobackfill.client.search import Search
 
         if sum(one is not None for one in (image, text, embeddings)) != 1:
             raise InvalidInputError("expected one of image=, text= and embeddings=")
@@ -161,18 +161,18 @@ class Device(GalleryFile):
         """How many items the gallery holds, and which release answers."""
         return Status(self.store.count(), self.store.active().spec.release)
 
-    def sync(self, *, backfill: int = 0) -> "Report":
+    def sync(self, *, backfill: int = 0) -> "SyncReport":
         """Follow the newest release without the images; the `backfill` least certain items are
         embedded again from their files. Raises BusyError, VerificationError (nothing changed),
         UnavailableError, CannotWriteError."""
-        from nobackfill.client.sync.sync import Wishes, sync
+        from nobackfill.client.sync import Wishes, sync
 
         return sync(self, Wishes(backfill=backfill), Output(bars=False))
 
     def rollback(self) -> Status:
         """Return to the release before, and follow the present one no more. Raises NotFoundError
         where there is none to return to, PreconditionError, BusyError."""
-        from nobackfill.client.sync.rollback import roll_back
+        from nobackfill.client.sync import roll_back
 
         roll_back(self)
         return self.status()

@@ -19,7 +19,9 @@ space), `tried` (version of the trial -> digests of the files that passed it), `
 `recipients` (public keys that every pushed image is encrypted to, too).
 """
 
+import contextlib
 import hashlib
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,12 +29,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 from nobackfill import durable
 from nobackfill.errors import DamagedError, NotFoundError, VerificationError
+from nobackfill.gallery.access import has_room
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import paths
 
 if TYPE_CHECKING:
-    # pydantic and python-tuf take longer to load than a search may: only who uses them does.
     from nobackfill.release.manifest import Manifest
     from nobackfill.release.trust.fetchers import Fetcher
     from nobackfill.release.trust.trust import Trust
@@ -172,3 +174,30 @@ class GalleryFile:
         wanted = self.state("return_to")
         kept = (space for space in self.store.spaces() if space.spec.space == wanted)
         return next(kept, None)
+
+
+# Room that a file holds on the disk, so that `gc` can begin where there is none: what dropping a
+# small space and shortening the file write to the log.
+RESERVE_BYTES = 2 << 20
+# It is taken only from a disk that does not miss it.
+_PLENTY = 4 * RESERVE_BYTES
+
+
+def keep_reserve(gallery: Path) -> None:
+    """Hold room for a gallery, unless it is held already or the disk has little."""
+    path = beside(gallery, "reserve")
+    with contextlib.suppress(OSError):
+        # Not urgent, and no data: where it cannot be made, a later command tries again.
+        if has_room(gallery.parent, _PLENTY):
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(handle, 0, RESERVE_BYTES)
+            finally:
+                os.close(handle)
+
+
+def free_reserve(gallery: Path) -> None:
+    """Free it where the disk has less."""
+    with contextlib.suppress(OSError):
+        if not has_room(gallery.parent, RESERVE_BYTES):
+            beside(gallery, "reserve").unlink(missing_ok=True)

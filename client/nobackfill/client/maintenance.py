@@ -1,21 +1,23 @@
-"""Keeping a gallery in order: remove, gc, verify."""
+"""Keeping a gallery in order: remove, set, gc, verify, and rescue of a damaged one."""
 
 import contextlib
+import uuid
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from nobackfill import durable
 from nobackfill.client.gallery_file import GalleryFile, beside
-from nobackfill.client.photos.thumbnails import Thumbnails
+from nobackfill.client.pictures import Thumbnails
+from nobackfill.client.plan import embedding_files, missing_files, tidy_models
 from nobackfill.client.status import disk_bytes
-from nobackfill.client.sync.installation import missing, tidy
-from nobackfill.client.sync.plan import embedding_files
-from nobackfill.client.sync.rollback import confirm
-from nobackfill.client.vault import identity
-from nobackfill.client.vault.queue import VaultQueue
+from nobackfill.client.sync import confirm
+from nobackfill.client.vault import keys
+from nobackfill.client.vault.queue import TABLE, VaultQueue
 from nobackfill.digests import sha256_file
 from nobackfill.errors import (
+    AlreadyExistsError,
     BusyError,
     ConfigurationError,
     DamagedError,
@@ -28,6 +30,8 @@ from nobackfill.errors import (
     few,
 )
 from nobackfill.gallery import staging
+from nobackfill.gallery.creation import refuse_leftovers
+from nobackfill.gallery.rescue import rescue as save
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.gallery.store import Metadata
 from nobackfill.gallery.tables import from_blobs, vector_table
@@ -119,7 +123,7 @@ def collect(device: GalleryFile) -> dict[str, Any]:
         dropped = confirm(device)
         with contextlib.suppress(BusyError), device.following():
             durable.sweep(device.models)
-            tidy(device)
+            tidy_models(device)
         with contextlib.suppress(BusyError), device.vaulting():
             _sweep_boxes(device)
         Thumbnails(device.path).sweep(device.store)
@@ -179,7 +183,7 @@ def verify(device: GalleryFile) -> dict[str, Any]:
             continue
         problems += [
             f"{file.path}: missing or changed; `edge-client sync` brings it again"
-            for file in missing(device.models, embedding_files(manifest))
+            for file in missing_files(device.models, embedding_files(manifest))
         ]
     problems += _check_outbox(device)
     lacking, notes = _compare_vault(device)
@@ -192,7 +196,7 @@ def _compare_vault(device: GalleryFile) -> tuple[list[str], list[str]]:
     if device.state("vault") is None:
         return [], []
     # Only here, as most galleries have no vault and gRPC takes a while to load.
-    from nobackfill.client.vault.address import vault_problem
+    from nobackfill.client.vault.transport import vault_problem
 
     try:
         problem = vault_problem(device)
@@ -230,5 +234,63 @@ def _check_outbox(device: GalleryFile) -> list[str]:
         path = beside(device.path, "outbox") / entry.blob
         if not path.is_file() or sha256_file(path) != entry.blob_sha256:
             problems.append(f"{path}: ciphertext is lost or damaged; `push` makes it anew")
-    lost = identity.problem(device)
+    lost = keys.key_problem(device)
     return [*problems, *([] if lost is None else [lost])]
+
+
+# `rescue`: a new gallery of all intact rows of a damaged one, with what lies beside it.
+
+# Private: the secret key and the ciphertext that waits for the vault.
+_MODE = 0o600
+
+
+def rescue(path: Path, to: Path) -> dict[str, Any]:
+    """Make the gallery `to` of every row of `path` that can be read and passes the checks.
+
+    The damaged gallery stays as it is. Of the vault's rows those go along whose items do: what
+    belongs to lost items stays in the vault, for `pull --unknown`. The gallery appears as
+    the last step. Raises NotFoundError, AlreadyExistsError, DamagedError (nothing can be saved),
+    BusyError, CannotWriteError.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"{path}: no gallery there; name the damaged one with --gallery")
+    if to.exists():
+        raise AlreadyExistsError(f"{to}: exists already; name another file with --to")
+    refuse_leftovers(to)
+    durable.make_dir(to.parent, mode=0o700)
+    durable.sweep(to.parent, to.name)
+    draft = to.with_name(f"{durable.TEMPORARY}{to.name}-{uuid.uuid4().hex}")
+    try:
+        saved = save(path, draft, {"vault": TABLE})
+        left = [name for what in ("models", "identity", "outbox") for name in _copy(path, to, what)]
+        durable.replace(draft, to)
+    finally:
+        for name in to.parent.glob(f"{draft.name}*"):
+            name.unlink()
+    return {"gallery": str(to), **asdict(saved), "lost": saved.lost, "not_copied": left}
+
+
+def _copy(path: Path, to: Path, what: str) -> list[str]:
+    """Copy a file or folder beside the gallery; what could not be read of it."""
+    source, target = beside(path, what), beside(to, what)
+    left = []
+    if source.is_symlink():
+        # It may lead to anybody's files.
+        return [str(source)]
+    for name in [source] if source.is_file() else sorted(source.rglob("*")):
+        if name.is_symlink():
+            left.append(str(name))
+            continue
+        if not name.is_file() or name.name.endswith("lock"):
+            continue
+        try:
+            data = name.read_bytes()
+        except OSError:
+            left.append(str(name))
+            continue
+        copied = target if name == source else target / name.relative_to(source)
+        durable.make_dir(copied.parent, mode=0o700)
+        # What a rescue that was killed left of this file.
+        durable.sweep(copied.parent, f"{copied.name}-")
+        durable.write_file(copied, data, _MODE)
+    return left

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nobackfill.client.gallery_file import GalleryFile
-from nobackfill.client.photos.encoding import threads
+from nobackfill.client.photos import threads
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.store import Metadata, NewVectors
 from nobackfill.gallery.writing import check_batch
@@ -21,21 +21,21 @@ _BATCH = 32
 
 
 @dataclass
-class Kept:
+class AddedTexts:
     """Ids of texts that were stored, and why others were refused, by id."""
 
     added: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def add(device: GalleryFile, texts: Iterable[TextLine]) -> Kept:
+def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddedTexts:
     """Store texts by id, in place of what is there; the other keys of each are its metadata, and
     without any an unchanged text keeps what it has. The text itself is not kept.
 
     A batch is durable before the next begins. Raises NoEncoderError where the release that answers
     embeds no texts, VerificationError, BusyError, CannotWriteError, and what `texts` does.
     """
-    kept, encoders = Kept(), _Encoders(device)
+    kept, encoders = AddedTexts(), _Encoders(device)
     left = iter(texts)
     while batch := list(islice(left, _BATCH)):
         _store(device, encoders, list(_readable(batch, kept)), kept)
@@ -84,7 +84,7 @@ class _Encoders:
         return [(manifest, self._open[manifest.space]) for manifest in manifests]
 
 
-def _readable(batch: Sequence[TextLine], kept: Kept) -> Iterator[TextLine]:
+def _readable(batch: Sequence[TextLine], kept: AddedTexts) -> Iterator[TextLine]:
     for one in batch:
         try:
             check_text(one.text)
@@ -94,7 +94,9 @@ def _readable(batch: Sequence[TextLine], kept: Kept) -> Iterator[TextLine]:
             kept.refused[one.id] = str(error)
 
 
-def _store(device: GalleryFile, encoders: _Encoders, batch: list[TextLine], kept: Kept) -> None:
+def _store(
+    device: GalleryFile, encoders: _Encoders, batch: list[TextLine], kept: AddedTexts
+) -> None:
     # The last of a kind wins, and an id is in a batch once.
     batch = list({one.id: one for one in batch}.values())
     while batch:

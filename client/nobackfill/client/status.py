@@ -44,9 +44,9 @@ def status(device: GalleryFile) -> dict[str, Any]:
 
 def _key_problem(device: GalleryFile) -> str | None:
     # Only galleries that pushed load the library of keys.
-    from nobackfill.client.vault.identity import problem
+    from nobackfill.client.vault.keys import key_problem
 
-    return problem(device)
+    return key_problem(device)
 
 
 def _space(device: GalleryFile, space: SpaceInfo) -> dict[str, Any]:

@@ -1,17 +1,517 @@
-"""The pages of one gallery put together, behind the guard."""
+"""The pages of one gallery: items, searches, and the release that answers, behind the guard."""
 
-from collections.abc import Iterable
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from urllib.parse import urlencode
 
-from nobackfill.client.browse.items import Items
-from nobackfill.client.browse.releases import Releases
-from nobackfill.client.browse.searches import Searches
-from nobackfill.client.browse.task import Desk
-from nobackfill.client.browse.view import View
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nobackfill.client import conditions
 from nobackfill.client.device import Device
-from nobackfill.client.photos.thumbnails import Thumbnails
+from nobackfill.client.gallery_file import keep_reserve
+from nobackfill.client.output import Advance, Output, size
+from nobackfill.client.photos import Encoder, local_image
+from nobackfill.client.pictures import Thumbnails
+from nobackfill.client.search import DeviceAnswer, Search
+from nobackfill.client.status import status
+from nobackfill.client.sync import Wishes, roll_back, sentence, sync
+from nobackfill.client.upgrade import embed_again, re_embed
+from nobackfill.errors import (
+    BusyError,
+    IncompatibleSpaceError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    UnusableOutputError,
+)
+from nobackfill.gallery.filter_engine import passing_labels
+from nobackfill.gallery.filters import All
+from nobackfill.gallery.listing import Place, page
+from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.store import Item
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.pages import Guard, Site
+from nobackfill.pages.listener import ending
+from nobackfill.pages.site import fields
+from nobackfill.release.models import no_vector
+
+# Sentences that are kept of one task.
+_MOST_NOTES = 100
+
+
+@dataclass
+class PageTask:
+    """How far it is; written by its thread, read by pages."""
+
+    title: str
+    began: float = field(default_factory=time.monotonic)
+    step: str = ""
+    done: int = 0
+    total: int = 0
+    notes: list[str] = field(default_factory=list)
+    # How it ended: a sentence, and whether that tells of a failure.
+    outcome: str = ""
+    failed: bool = False
+
+    @property
+    def running(self) -> bool:
+        """Whether it goes on."""
+        return not self.outcome
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds that the present step may still take, by its pace so far."""
+        if not 0 < self.done < self.total:
+            return None
+        return (time.monotonic() - self.began) / self.done * (self.total - self.done)
+
+
+@dataclass(frozen=True)
+class _TaskOutput(Output):
+    """What a command would print, for a page."""
+
+    task: PageTask = field(default_factory=lambda: PageTask(""))
+
+    def note(self, line: str) -> None:
+        if len(self.task.notes) < _MOST_NOTES:
+            self.task.notes.append(line)
+
+    @contextmanager
+    def progress(self, what: str) -> Iterator[Advance]:
+        task = self.task
+        task.step, task.done, task.total, task.began = what, 0, 0, time.monotonic()
+
+        def advance(done: int, total: int) -> None:
+            task.done, task.total = min(done, total), total
+
+        yield advance
+
+
+class Desk:
+    """Starts tasks, one at a time, and remembers the last one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.task: PageTask | None = None
+
+    def start(self, title: str, work: Callable[[Output], str]) -> PageTask:
+        """Run `work` on a thread; its sentence is the outcome. Raises BusyError while another
+        task runs."""
+        with self._lock:
+            if self.task is not None and self.task.running:
+                raise BusyError(f"{self.task.title} goes on; wait for its end")
+            task = self.task = PageTask(title)
+        threading.Thread(target=_run, args=(task, work), name="task", daemon=True).start()
+        return task
+
+
+def _run(task: PageTask, work: Callable[[Output], str]) -> None:
+    try:
+        task.outcome = work(_TaskOutput(bars=False, task=task)) or "done"
+    except NobackfillError as error:
+        task.failed = True
+        task.outcome = str(error)
+    except BaseException:
+        task.failed = True
+        task.outcome = "It failed for an unforeseen reason: see where edge-client browse runs."
+        raise
+
+
+# While a sync writes, every chunk of it is a commit: what is searched may be so much older then.
+_OLDEST_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class _HeldSearch:
+    search: Search
+    commits: int
+    read_at: float
+
+
+class View:
+    """Searches in the active space and in the one that a rollback returns to; from any thread."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._held: dict[str, _HeldSearch] = {}
+        self._encoders: dict[str, Encoder] = {}
+        self._lock = threading.Lock()
+
+    def active(self) -> Search:
+        """All items in the space that answers."""
+        while True:
+            try:
+                return self._search(self._device.store.active().spec)
+            except IncompatibleSpaceError:
+                # A sync flipped and dropped it in between.
+                continue
+
+    def previous(self) -> Search | None:
+        """All items in the space before the last upgrade, as long as a rollback is possible."""
+        previous = self._device.previous()
+        try:
+            return None if previous is None else self._search(previous.spec)
+        except IncompatibleSpaceError:
+            return None
+
+    def by_image(
+        self, search: Search, image: bytes, k: int, where: All | None = None
+    ) -> DeviceAnswer:
+        """What is nearest to an image. Raises InvalidInputError."""
+        encoder = self._encoder(search.spec)
+        try:
+            vector = encoder.embed([encoder.pixels(image)])[0]
+        except UnusableOutputError as error:
+            raise InvalidInputError(f"the picture: {no_vector(encoder.manifest)}") from error
+        among = search if where is None else search.among(where)
+        return among.by_embedding({search.spec.space: vector.tolist()}, k)
+
+    def _search(self, spec: SpaceSpec) -> Search:
+        with self._lock:
+            commits, staging = self._changes()
+            held = self._held.get(spec.space)
+            if held is not None:
+                young = time.monotonic() - held.read_at < _OLDEST_SECONDS
+                if held.commits == commits or (staging and young):
+                    return held.search
+            search = Search(self._device, {}, spec)
+            known = {space.spec.space for space in self._device.store.spaces()}
+            self._held = {name: one for name, one in self._held.items() if name in known}
+            self._held[spec.space] = _HeldSearch(search, commits, time.monotonic())
+            return search
+
+    def _changes(self) -> tuple[int, bool]:
+        """Commits of all processes so far, and whether one carries vectors just now."""
+        with self._device.store.reading() as connection:
+            commits = connection.execute("SELECT count FROM commits").fetchone()[0]
+            staging = connection.execute("SELECT 1 FROM spaces WHERE state = 'staging'").fetchone()
+        return int(commits), staging is not None
+
+    def _encoder(self, spec: SpaceSpec) -> Encoder:
+        with self._lock:
+            if spec.space not in self._encoders:
+                manifest = self._device.manifest(spec.release)
+                self._encoders = {
+                    name: one for name, one in self._encoders.items() if name in self._held
+                }
+                self._encoders[spec.space] = Encoder(self._device.models, manifest, side=False)
+            return self._encoders[spec.space]
+
+
+# Items of one page of the grid, hits of a search, and those compared before and after.
+GRID, HITS, COMPARED = 60, 24, 10
+
+_MISSING = (
+    '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 240 240"><rect width="240" height="240" '
+    'fill="#e3e7eb"/><g fill="#46525e" font-family="sans-serif" font-size="22" '
+    'text-anchor="middle"><text x="120" y="114">original</text><text x="120" y="142">missing'
+    "</text></g></svg>"
+)
+_ORIGINS = {
+    "native": "embedded from its file",
+    "upgraded": "carried over without its image",
+    "re-embedded": "embedded again from its file",
+    "direct": "as an older release stored it: this release searches it directly",
+}
+
+
+@dataclass(frozen=True)
+class HitTile:
+    """A small picture of an item that was found, and what is said below it."""
+
+    label: int
+    name: str
+    score: float | None = None
+    # Beside another ranking: "new" or "gone", or how many places it moved.
+    kind: str = ""
+    note: str = ""
+
+
+class ItemPages:
+    """What is shown of items."""
+
+    def __init__(self, device: Device, view: View, thumbnails: Thumbnails, site: Site) -> None:
+        self._device = device
+        self._view = view
+        self._thumbnails = thumbnails
+        self._site = site
+
+    def photos(self, request: Request) -> Response:
+        """The grid, in the order in which items were added."""
+        return self._grid(request, least_certain=False)
+
+    def uncertain(self, request: Request) -> Response:
+        """The grid of those that an upgrade made, the least certain first."""
+        return self._grid(request, least_certain=True)
+
+    def _grid(self, request: Request, *, least_certain: bool) -> Response:
+        store = self._device.store
+        asked = request.query_params.getlist("where")
+        where = conditions.read(asked)
+        allowed = passing_labels(store, where) if asked else None
+        token = request.query_params.get("after")
+        after = None if token is None else Place.read(token, least_certain=least_certain)
+        found, last = page(
+            store, store.active().spec.space, GRID,
+            after=after, allowed=allowed, least_certain=least_certain,
+        )  # fmt: skip
+        pairs = [("where", one) for one in asked]
+        more = None if last is None else urlencode([*pairs, ("after", last.token())])
+        without = [(one, urlencode([pair for pair in pairs if pair[1] != one])) for one in asked]
+        return self._site.show(
+            request,
+            "tiles.html.j2" if "hx-request" in request.headers else "photos.html.j2",
+            items=[item for item, _ in found],
+            name=item_name,
+            more=more,
+            asked=asked,
+            without=without,
+            least_certain=least_certain,
+            total=store.count() if allowed is None else len(allowed),
+            release=store.active().spec.release,
+        )
+
+    def item(self, request: Request) -> Response:
+        """One item, what is like it, and how it came to be where it is."""
+        item = self._one(request)
+        active, previous = self._view.active(), self._view.previous()
+        near = active.by_id(item.id, HITS)
+        before = None
+        if previous is not None:
+            try:
+                before = previous.by_id(item.id, COMPARED)
+            except NotFoundError:
+                # Added since the upgrade, while its old model could make no vector of it.
+                before = None
+        carried = self._device.state("carried", {}).get(str(active.spec.release), {})
+        return self._site.show(
+            request,
+            "item.html.j2",
+            item=item,
+            name=item_name(item),
+            missing=local_image(item) is None,
+            hits=self.tiles(near),
+            changed=None if before is None else self.compared(before, near),
+            release=active.spec.release,
+            before=None if previous is None else previous.spec.release,
+            how=_ORIGINS.get(item.origin or "", "not searchable in this release's space"),
+            carried=_moment(carried.get("at")) if item.origin in ("upgraded", "direct") else None,
+            routes=carried.get("routes", []),
+        )
+
+    def thumbnail(self, request: Request) -> Response:
+        """A small copy, or a picture that says that there is none."""
+        return self._jpeg(self._thumbnails.of(self._one(request)))
+
+    def picture(self, request: Request) -> Response:
+        """A copy of at most LARGE_SIDE pixels, without what a camera writes beside its picture."""
+        return self._jpeg(self._thumbnails.large(self._one(request)))
+
+    def tiles(self, answer: DeviceAnswer) -> list[HitTile]:
+        """The hits of an answer as the pages show them."""
+        items = [(hit, self._device.store.get(hit.id)) for hit in answer.hits]
+        return [
+            HitTile(item.label, item_name(item), hit.score)
+            for hit, item in items
+            if item is not None
+        ]
+
+    def compared(
+        self, before: DeviceAnswer, after: DeviceAnswer
+    ) -> tuple[list[HitTile], list[HitTile]]:
+        """The first COMPARED of both, and in each what the other does not have."""
+        old, new = (self.tiles(answer)[:COMPARED] for answer in (before, after))
+        place = {tile.label: at for at, tile in enumerate(old)}
+        kept = {tile.label for tile in new}
+        left = [
+            tile
+            if tile.label in kept
+            else HitTile(tile.label, tile.name, tile.score, "gone", "gone")
+            for tile in old
+        ]
+        right = []
+        for at, tile in enumerate(new):
+            moved = place.get(tile.label)
+            note = "new" if moved is None else f"{moved + 1} → {at + 1}" if moved != at else ""
+            kind = "new" if moved is None else ""
+            right.append(HitTile(tile.label, tile.name, tile.score, kind, note))
+        return left, right
+
+    def _one(self, request: Request) -> Item:
+        label = request.path_params["label"]
+        # Larger ones are none of SQLite's.
+        if label < 2**63:
+            for _ in range(2):
+                try:
+                    space = self._device.store.active().spec.space
+                    (item,) = self._device.store.items([label], space)
+                except IncompatibleSpaceError:
+                    # A sync flipped in between.
+                    continue
+                if item is not None:
+                    return item
+        raise NotFoundError("There is no such picture in the gallery (any more).")
+
+    def _jpeg(self, content: bytes | None) -> Response:
+        if content is None:
+            return Response(_MISSING, media_type="image/svg+xml")
+        kept = {"Cache-Control": "private, max-age=86400"}
+        return Response(content, media_type="image/jpeg", headers=kept)
+
+
+def item_name(item: Item) -> str:
+    """What people call it: its file's name, else its id."""
+    return str(item.metadata.get("name") or item.id)
+
+
+def read_where(request: Request) -> All:
+    """The conditions that a page was asked with."""
+    return conditions.read(request.query_params.getlist("where"))
+
+
+def _moment(text: object) -> str | None:
+    try:
+        return f"{datetime.fromisoformat(str(text)):%d %B %Y, %H:%M} UTC"
+    except ValueError:
+        return None
+
+
+class SearchPages:
+    """Pictures are looked at and forgotten: nothing of them is kept."""
+
+    def __init__(self, view: View, items: ItemPages, site: Site) -> None:
+        self._view = view
+        self._items = items
+        self._site = site
+
+    def by_picture(self, request: Request, picture: bytes) -> Response:
+        """What is nearest to the picture, and what was before the last upgrade."""
+        where = read_where(request)
+        active, previous = self._view.active(), self._view.previous()
+        found = self._view.by_image(active, picture, HITS, where)
+        changed = None
+        if previous is not None:
+            before = self._view.by_image(previous, picture, COMPARED, where)
+            changed = self._items.compared(before, found)
+        return self._site.show(
+            request,
+            "found.html.j2",
+            hits=self._items.tiles(found),
+            beyond=found.beyond_calibration,
+            changed=changed,
+            release=active.spec.release,
+            before=None if previous is None else previous.spec.release,
+        )
+
+
+# Between two reports of a task.
+_REPORT_SECONDS = 0.25
+# Items that are embedded again at one wish.
+_MOST_AGAIN = 10_000
+
+
+class ReleasePages:
+    """What is shown of releases, and what changes which one answers."""
+
+    def __init__(self, device: Device, desk: Desk, site: Site) -> None:
+        self._device = device
+        self._desk = desk
+        self._site = site
+
+    def release(self, request: Request) -> Response:
+        """The release, its spaces, and what may be done."""
+        found = status(self._device)
+        return self._site.show(
+            request, "release.html.j2", found=found, size=size, task=self._desk.task,
+            manifest=self._device.active(),
+        )  # fmt: skip
+
+    def preview(self, request: Request) -> Response:
+        """What a sync would do; asks the source, and changes nothing."""
+        try:
+            report = sync(self._device, Wishes(dry_run=True), Output(bars=False))
+        except NobackfillError as error:
+            # Being without a network is no mistake of whoever looks.
+            return self._site.show(request, "notice.html.j2", sentence=str(error))
+        return self._site.show(request, "preview.html.j2", report=report, sentence=sentence(report))
+
+    def sync(self, request: Request, body: bytes) -> Response:
+        """Begin to follow the newest release."""
+        wishes = Wishes(retry=fields(body).get("retry") == "yes")
+
+        def work(output: Output) -> str:
+            report = sync(self._device, wishes, output)
+            keep_reserve(self._device.path)
+            for note in report.notes:
+                output.note(note)
+            return sentence(report)
+
+        self._desk.start("Sync", work)
+        return self._site.go(request, "/release")
+
+    def rollback(self, request: Request, body: bytes) -> Response:
+        """Return to the release before."""
+        roll_back(self._device)
+        return self._site.go(request, "/release")
+
+    def again(self, request: Request, body: bytes) -> Response:
+        """Embed one item again from its file, or so many of the least certain."""
+        asked = fields(body)
+        if "label" in asked:
+            label = _number(asked["label"], 2**63 - 1)
+            (item,) = self._device.store.items([label])
+            if item is None:
+                raise NotFoundError("There is no such picture in the gallery (any more).")
+            chosen = [item]
+
+            def one(output: Output) -> str:
+                done = embed_again(self._device, self._device.active(), chosen, output)
+                return "Embedded again from its file." if done else (
+                    "Not embedded again: its file is gone or was changed, and the vault has none."
+                )  # fmt: skip
+
+            self._desk.start("Embedding again", one)
+            return self._site.go(request, f"/item/{label}")
+        count = _number(asked.get("count", ""), _MOST_AGAIN)
+
+        def work(output: Output) -> str:
+            done = re_embed(self._device, self._device.active(), count, output)
+            return f"{done} of the least certain embedded again from their files."
+
+        self._desk.start("Embedding again", work)
+        return self._site.go(request, "/uncertain")
+
+    async def progress(self, request: Request) -> Response:
+        """The task's progress as server-sent events, until it has ended."""
+        return EventSourceResponse(self._reports(request))
+
+    async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
+        shown = ""
+        while (task := self._desk.task) is not None and not ending(request):
+            running = task.running
+            text = self._site.text(request, "progress.html.j2", task=task)
+            if text != shown:
+                shown = text
+                yield ServerSentEvent(text, event="progress")
+            if not running:
+                break
+            await asyncio.sleep(_REPORT_SECONDS)
+        yield ServerSentEvent("", event="end")
+
+
+def _number(text: str, most: int) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= most):
+        raise InvalidInputError(f"expected a whole number from 1 to {most}, got {text[:20]!r}")
+    return int(text)
+
 
 _LINKS = (("/", "Photos"), ("/uncertain", "Least certain"), ("/release", "Release"))
 
@@ -20,9 +520,9 @@ def pages(device: Device, hosts: Iterable[str], token: str) -> Guard:
     """The site of an opened gallery, for those who know the `token` in its address."""
     site = Site(Path(__file__).parent / "templates", device.path.stem, _LINKS)
     view, desk = View(device), Desk()
-    items = Items(device, view, Thumbnails(device.path), site)
-    searches = Searches(view, items, site)
-    releases = Releases(device, desk, site)
+    items = ItemPages(device, view, Thumbnails(device.path), site)
+    searches = SearchPages(view, items, site)
+    releases = ReleasePages(device, desk, site)
     site.get("/", items.photos)
     site.get("/uncertain", items.uncertain)
     site.get("/item/{label:int}", items.item)

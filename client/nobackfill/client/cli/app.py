@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.client.cli import galleries, pages, releases, repair
+from nobackfill.client.cli import galleries, releases
 from nobackfill.client.cli.refusals import refusing
 from nobackfill.client.cli.search_line import GALLERY, VARIABLE
 from nobackfill.version_option import Version
@@ -52,7 +52,7 @@ def common(
 for command in (
     galleries.init, galleries.add, galleries.search, releases.sync, galleries.status,
     releases.report, releases.rollback, galleries.remove, releases.push, releases.pull,
-    galleries.gc, galleries.verify, repair.rescue, pages.browse,
+    galleries.gc, galleries.verify, galleries.rescue, galleries.browse,
 ):  # fmt: skip
     app.command()(command)
 app.command("list")(galleries.list_items)

@@ -1,14 +1,51 @@
-"""The commands that make, fill, search and keep a gallery."""
+"""The commands that make, fill, search, show, keep and repair a gallery."""
 
+import os
+import tempfile
+import threading
+import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nobackfill.client.cli.notes import Texts, add_texts
 from nobackfill.client.cli.options import Json, metadata_values, named_path
 from nobackfill.client.output import Output, size
-from nobackfill.errors import ConfigurationError, InvalidInputError, few
+from nobackfill.errors import ConfigurationError, DamagedError, InvalidInputError, few
+from nobackfill.extras import extra
+
+Texts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSONL: an object with id and text a line, the other keys as metadata.",
+        parser=named_path,
+    ),
+]
+
+
+def add_texts(context: typer.Context, file: Path, json: bool) -> None:
+    """Add the texts of a file. Exits with 65 where some were refused; they are named."""
+    from nobackfill.client.device import Device
+    from nobackfill.client.notes import add
+    from nobackfill.text_lines import read_texts
+
+    output, refused = Output(json), dict[str, str]()
+    with Device(context.obj) as device:
+        done = add(device, read_texts(file, refused))
+        total = device.store.count()
+    refused |= done.refused
+    for name, reason in refused.items():
+        output.note(f"{name}: {reason}")
+    output.result(
+        {"added": done.added, "refused": refused, "items": total},
+        f"{len(done.added)} added, {len(refused)} refused; {total} items",
+    )
+    if refused:
+        raise typer.Exit(InvalidInputError.exit_code)
+
 
 Sheet = Annotated[Path | None, typer.Option(help="Also draw query and hits as a picture, OUT.png.")]
 
@@ -34,8 +71,8 @@ def init(
     json: Json = False,
 ) -> None:
     """Make an empty gallery that follows the releases published at SOURCE."""
-    from nobackfill.client import ballast
     from nobackfill.client.creation import init as make
+    from nobackfill.client.gallery_file import keep_reserve
     from nobackfill.images import read_file
 
     try:
@@ -44,7 +81,7 @@ def init(
         raise ConfigurationError(f"--root {root}: {error}") from error
     output = Output(json)
     made = make(context.obj, source, trusted, _confirm, output)
-    ballast.keep(context.obj)
+    keep_reserve(context.obj)
     output.result(
         made,
         f"{made['gallery']}: made in the space of release {made['release']} "
@@ -96,7 +133,7 @@ def add(
         add_texts(context, texts, json)
         return
     from nobackfill.client.device import Device
-    from nobackfill.client.photos.adding import add as store
+    from nobackfill.client.photos import add as store
 
     output = Output(json)
     with Device(context.obj) as device, output.progress("adding") as advance:
@@ -144,7 +181,7 @@ def search(
     json: Json = False,
 ) -> None:
     """Find the items nearest to images, a text, or an item of the gallery. Exact and offline."""
-    from nobackfill.client.cli.searching import Asked, answer
+    from nobackfill.client.cli.searching import SearchLine, answer
     from nobackfill.client.conditions import read
 
     if bool(images) + (item is not None) + (text is not None) != 1:
@@ -153,7 +190,7 @@ def search(
         conditions = read(where) if where else None
     except InvalidInputError as error:
         raise typer.BadParameter(f"--where: {error}") from error
-    answer(Asked(context.obj, images or [], item, text, k, conditions, sheet, json))
+    answer(SearchLine(context.obj, images or [], item, text, k, conditions, sheet, json))
 
 
 def list_items(
@@ -216,14 +253,14 @@ def set_metadata(
 
 def gc(context: typer.Context, json: Json = False) -> None:
     """Confirm the active release and free what only a rollback would need."""
-    from nobackfill.client import ballast
     from nobackfill.client.device import Device
+    from nobackfill.client.gallery_file import free_reserve, keep_reserve
     from nobackfill.client.maintenance import collect
 
-    ballast.give_back(context.obj)
+    free_reserve(context.obj)
     with Device(context.obj) as device:
         done = collect(device)
-    ballast.keep(context.obj)
+    keep_reserve(context.obj)
     Output(json).result(done, f"{size(done['freed_bytes'])} freed")
 
 
@@ -269,3 +306,77 @@ def status(context: typer.Context, json: Json = False) -> None:
         for i in found["least_certain"]
     ]
     Output(json).result(found, *lines)
+
+
+def rescue(
+    context: typer.Context,
+    to: Annotated[Path, typer.Option(help="The file of the new gallery.")],
+    json: Json = False,
+) -> None:
+    """Make a new gallery of every intact row of a damaged one; exit 65 if some were not."""
+    from nobackfill.client.maintenance import rescue as save
+
+    output = Output(json)
+    done = save(context.obj, to)
+    vectors = ", ".join(f"{n} vectors of release {r}" for r, n in done["vectors"].items())
+    for name in done["not_copied"]:
+        output.note(f"{name}: cannot be read and was not copied; `edge-client sync` brings models")
+    for table, count in done["unreadable"].items():
+        output.note(f"{table}: {count} rows, or places for rows, lie on damaged pages")
+    for table, count in done["refused"].items():
+        output.note(f"{table}: {count} rows are not as they were written")
+    output.result(
+        done,
+        f"{to}: {done['items']} items and {vectors} saved"
+        + ("; add the images of lost items again" if done["lost"] else ", nothing was lost"),
+    )
+    if done["lost"]:
+        raise typer.Exit(DamagedError.exit_code)
+
+
+def browse(
+    context: typer.Context,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0: one that is free.")
+    ] = 0,
+    show: Annotated[bool, typer.Option("--open", help="Open it in your browser, too.")] = False,
+    json: Json = False,
+) -> None:
+    """Look at the gallery in a browser on this device, until Ctrl-C: search, sync, compare."""
+    with extra("web"):
+        from nobackfill.client.browse.app import pages
+        from nobackfill.pages import Listener, new_token
+    from nobackfill.client.device import Device
+
+    token = new_token()
+    with Device(context.obj) as device, Listener("127.0.0.1", port) as listener:
+        address = f"{listener.address}/{token}/"
+        guard = pages(device, listener.hosts, token)
+        listener.serve(guard, guard.knows)
+        Output(json).result(
+            {"address": address}, address,
+            "Anybody who knows this address sees the gallery. Ctrl-C ends it.",
+        )  # fmt: skip
+        with _shown(address, context.obj) if show else nullcontext():
+            threading.Event().wait()
+
+
+@contextmanager
+def _shown(address: str, gallery: Path) -> Iterator[None]:
+    """Open a browser at a page that leads to `address`, and keep that page to the end of the block.
+
+    The browser's command line, which every user of the machine can read, names the page's file, and
+    the file (mode 0600) holds the secret. It lies beside the gallery, as some browsers may not read
+    the system's temporary files, or there where the gallery's folder is read only.
+    """
+    try:
+        handle, name = tempfile.mkstemp(".html", f"{gallery.name}.", gallery.absolute().parent)
+    except OSError:
+        handle, name = tempfile.mkstemp(".html", "nobackfill-")
+    try:
+        with os.fdopen(handle, "w") as page:
+            page.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">\n')
+        webbrowser.open(Path(name).as_uri())
+        yield
+    finally:
+        Path(name).unlink(missing_ok=True)

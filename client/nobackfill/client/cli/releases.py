@@ -52,17 +52,16 @@ def sync(
     json: Json = False,
 ) -> None:
     """Follow the newest release: verify, download, upgrade every vector without its image, flip."""
-    from nobackfill.client import ballast
     from nobackfill.client.device import Device
-    from nobackfill.client.sync.sentence import sentence
-    from nobackfill.client.sync.sync import Wishes
-    from nobackfill.client.sync.sync import sync as follow
+    from nobackfill.client.gallery_file import keep_reserve
+    from nobackfill.client.sync import Wishes, sentence
+    from nobackfill.client.sync import sync as follow
 
     output = Output(json)
     wishes = Wishes(dry_run, backfill, keep_original, int8, retry, source, now)
     with Device(context.obj) as device:
         report = follow(device, wishes, output)
-    ballast.keep(context.obj)
+    keep_reserve(context.obj)
     for note in report.notes:
         output.note(note)
     output.result(report.as_json(), sentence(report))
@@ -78,7 +77,7 @@ def report(
 ) -> None:
     """Tell a gateway how the last sync went: five numbers, no vector, no id. Never by itself."""
     from nobackfill.client.device import Device
-    from nobackfill.client.sync.report import report as send
+    from nobackfill.client.sync import send_report as send
 
     with Device(context.obj) as device:
         found = send(device, to)
@@ -90,7 +89,7 @@ def report(
 def rollback(context: typer.Context, json: Json = False) -> None:
     """Return to the release before: kept until a sync a week later finds nothing newer, or gc."""
     from nobackfill.client.device import Device
-    from nobackfill.client.sync.rollback import roll_back
+    from nobackfill.client.sync import roll_back
 
     with Device(context.obj) as device:
         left, release = roll_back(device)
@@ -127,7 +126,7 @@ def push(
 ) -> None:
     """Encrypt images on this device and upload them to the vault, as ciphertext."""
     from nobackfill.client.device import Device
-    from nobackfill.client.vault.push import push as upload
+    from nobackfill.client.vault.transfer import push as upload
 
     output = Output(json)
     with Device(context.obj) as device:
@@ -174,7 +173,7 @@ def pull(
 ) -> None:
     """Restore images from the vault and compare them with what was added."""
     from nobackfill.client.device import Device
-    from nobackfill.client.vault.pull import pull as restore
+    from nobackfill.client.vault.transfer import pull as restore
 
     output = Output(json)
     with Device(context.obj) as device:

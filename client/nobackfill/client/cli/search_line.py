@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nobackfill.client.cli.searching import Asked
+from nobackfill.client.cli.searching import SearchLine
 
 GALLERY = "gallery.sqlite"
 VARIABLE = "NOBACKFILL_GALLERY"
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,2}|1000")
 _VALUES = {"--id": "item", "--text": "text", "-k": "k"}
 
 
-def read(line: Sequence[str], environment: Mapping[str, str]) -> Asked | None:
+def read(line: Sequence[str], environment: Mapping[str, str]) -> SearchLine | None:
     """What `[--gallery FILE] search [--id ID] [--text TEXT] [-k N] [--json] [IMAGE...]` asks for;
     None for every other line, and where a shell asks what could come next."""
     if "_EDGE_CLIENT_COMPLETE" in environment:
@@ -42,7 +42,7 @@ def read(line: Sequence[str], environment: Mapping[str, str]) -> Asked | None:
     return _asked(Path(gallery), images, found)
 
 
-def _asked(gallery: Path, images: Sequence[Path], found: dict[str, Any]) -> Asked | None:
+def _asked(gallery: Path, images: Sequence[Path], found: dict[str, Any]) -> SearchLine | None:
     values = [found[name] for name in _VALUES.values() if name in found]
     if not all(value and not value.startswith("-") for value in values):
         return None
@@ -52,4 +52,4 @@ def _asked(gallery: Path, images: Sequence[Path], found: dict[str, Any]) -> Aske
         if not _NUMBER.fullmatch(found["k"]):
             return None
         found["k"] = int(found["k"])
-    return Asked(gallery, images, **found)
+    return SearchLine(gallery, images, **found)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from nobackfill.client.output import Output
 
 if TYPE_CHECKING:
-    from nobackfill.client.photos.search import Answer
+    from nobackfill.client.search import DeviceAnswer
     from nobackfill.gallery.filters import Filter
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchLine:
     """A line of the command: images, the id of an item or a text, one of the three; `where`: what
     a hit has to pass, `sheet`: the file of a contact sheet."""
 
@@ -27,10 +27,10 @@ class Asked:
     json: bool = False
 
 
-def answer(asked: Asked) -> None:
+def answer(asked: SearchLine) -> None:
     """Print what is found. Raises as Device.search."""
     from nobackfill.client.device import Device
-    from nobackfill.client.photos.search import Search
+    from nobackfill.client.search import Search
 
     with Device(asked.gallery) as device:
         view = Search(device, {} if asked.where is None else asked.where)
@@ -41,7 +41,7 @@ def answer(asked: Asked) -> None:
         else:
             answers = view.by_images(asked.images, asked.k)
         if asked.sheet is not None:
-            from nobackfill.client.photos.contact_sheet import write_sheet
+            from nobackfill.client.pictures import write_sheet
 
             write_sheet(device, answers, asked.sheet)
     one = answers[0].as_json() if len(answers) == 1 else None
@@ -51,7 +51,7 @@ def answer(asked: Asked) -> None:
     )
 
 
-def _table(answer: "Answer", named: bool) -> list[str]:
+def _table(answer: "DeviceAnswer", named: bool) -> list[str]:
     told = answer.as_json()
     lines = [f"{told['query']}:"] if named else []
     for hit in told["hits"]:

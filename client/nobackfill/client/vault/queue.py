@@ -39,7 +39,7 @@ CREATE TABLE IF NOT EXISTS vault (
 
 
 @dataclass(frozen=True)
-class Entry:
+class VaultEntry:
     """One image in the vault. `size` and `blob_sha256` describe its ciphertext."""
 
     blob: str
@@ -60,7 +60,7 @@ class VaultQueue:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def entries(self, state: State | None = None, item: str | None = None) -> list[Entry]:
+    def entries(self, state: State | None = None, item: str | None = None) -> list[VaultEntry]:
         """All rows, or those in one state or of one item, by item, the latest last."""
         with self._store.reading() as connection:
             columns = {name for (name,) in connection.execute(_COLUMNS)}
@@ -69,20 +69,20 @@ class VaultQueue:
             rows = connection.execute(
                 _ROWS if "key" in columns else _ROWS_WITHOUT_KEY, (state, item)
             )
-            return [Entry(*row) for row in rows]
+            return [VaultEntry(*row) for row in rows]
 
-    def obsolete(self) -> list[Entry]:
+    def obsolete(self) -> list[VaultEntry]:
         """What must leave the vault: rows that say so, and those whose item is gone."""
         with self._store.reading() as connection:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
         return [e for e in self.entries() if e.state == "removing" or e.item not in items]
 
-    def of(self, item: str) -> Entry | None:
+    def of(self, item: str) -> VaultEntry | None:
         """The latest row of an item that is not being removed."""
         rows = [entry for entry in self.entries(item=item) if entry.state != "removing"]
         return rows[-1] if rows else None
 
-    def seal(self, entry: Entry) -> None:
+    def seal(self, entry: VaultEntry) -> None:
         """Remember a blob before a byte of it is sent."""
         with self._store.writing() as connection:
             _prepare(connection)
@@ -99,7 +99,7 @@ class VaultQueue:
         with self._store.writing() as connection:
             connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
 
-    def settle(self, entry: Entry) -> None:
+    def settle(self, entry: VaultEntry) -> None:
         """An upload was acknowledged: other blobs of the same item must go."""
         with self._store.writing() as connection:
             connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))

@@ -1,4 +1,7 @@
-"""The vault's transport: ciphertext up, down and away, resumed where it broke off."""
+"""The vault's transport: its gateway; ciphertext up, down and away, resumed where it broke off.
+
+The vault is the one that the gallery was first pushed to, wherever the gallery follows releases
+from later on, until `push --vault` names another that holds the same."""
 
 import hashlib
 import re
@@ -6,7 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nobackfill import durable
-from nobackfill.errors import NobackfillError, UnavailableError, VerificationError
+from nobackfill.client.gallery_file import GalleryFile
+from nobackfill.client.sources import is_gateway
+from nobackfill.client.vault.queue import VaultQueue
+from nobackfill.errors import (
+    ConfigurationError,
+    NobackfillError,
+    UnavailableError,
+    VerificationError,
+)
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.gateway import Gateway
 from nobackfill.wire.limits import LARGEST_BLOB
@@ -22,7 +33,7 @@ _MOST_BLOBS = 1_000_000
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
-def upload(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
+def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
     """Upload the ciphertext `source`; the number of bytes that were still to be sent."""
     held = first = gateway.held_of_blob(blob)
     standstills = 0
@@ -43,7 +54,7 @@ def upload(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
     return int(blob.size - first)
 
 
-def download(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
+def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
     """Download a blob to `target`, complete and with the right digest, or raise.
 
     `target`.part holds what an earlier try brought. Raises NotFoundError, VerificationError.
@@ -91,7 +102,7 @@ def _download(gateway: Gateway, blob: vault_pb2.Blob, held: int, part: Path) -> 
         )
 
 
-def blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
+def list_blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
     """Every blob that the vault lists, by id.
 
     Raises VerificationError for ids, digests or sizes that no blob has, and for a list that
@@ -138,3 +149,56 @@ def check_blob(blob: vault_pb2.Blob, where: str) -> None:
             f"{where}: blob {blob.id}: expected a size of 1 to {LARGEST_BLOB} bytes, got "
             f"{blob.size}; the vault at this address cannot be used"
         )
+
+
+def vault_address(device: GalleryFile, where: str | None = None) -> str:
+    """`where`, else the vault that is remembered, else what the gallery follows. Raises
+    ConfigurationError for what is no gateway."""
+    found = str(where or device.state("vault") or device.state("source"))
+    if not is_gateway(found):
+        raise ConfigurationError(
+            f"{found} holds no vault: name a gateway once, `push --vault grpc://HOST:PORT`"
+        )
+    return found
+
+
+def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, address: str) -> set[str]:
+    """Return the ids of the blobs that a vault holds.
+
+    The vault that is remembered may have lost some, as by an older backup. One at another address
+    must hold all that was pushed: removed images would stay in the other for ever. Raises
+    ConfigurationError, UnavailableError.
+    """
+    listed = {blob.id for blob in list_blobs(gateway)}
+    before = device.state("vault")
+    if before == address:
+        return listed
+    pushed = queue.entries("stored") or queue.entries("removing")
+    lacking = sum(entry.blob not in listed for entry in pushed)
+    if lacking:
+        raise ConfigurationError(
+            f"{address} lacks {lacking} of the {len(pushed)} images that were pushed to "
+            f"{before or 'another gateway'}; name that one with --vault, or bring its vault to "
+            "this one first (gateway move)"
+        )
+    return listed
+
+
+def vault_problem(device: GalleryFile) -> str | None:
+    """Tell what is wrong with the vault; None if it holds all that was pushed, or nothing was.
+
+    Raises UnavailableError and others where it does not answer.
+    """
+    stored = VaultQueue(device.store).entries("stored")
+    address = device.state("vault")
+    if not stored or address is None:
+        return None
+    with Gateway(address, seconds=5) as gateway:
+        listed = {blob.id for blob in list_blobs(gateway)}
+    lacking = sum(entry.blob not in listed for entry in stored)
+    if not lacking:
+        return None
+    return (
+        f"{address} lacks {lacking} of the {len(stored)} images that were pushed to it; `push` "
+        "sends those again whose files are here"
+    )

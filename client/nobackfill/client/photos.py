@@ -1,20 +1,157 @@
-"""Adding images: each file is read, embedded, stored durably, and left where it is."""
+"""Image files of the device: found, read, embedded, stored durably, and left where they are."""
 
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Advance
-from nobackfill.client.photos.encoding import Encoder
-from nobackfill.client.photos.files import find_images, read_image
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Metadata, NewVectors
-from nobackfill.images import Pixels
-from nobackfill.release.models import no_vector
+from nobackfill.gallery.store import Item, Metadata, NewVectors
+from nobackfill.images import Pixels, decode, read_file
+from nobackfill.picture_files import is_clutter, is_picture, not_taken
+from nobackfill.release.models import no_vector, open_embedder, open_side_encoder
+from nobackfill.vectors import Vectors
+
+if TYPE_CHECKING:
+    from nobackfill.release.manifest import Manifest
+
+
+# Of one command: their names are held in memory, 0.1 GB.
+MOST_FILES = 250_000
+
+
+@dataclass
+class FoundImages:
+    """Absolute paths of images, why other files were not taken, and what belongs to the system, to
+    programs or to a gallery, and was passed over."""
+
+    files: list[Path] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+
+def find_images(named: Sequence[Path], gallery: Path | None = None) -> FoundImages:
+    """Find the files named, and those in the folders named that have an image's suffix.
+
+    A folder that cannot be read is among them, to be refused by its name. `gallery`: its own files
+    are passed over. Raises InvalidInputError for a path that is not there, and for more than
+    `MOST_FILES`.
+    """
+    found = FoundImages()
+    files: dict[Path, None] = {}
+    for path in named:
+        # Not resolved: a person knows a linked folder by the link's name.
+        for file in _files(path, found, gallery):
+            files[Path(os.path.abspath(file))] = None  # noqa: PTH100
+            if len(files) > MOST_FILES:
+                raise InvalidInputError(
+                    f"{path}: expected at most {MOST_FILES} images at a time, there are more; name "
+                    "some of the files or folders below it"
+                )
+    found.files = list(files)
+    return found
+
+
+def _files(path: Path, found: FoundImages, gallery: Path | None) -> Iterator[str]:
+    try:
+        if not path.is_dir():
+            path.stat()
+            yield str(path)
+            return
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise InvalidInputError(f"{path}: no such file or folder") from error
+        raise InvalidInputError(f"{path}: cannot be read ({error.strerror})") from error
+    unreadable: list[str] = []
+    for folder, folders, files in os.walk(path, onerror=lambda e: unreadable.append(e.filename)):
+        enter = []
+        for name in sorted(folders):
+            # A Path each takes twice as long.
+            inside = os.path.join(folder, name)  # noqa: PTH118
+            if is_clutter(name) or _is_own(folder, name, gallery):
+                found.skipped.append(inside)
+            elif os.path.islink(inside):  # noqa: PTH114
+                found.refused[inside] = "a link to a folder; name it to add what is in it"
+            else:
+                enter.append(name)
+        folders[:] = enter
+        for name in sorted(files):
+            inside = os.path.join(folder, name)  # noqa: PTH118
+            if is_clutter(name) or _is_own(folder, name, gallery):
+                found.skipped.append(inside)
+            elif not is_picture(name):
+                found.refused[inside] = not_taken(name)
+            else:
+                yield inside
+    yield from unreadable
+
+
+def _is_own(folder: str, name: str, gallery: Path | None) -> bool:
+    """Whether it is of the gallery's own files, or small copies of images that one keeps."""
+    if gallery is not None and name.startswith(gallery.name):
+        return os.path.abspath(folder) == os.path.abspath(gallery.parent)  # noqa: PTH100
+    owner, _, what = name.rpartition(".")
+    return what == "thumbs" and os.path.isfile(os.path.join(folder, owner))  # noqa: PTH113, PTH118
+
+
+def read_image(path: Path) -> tuple[bytes, str]:
+    """An image file's bytes and their digest.
+
+    Raises InvalidInputError, also for what is no regular file, is too large, or has a name that is
+    not text.
+    """
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidInputError("its name is not valid text; rename it") from error
+    data = read_file(path)
+    return data, hashlib.sha256(data).hexdigest()
+
+
+def local_image(item: Item) -> bytes | None:
+    """The image an item was made from, if its file is still there and unchanged."""
+    try:
+        data = read_file(Path(str(item.metadata.get("path", ""))))
+    except InvalidInputError:
+        return None
+    return data if hashlib.sha256(data).hexdigest() == item.digest else None
+
+
+def threads() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class Encoder:
+    """Embedder and side encoder of one release."""
+
+    def __init__(self, models: Path, manifest: "Manifest", *, side: bool = True) -> None:
+        """`side` False: a query needs no side-information. Raises VerificationError."""
+        self.manifest = manifest
+        self._embedder = open_embedder(models, manifest, threads())
+        has_side = side and manifest.side_encoder is not None
+        self._side = open_side_encoder(models, manifest, threads()) if has_side else None
+
+    def pixels(self, image: bytes) -> Pixels:
+        """The image at this release's size. Raises InvalidInputError."""
+        return decode(image, *self.manifest.frame)
+
+    def embed(self, pixels: Sequence[Pixels]) -> Vectors:
+        """Embeddings [n, dim] of n images."""
+        return self._embedder.run(np.stack(pixels))
+
+    def vectors(self, pixels: Sequence[Pixels]) -> NewVectors:
+        """Embeddings and side-information of n images, to be stored in this release's space."""
+        side = None if self._side is None else self._side.run(np.stack(pixels))
+        return NewVectors(self.manifest.space, self.embed(pixels), side, "native")
+
 
 _BATCH = 32
 
@@ -38,7 +175,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Source:
+class PhotoSource:
     """An image to be stored: a file, or an image's bytes.
 
     Without an `id`, the same picture is the same item: its id is the head of its digest.
@@ -73,7 +210,7 @@ class Source:
 class Photo:
     """One image to be stored, decoded for each encoder."""
 
-    source: Source
+    source: PhotoSource
     sha256: str
     pixels: tuple[Pixels, ...]
 
@@ -96,7 +233,7 @@ def add(device: GalleryFile, named: Sequence[Path], notes: Metadata, advance: Ad
     on. Raises InvalidInputError as `find_images`, VerificationError, BusyError, CannotWriteError.
     """
     found = find_images(named, device.path)
-    done = _stored(device, [Source(path, notes) for path in found.files], advance)
+    done = _stored(device, [PhotoSource(path, notes) for path in found.files], advance)
     done.refused |= found.refused
     done.skipped = found.skipped
     return done
@@ -112,11 +249,11 @@ def put(
     Raises like `add`, and InvalidInputError for an id that is none.
     """
     notes = metadata or {}
-    sources = [Source(image, notes.get(name), name) for name, image in images.items()]
+    sources = [PhotoSource(image, notes.get(name), name) for name, image in images.items()]
     return _stored(device, sources, lambda done, total: None).refused
 
 
-def _stored(device: GalleryFile, sources: Sequence[Source], advance: Advance) -> Added:
+def _stored(device: GalleryFile, sources: Sequence[PhotoSource], advance: Advance) -> Added:
     report = Added()
     adder = _Adder(device, report)
     for start in range(0, len(sources), _BATCH):
@@ -133,7 +270,7 @@ class _Adder:
         self._report = report
         self._open: dict[str, Encoder] = {}
 
-    def store(self, sources: Iterable[Source], *, held_too: bool = False) -> None:
+    def store(self, sources: Iterable[PhotoSource], *, held_too: bool = False) -> None:
         """Store one batch, durably; with `held_too` also what the gallery holds already."""
         encoders = self._current()
         photos, vectors = self._embedded(list(self._photos(sources, encoders, held_too)), encoders)
@@ -183,7 +320,7 @@ class _Adder:
         return [self._open[spec.space] for spec in specs]
 
     def _photos(
-        self, sources: Iterable[Source], encoders: Sequence[Encoder], held_too: bool
+        self, sources: Iterable[PhotoSource], encoders: Sequence[Encoder], held_too: bool
     ) -> Iterator[Photo]:
         seen = set[str]()
         for source in sources:

@@ -34,7 +34,7 @@ from nobackfill.wire.limits import LARGEST_K
 
 
 @dataclass(frozen=True)
-class Curve:
+class DistanceCurve:
     """Breakpoints of a calibration, see nobackfill.release.manifest.Calibration."""
 
     distances: list[float]
@@ -42,7 +42,7 @@ class Curve:
     scale: list[float] | None = None
 
 
-class Hit(answers.Hit):
+class DeviceHit(answers.Hit):
     """An item that was found, and the file that it was added from."""
 
     @property
@@ -62,7 +62,7 @@ class Hit(answers.Hit):
 
 
 @dataclass(frozen=True)
-class Answer(answers.Answer[Hit]):
+class DeviceAnswer(answers.Answer[DeviceHit]):
     """The hits of one query; `query`: the image's path, the text, or
     the item's id."""
 
@@ -132,9 +132,9 @@ class Search:
                 return spec, *self._device.store.load(spec.space)
             # A sync dropped it in between: it is not the active one any more.
 
-    def by_images(self, images: Sequence[Path | bytes], k: int) -> list[Answer]:
+    def by_images(self, images: Sequence[Path | bytes], k: int) -> list[DeviceAnswer]:
         """The items nearest to each image. Raises InvalidInputError for one that is none."""
-        from nobackfill.client.photos.encoding import threads
+        from nobackfill.client.photos import threads
         from nobackfill.images import decode, decode_file
         from nobackfill.release.image_model import ImageModel
         from nobackfill.release.models import no_vector, open_image_model
@@ -156,7 +156,7 @@ class Search:
                 raise InvalidInputError(f"{worst}: {no_vector(model)}") from error
         return self._answers(names, np.concatenate(queries), k)
 
-    def by_texts(self, texts: Sequence[str], k: int) -> list[Answer]:
+    def by_texts(self, texts: Sequence[str], k: int) -> list[DeviceAnswer]:
         """The items nearest to each text. Raises NoEncoderError where the release embeds none,
         InvalidInputError for one with nothing to read."""
         from nobackfill.client import notes
@@ -164,7 +164,7 @@ class Search:
         manifest = self._device.manifest(self.spec.release)
         return self._answers(texts, notes.embed(self._device, manifest, texts, "query"), k)
 
-    def by_embedding(self, embeddings: Mapping[str, Sequence[float]], k: int) -> Answer:
+    def by_embedding(self, embeddings: Mapping[str, Sequence[float]], k: int) -> DeviceAnswer:
         """The items nearest to the vector of the space that answers.
 
         Raises IncompatibleSpaceError without one, InvalidInputError for a vector that is none.
@@ -179,7 +179,7 @@ class Search:
         check_vectors(query, self.spec.dim, what="query", unit=self.spec.unit)
         return self._answers([""], query, k)[0]
 
-    def by_id(self, item_id: str, k: int) -> Answer:
+    def by_id(self, item_id: str, k: int) -> DeviceAnswer:
         """The other items nearest to one of the gallery. Raises NotFoundError."""
         item = self._device.store.get(item_id)
         vector = None if item is None else self._device.store.vector(item.label, self.spec.space)
@@ -191,13 +191,15 @@ class Search:
 
     def _answers(
         self, names: Sequence[str], queries: Vectors, k: int, *, itself: bool = False
-    ) -> list[Answer]:
+    ) -> list[DeviceAnswer]:
         """The `k` nearest of each query; one more where an item finds `itself` among them."""
         if not 1 <= k <= LARGEST_K:
             raise InvalidInputError(f"expected k from 1 to {LARGEST_K}, got {k}")
         found = self._nearest(queries, k + itself)
         return [
-            Answer(self._hits(labels, distances), self.spec.release, self.spec.space, query=name)
+            DeviceAnswer(
+                self._hits(labels, distances), self.spec.release, self.spec.space, query=name
+            )
             for name, labels, distances in zip(names, found.labels, found.distances, strict=True)
         ]
 
@@ -212,13 +214,13 @@ class Search:
         )
         return origins.joined(upgraded, others, scale, k)
 
-    def _hits(self, labels: Any, distances: Any) -> list[Hit]:
+    def _hits(self, labels: Any, distances: Any) -> list[DeviceHit]:
         items = self._device.store.items(labels[labels >= 0], self.spec.space)
         if None in items:
             # Removed since, or no longer found on a damaged page.
             self._device.store.check_pages()
         return [
-            Hit(
+            DeviceHit(
                 id=item.id,
                 distance=float(distance),
                 score=None if curve is None else float(scores(curve, distance)),
@@ -233,11 +235,13 @@ class Search:
         ]
 
 
-def _curves(manifest: bytes, space: str) -> dict[str, Curve]:
+def _curves(manifest: bytes, space: str) -> dict[str, DistanceCurve]:
     """Calibration of one space's distances by origin, read without pydantic: every release here was
     checked with it, and a search has no time to load it."""
     return {
-        curve["origin"]: Curve(curve["distances"], curve["probabilities"], curve.get("scale"))
+        curve["origin"]: DistanceCurve(
+            curve["distances"], curve["probabilities"], curve.get("scale")
+        )
         for curve in json.loads(manifest)["calibration"]
         if curve["query_space"] == space
         # A vector that is searched as it is was measured in the space it was made in.

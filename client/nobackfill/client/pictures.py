@@ -1,25 +1,26 @@
-"""Small copies of images beside the gallery file, made when a page first shows them.
+"""Small pictures of items: thumbnails for pages, and the contact sheet of a search.
 
-A cache: anybody may delete it. An item's copy is named by its label, which is never used again for
-another content; it goes with the item. No file is read that is not what the item was made from.
-"""
+Thumbnails lie beside the gallery file and are made when a page first shows them. They are a cache:
+anybody may delete it. An item's thumbnail is named by its label, which is never used again for
+another content; it goes with the item. No file is read that is not what the item was made from."""
 
 import io
 import os
 import tempfile
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from nobackfill.client.gallery_file import beside
-from nobackfill.client.photos.encoding import threads
-from nobackfill.client.photos.files import local_image
+from nobackfill import durable
+from nobackfill.client.gallery_file import GalleryFile, beside
+from nobackfill.client.photos import local_image, threads
+from nobackfill.client.search import DeviceAnswer
 from nobackfill.durable import remove_tree
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.store import Item, Store
-from nobackfill.images import decode_within
+from nobackfill.images import decode_file, decode_within
 
 # The longest side in pixels.
 SIDE = 240
@@ -93,3 +94,52 @@ class Thumbnails:
         except OSError:
             # A full disk, or one that is only read: the page shows the picture all the same.
             return
+
+
+_THUMB = 128
+_MARGIN = 8
+_TEXT = 14
+_COLUMNS = 6
+_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+
+
+def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Path) -> None:
+    """One row of pictures an answer, the query first; a grey tile where an image is gone.
+
+    The format follows the suffix. Raises InvalidInputError for another suffix than those of
+    `_FORMATS`, CannotWriteError.
+    """
+    kind = _FORMATS.get(target.suffix.lower())
+    if kind is None:
+        raise InvalidInputError(f"{target}: expected a name that ends in {', '.join(_FORMATS)}")
+    rows = [(answer, answer.hits[: _COLUMNS - 1]) for answer in answers]
+    height = _THUMB + _TEXT + _MARGIN
+    sheet = Image.new("RGB", (_COLUMNS * (_THUMB + _MARGIN), len(rows) * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, (answer, hits) in enumerate(rows):
+        tiles = [(_path(device, answer.query), "query")]
+        tiles += [(hit.path, f"{hit.distance:.3f}{_percent(hit.score)}") for hit in hits]
+        for column, (path, caption) in enumerate(tiles):
+            x, y = column * (_THUMB + _MARGIN) + _MARGIN // 2, row * height + _MARGIN // 2
+            sheet.paste(_thumbnail(Path(path)), (x, y))
+            draw.text((x, y + _THUMB), caption, fill="black")
+    buffer = io.BytesIO()
+    sheet.save(buffer, kind)
+    durable.write_file(target, buffer.getvalue(), 0o600)
+
+
+def _path(device: GalleryFile, query: str) -> str:
+    """A query's picture: its own path, or that of the item it names."""
+    item = device.store.get(query)
+    return query if item is None else str(item.metadata.get("path", ""))
+
+
+def _percent(score: float | None) -> str:
+    return "" if score is None else f"  {score:.0%}"
+
+
+def _thumbnail(path: Path) -> Image.Image:
+    try:
+        return Image.fromarray(decode_file(path, _THUMB, _THUMB))
+    except InvalidInputError:
+        return Image.new("RGB", (_THUMB, _THUMB), "lightgrey")

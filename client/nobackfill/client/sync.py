@@ -3,8 +3,7 @@
 A kill at any moment leaves the gallery wholly in the old space or wholly in the new one, and the
 next sync goes on from there. The space that was left is kept, so that `rollback` can return to it,
 until a sync at least a week later finds nothing newer to follow (or `gc` is asked to): that
-confirms the release.
-"""
+confirms the release. How the last sync went is kept, in five numbers, for `report`."""
 
 import secrets
 import time
@@ -12,21 +11,162 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from nobackfill import durable
 from nobackfill.client.gallery_file import GalleryFile
-from nobackfill.client.output import Output
-from nobackfill.client.photos.backfill import re_embed
-from nobackfill.client.sync import installation
-from nobackfill.client.sync.plan import Plan, embedding_files, estimate_seconds, make_plan
-from nobackfill.client.sync.report import remember
-from nobackfill.client.sync.rollback import confirm, hold_back, return_to
-from nobackfill.client.sync.sources import normalised, opened
-from nobackfill.client.sync.upgrade import carry
-from nobackfill.errors import BusyError, UnfitError, UnusableOutputError
+from nobackfill.client.output import Output, size
+from nobackfill.client.plan import (
+    SyncPlan,
+    download_files,
+    embedding_files,
+    estimate_seconds,
+    make_plan,
+    manifest_digest,
+    missing_files,
+    tidy_models,
+    try_plan,
+)
+from nobackfill.client.sources import normalised_source, open_source
+from nobackfill.client.upgrade import carry, re_embed
+from nobackfill.errors import (
+    BusyError,
+    ConfigurationError,
+    NotFoundError,
+    UnfitError,
+    UnusableOutputError,
+)
+from nobackfill.gallery import staging
+from nobackfill.gallery.neighbours import neighbours_kept
+from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.tables import vector_table
 from nobackfill.release.routes import twin_of
 from nobackfill.release.trust.trust import Trust
+
+Failure = Literal["none", "no_route", "refused", "left_behind"]
+
+
+def remember(
+    device: GalleryFile, release: int, failure: Failure, seconds: float = 0.0, *, kept: bool = False
+) -> float | None:
+    """Keep how a sync to `release` went; `kept`: look how many neighbours it kept, too.
+
+    Returns that share, of up to 1,000 random items that are in the space before as well; None
+    where it was not looked at, or they are too few.
+    """
+    share = None
+    if kept:
+        active = device.store.active().spec
+        before = device.previous()
+        if before is not None:
+            sample = partial(staging.sample, device.store)
+            share = neighbours_kept(sample, before.spec, active)
+    device.store.state_set(
+        {
+            "last_sync": {
+                "release": release,
+                "probes_passed": failure != "refused",
+                "seconds": round(seconds, 3),
+                "neighbours_kept": share,
+                "failure": failure,
+            }
+        }
+    )
+    return share
+
+
+def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
+    """Send what the last sync left, once, to a gateway; None: send nothing. Returns it: no vector,
+    no id of the device or of an item is in it.
+
+    Raises NotFoundError before the first sync to another release, ConfigurationError for an address
+    that is no gateway's, UnavailableError, NotPermittedError.
+    """
+    found: dict[str, Any] | None = device.state("last_sync")
+    if found is None:
+        raise NotFoundError("no sync has tried another release yet; there is nothing to report")
+    if to is None:
+        return found
+    if not to.startswith(("grpc://", "grpcs://")):
+        raise ConfigurationError(f"expected --to grpc(s)://HOST:PORT, got {to!r}")
+    from nobackfill.v1 import release_pb2 as pb
+    from nobackfill.wire.gateway import Gateway
+
+    failure = found["failure"].upper()
+    message = pb.ReportSyncRequest(
+        release=found["release"],
+        probes_passed=found["probes_passed"],
+        seconds=found["seconds"],
+        neighbours_kept=found["neighbours_kept"],
+        failure="SYNC_FAILURE_UNSPECIFIED" if failure == "NONE" else f"SYNC_FAILURE_{failure}",
+    )
+    with Gateway(to) as gateway:
+        gateway.report_sync(message)
+    return found
+
+
+def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
+    """Make the space that was active before the last upgrade active again; its release.
+
+    What was upgraded stays staged, so that a later sync takes no time. `state` is set in the same
+    transaction. Raises NotFoundError if the way back is gone, PreconditionError if items would not
+    be found there.
+    """
+    previous = device.previous()
+    if previous is None:
+        raise NotFoundError(
+            "nothing to return to: there was no upgrade yet, or a later sync or gc confirmed it"
+        )
+    staging.rollback(device.store, state={**state, "return_to": None})
+    return previous.spec.release
+
+
+def roll_back(device: GalleryFile) -> tuple[int, int]:
+    """`rollback`: return to the release before, and hold the present one back on this device.
+
+    Returns (release left, release now active). Raises like return_to; BusyError while a sync
+    carries vectors. One that waits for its source goes on from where this leads.
+    """
+    with device.changing():
+        left = device.store.active().spec.release
+        digest = device.state("installed", {}).get(str(left))
+        held = hold_back(device, left, f"release {left} was rolled back here", digest)
+        return left, return_to(device, held)
+
+
+def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None) -> dict[str, Any]:
+    """The state in which a release is not followed: by its number, and the digest of its manifest
+    where that is known, so that one published anew is tried."""
+    digests = {**device.state("held_digests", {}), str(release): digest}
+    return {
+        "held_back": {**device.state("held_back", {}), str(release): reason},
+        "held_digests": digests,
+    }
+
+
+def confirm(device: GalleryFile, but: str | None = None) -> list[int]:
+    """Drop the spaces that only a rollback needs, all `but` one; the releases they belonged to.
+
+    Spaces that hold vectors embedded from images stay where the gallery keeps originals.
+    """
+    if but is None:
+        device.store.state_set({"return_to": None})
+    dropped = []
+    for space in device.store.spaces():
+        superfluous = space.state == "previous" and space.spec.space != but
+        if superfluous and not (device.state("keep_original") and _has_originals(device, space)):
+            staging.drop(device.store, space.spec.space)
+            dropped.append(space.spec.release)
+    return dropped
+
+
+def _has_originals(device: GalleryFile, space: SpaceInfo) -> bool:
+    with device.store.reading() as connection:
+        table = vector_table(space.number)
+        query = f"SELECT 1 FROM {table} WHERE origin = 'native' LIMIT 1"  # noqa: S608
+        return connection.execute(query).fetchone() is not None
+
 
 # Times that a sync begins anew because other commands changed the gallery meanwhile.
 _TRIES = 3
@@ -55,7 +195,7 @@ class Wishes:
 
 
 @dataclass
-class Report:
+class SyncReport:
     """What a sync did, or with dry_run would do.
 
     `state`: upgraded, up-to-date, planned, rolled-back, or behind (no newer release can be
@@ -84,15 +224,15 @@ class Report:
         return asdict(self)
 
 
-def sync(device: GalleryFile, wishes: Wishes, output: Output) -> Report:
+def sync(device: GalleryFile, wishes: Wishes, output: Output) -> SyncReport:
     """Bring the gallery to the newest release that can be followed.
 
     While the source is waited for, rollback and gc go on; the sync then begins anew from where they
     led. Raises BusyError (another sync), VerificationError (nothing changed), UnavailableError
     (what came is kept for the next try), CannotWriteError.
     """
-    source = normalised(wishes.source) if wishes.source else device.state("source")
-    with device.following(), opened(source) as (fetcher, base_url):
+    source = normalised_source(wishes.source) if wishes.source else device.state("source")
+    with device.following(), open_source(source) as (fetcher, base_url):
         durable.sweep(device.models)
         trust = device.trust(fetcher, base_url)
         trust.refresh()
@@ -125,9 +265,9 @@ class _Sync:
         # What the plans are made for.
         self._spaces = device.store.spaces()
         active = device.store.active().spec.release
-        self._report = Report("up-to-date", active, active, items=device.store.count())
+        self._report = SyncReport("up-to-date", active, active, items=device.store.count())
 
-    def preview(self) -> Report:
+    def preview(self) -> SyncReport:
         """What `follow` would do; changes nothing but the metadata that was fetched."""
         for release in self._candidates():
             if release < self._report.from_release:
@@ -135,14 +275,14 @@ class _Sync:
                 break
             plan = self._plan(release)
             if plan is not None:
-                missing = installation.missing(self._device.models, plan.files())
+                missing = missing_files(self._device.models, plan.files())
                 self._describe(plan, "planned")
                 self._report.download_bytes = sum(file.length for file in missing)
                 self._report.upgrade_seconds = round(estimate_seconds(plan), 3)
                 break
         return self._report
 
-    def follow(self) -> Report:
+    def follow(self) -> SyncReport:
         """Try the candidates, best first, and settle where none leads on."""
         self._remember()
         for release in self._candidates():
@@ -156,12 +296,12 @@ class _Sync:
                 remember(self._device, release, "no_route")
                 continue
             try:
-                self._report.download_bytes += installation.download(
+                self._report.download_bytes += download_files(
                     self._device.models, self._trust, plan.files(), self._output
                 )
-                installation.check(self._device, plan)
+                try_plan(self._device, plan)
                 with self._changing():
-                    if installation.missing(self._device.models, plan.files()):
+                    if missing_files(self._device.models, plan.files()):
                         raise _OvertakenError
                     if self._upgrade(plan):
                         return self._report
@@ -187,7 +327,7 @@ class _Sync:
             "cohort": self._cohort,
         }
         if self._wishes.source is not None:
-            state["source"] = normalised(self._wishes.source)
+            state["source"] = normalised_source(self._wishes.source)
         if self._wishes.keep_original is not None:
             state["keep_original"] = self._wishes.keep_original
         if self._wishes.retry:
@@ -236,10 +376,10 @@ class _Sync:
             release: reason
             for release, reason in self._device.state("held_back", {}).items()
             if int(release) not in self._trust.releases()
-            or digests.get(release) in (None, installation.digest_of(self._trust, int(release)))
+            or digests.get(release) in (None, manifest_digest(self._trust, int(release)))
         }
 
-    def _plan(self, release: int) -> Plan | None:
+    def _plan(self, release: int) -> SyncPlan | None:
         plan = make_plan(self._device, self._trust, release, int8=self._wishes.int8)
         if plan is None:
             at = self._report.from_release
@@ -252,12 +392,12 @@ class _Sync:
 
     def _hold_back(self, release: int, reason: str) -> None:
         with self._device.changing(_CHANGE_SECONDS):
-            digest = installation.digest_of(self._trust, release)
+            digest = manifest_digest(self._trust, release)
             self._device.store.state_set(hold_back(self._device, release, reason, digest))
             remember(self._device, release, "refused")
         self._fall_behind(reason)
 
-    def _describe(self, plan: Plan, state: str) -> None:
+    def _describe(self, plan: SyncPlan, state: str) -> None:
         report = self._report
         report.state = state
         report.release = plan.target.release
@@ -265,17 +405,17 @@ class _Sync:
         report.expected_kept = plan.kept()
         report.int8 = plan.int8
 
-    def _routes(self, plan: Plan) -> list[list[int]]:
+    def _routes(self, plan: SyncPlan) -> list[list[int]]:
         directly = [self._report.from_release, plan.target.release]
         return [list(leg.route.releases) or directly for leg in plan.legs]
 
-    def _upgrade(self, plan: Plan) -> bool:
+    def _upgrade(self, plan: SyncPlan) -> bool:
         """Carry the gallery along a plan; False if items would be left behind."""
         device, release = self._device, plan.target.release
         installed = device.state("installed", {})
         state = {
             "floor": self._trust.floor().model_dump(),
-            "installed": {**installed, str(release): installation.digest_of(self._trust, release)},
+            "installed": {**installed, str(release): manifest_digest(self._trust, release)},
             "return_to": device.store.active().spec.space,
             "carried": {**device.state("carried", {}), str(release): self._carried(plan)},
         }
@@ -296,15 +436,15 @@ class _Sync:
             device, release, "none", self._report.upgrade_seconds, kept=True
         )
         confirm(device, but=device.state("return_to"))
-        installation.tidy(device)
+        tidy_models(device)
         return True
 
-    def _carried(self, plan: Plan) -> dict[str, Any]:
+    def _carried(self, plan: SyncPlan) -> dict[str, Any]:
         """For people who ask later how their items came into this space."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return {"at": now, "routes": self._routes(plan)}
 
-    def _settle(self) -> Report:
+    def _settle(self) -> SyncReport:
         """Nothing newer can be followed: what answers, and the way back, are completed; what is
         newest and has served for long is confirmed."""
         device, report = self._device, self._report
@@ -313,15 +453,13 @@ class _Sync:
         previous = device.previous()
         if previous is not None and self._trust.releases().get(previous.spec.release, "") is None:
             files += embedding_files(device.manifest(previous.spec.release))
-        report.download_bytes += installation.download(
-            device.models, self._trust, files, self._output
-        )
+        report.download_bytes += download_files(device.models, self._trust, files, self._output)
         report.re_embedded += re_embed(device, manifest, self._wishes.backfill, self._output)
         if report.state == "up-to-date":
             with self._changing():
                 way_back = None if self._has_served() else device.state("return_to")
                 report.confirmed = confirm(device, but=way_back)
-                installation.tidy(device)
+                tidy_models(device)
         return report
 
     def _has_served(self) -> bool:
@@ -331,3 +469,26 @@ class _Sync:
         if carried is None:
             return True
         return datetime.now(UTC) - datetime.fromisoformat(carried["at"]) >= _CONFIRMED_AFTER
+
+
+def sentence(report: SyncReport) -> str:
+    """What a sync did, or would do."""
+    line = {
+        "upgraded": f"{report.items} items now in release {report.release}'s space "
+        f"(from {report.from_release}, {report.upgrade_seconds:.1f} s)",
+        "planned": f"would go from release {report.from_release} to {report.release}: "
+        f"{size(report.download_bytes)} to download, about {report.upgrade_seconds:.1f} s for "
+        f"{report.items} items",
+        "up-to-date": f"release {report.release} is the newest that can be followed",
+        "rolled-back": f"returned to release {report.release}",
+        "behind": f"stays at release {report.from_release}",
+    }[report.state]
+    if report.routes:
+        line += f"; by way of {' and '.join('>'.join(map(str, r)) for r in report.routes)}"
+    if report.neighbours_kept is not None:
+        line += f"; kept {report.neighbours_kept:.1%} of the items' nearest neighbours"
+    if report.expected_kept is not None:
+        line += f"; on the publisher's images {report.expected_kept:.1%} of re-embedding's mAP"
+    if report.re_embedded:
+        line += f"; {report.re_embedded} embedded anew from their images"
+    return line

@@ -1,1 +1,0 @@
-"""Image files of the device: found, added, embedded again, and searched."""

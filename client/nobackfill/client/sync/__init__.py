@@ -1,1 +1,0 @@
-"""Following the newest release: the plan, fetching, carrying over, and the way back."""
