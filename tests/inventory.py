@@ -34,7 +34,7 @@ from pydantic_core import PydanticUndefined
 from manual.commands import COMMANDS, application
 from nobackfill import errors
 from nobackfill.server.canary.canaries import Canaries, CanarySeries
-from nobackfill.server.galleries.sizes import IndexSizes
+from nobackfill.server.galleries.indexing import IndexSizes
 from nobackfill.server.grpc.loop import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.healing.healing import HealingSeries

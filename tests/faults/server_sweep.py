@@ -19,7 +19,7 @@ from nobackfill.faults import FAULTS
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import trial
 from nobackfill.server.embedding.embedding import InProcessModels
-from nobackfill.server.galleries.contents import Put
+from nobackfill.server.galleries.puts import Put
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.rollout import Event, Phase, RolloutRun

@@ -20,7 +20,7 @@ HEAVY = {"torch", "torchvision", "tritonclient", "hnswlib", "sklearn", "matplotl
 # Modules that an extra is for, by what their names begin with; the others are the base install's.
 OF_SERVER = ("server.", "gallery.search.hnsw", "gallery.search.graph", "gallery.search.skeleton")
 OF_POSTGRESQL = (
-    "server.stores.postgresql", "server.galleries.in_database", "server.galleries.graph_wait",
+    "server.stores.postgresql", "server.galleries.hosted_database",
     "server.upgrades.workers",
 )  # fmt: skip
 # Their packages come with `make test-scale`.

@@ -6,8 +6,8 @@ import pytest
 
 from nobackfill.gallery.stored_vectors import Item
 from nobackfill.server.canary.comparison import STOPS_AT, Caller, CanaryComparison
-from nobackfill.server.galleries.asked import Found
-from nobackfill.server.galleries.ranking import Hit
+from nobackfill.server.galleries.ranking import RankedHit
+from nobackfill.server.galleries.searching import SearchResult
 from nobackfill.server.state import Canary
 
 
@@ -26,8 +26,8 @@ class Told:
         self, key: int, *, new: bool, by: Canary | None = None, seconds: float = 0.01
     ) -> str:
         """A query that began `by` a setting, and ends now; its request id."""
-        hit = Hit(Item(0, "item", None, {}), 0.0, None, 2 if new else 1, "native")
-        found = Found([hit], 2 if new else 1, "space", next(self._requests))
+        hit = RankedHit(Item(0, "item", None, {}), 0.0, None, 2 if new else 1, "native")
+        found = SearchResult([hit], 2 if new else 1, "space", next(self._requests))
         caller = Caller(key, self.token)
         self.slow = self.comparison.answered(by or self.now, found, seconds, caller, new=new)
         return found.request_id

@@ -13,10 +13,8 @@ from nobackfill.errors import BusyError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import lock_order
-from nobackfill.server.galleries.lock_order import Level, LockOrderError
-from nobackfill.server.galleries.users import Users
-from nobackfill.server.galleries.write_lock import WriteLock
+from nobackfill.server.galleries import locks
+from nobackfill.server.galleries.locks import Level, LockOrderError, Users, WriteLock
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, release_pb2
 from tests.server.conftest import Stages, publish_stage
@@ -157,9 +155,9 @@ def test_waiting_against_the_order_is_refused() -> None:
             plan.wait_until_none(1)
         with pytest.raises(LockOrderError, match="holding WRITES"), a.shared():
             pass
-    with lock_order.holding(Level.PLAN, "a"):
+    with locks.hold_level(Level.PLAN, "a"):
         with pytest.raises(LockOrderError, match="waiting for GALLERY"):
             gallery.close(1)
         with a.shared():
-            lock_order.check(Level.VIEW, "a")
-    lock_order.check(Level.NAMES)
+            locks.check_lock_order(Level.VIEW, "a")
+    locks.check_lock_order(Level.NAMES)

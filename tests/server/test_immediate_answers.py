@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import immediate_answers, items
+from nobackfill.server.galleries import hosted_file, immediate_answers
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.access import LOCAL, Principal, Role
@@ -286,7 +286,7 @@ def test_a_gallery_larger_than_memory_is_not_searched_twice(
         expected = client.raw.searches.Search(request, timeout=TIMEOUT_S)
         tried.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(items, "MOST_BYTES", 0)
+            patch.setattr(hosted_file, "MOST_BYTES", 0)
             in_file(served).items_of(one.space).forget(range(10 * COUNT))
             for _ in range(96):
                 assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected

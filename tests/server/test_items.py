@@ -9,8 +9,8 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import items as cached
-from nobackfill.server.galleries.items import ItemCache, size_of
+from nobackfill.server.galleries import hosted_file as cached
+from nobackfill.server.galleries.hosted_file import ItemCache, size_of
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1.types_pb2 import Filter
 from tests.gallery import making

@@ -12,7 +12,7 @@ from nobackfill.gallery.search.index import Content, Index, Labels, Mask, Neighb
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
-from nobackfill.server.galleries import speed
+from nobackfill.server.galleries import hosted as speed
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.vectors import Vectors

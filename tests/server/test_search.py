@@ -17,7 +17,7 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.store import Item
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries.items import ItemCache
+from nobackfill.server.galleries.hosted_file import ItemCache
 from nobackfill.v1 import search_pb2, types_pb2
 from tests.server.support import (
     Client,

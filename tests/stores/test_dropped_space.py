@@ -6,7 +6,7 @@ import pytest
 
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery.writing import NewVectors
-from nobackfill.server.galleries.in_database import HostedInDatabase
+from nobackfill.server.galleries.hosted_database import HostedInDatabase
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from tests.gallery.making import ids, spec, vectors

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import BusyError, CancelledError
-from nobackfill.server.galleries import graph_wait
+from nobackfill.server.galleries import hosted_database
 from nobackfill.server.galleries.hosted import NOTE
-from nobackfill.server.galleries.in_database import HostedInDatabase
+from nobackfill.server.galleries.hosted_database import HostedInDatabase
 from nobackfill.server.stores.postgresql import graphs, recall, schema
 from nobackfill.server.stores.postgresql.database import EF, Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -52,7 +52,7 @@ def test_a_graph_is_built_measured_and_not_built_again(
     hosted.make_ready(SPACE, lambda: None)
     assert is_good(empty)
     # Another gateway takes over.
-    monkeypatch.setattr(graph_wait, "make_graph", None)
+    monkeypatch.setattr(hosted_database, "make_graph", None)
     hosted.make_ready(SPACE, lambda: None)
     assert hosted.state(NOTE) is None
 
@@ -215,13 +215,13 @@ def test_a_wider_search_is_every_gateways(
         other = HostedInDatabase("g", tmp_path, PostgresqlGallery(empty.database, empty.number))
         return hosted._table(SPACE).ef, other._table(SPACE).ef
 
-    hosted.remember({graph_wait.WIDTHS: {"gone": 200}})
+    hosted.remember({hosted_database.WIDTHS: {"gone": 200}})
     monkeypatch.setattr(graphs, "_TRIED_EF", (400,))
     hosted.make_ready(SPACE, lambda: None)
-    assert hosted.state(graph_wait.WIDTHS) == {SPACE: 400}
+    assert hosted.state(hosted_database.WIDTHS) == {SPACE: 400}
     assert widths() == (400, 400)
     monkeypatch.setattr(graphs, "_TRIED_EF", (EF, 400))
     assert graphs.measured(empty.database, empty.schema, empty.space(SPACE), lambda: None)[0] == EF
     hosted.make_ready(SPACE, lambda: None)
-    assert hosted.state(graph_wait.WIDTHS) is None
+    assert hosted.state(hosted_database.WIDTHS) is None
     assert widths() == (EF, EF)

@@ -9,7 +9,7 @@ import structlog
 
 from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc.context import error_boundary
@@ -38,7 +38,7 @@ class Following:
     """Follows from `start` to `close`, and leads on what a gateway that is gone has led."""
 
     def __init__(
-        self, state: GatewayState, galleries: Galleries, serving: Serving, catalog: Catalog,
+        self, state: GatewayState, galleries: GalleryRegistry, serving: Serving, catalog: Catalog,
         activations: Activations, metrics: Metrics,
     ) -> None:  # fmt: skip
         self._state = state

@@ -17,13 +17,11 @@ from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, Models
 from nobackfill.server.following import Following
-from nobackfill.server.galleries.galleries import Galleries
-from nobackfill.server.galleries.image_answers import ImageAnswers
-from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
-from nobackfill.server.galleries.indexing import Indexing
+from nobackfill.server.galleries.galleries import GalleryRegistry
+from nobackfill.server.galleries.immediate_answers import ImageAnswers, ImmediateAnswers
+from nobackfill.server.galleries.indexing import Indexing, IndexSizes, vectors
 from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.searching import Searching
-from nobackfill.server.galleries.sizes import IndexSizes, vectors
 from nobackfill.server.grpc.access import Tokens, certificates
 from nobackfill.server.grpc.listener import GrpcListener, check_free, socket_in
 from nobackfill.server.grpc.loop import Interceptor
@@ -122,7 +120,7 @@ class GatewayServer:
         catalog = self.catalog = open_catalog(repo, data / "trust", self._settings.root, metrics)
         state = self.state = storage.state
         embedding = self.embedding = Embedding(models, metrics)
-        galleries = self.galleries = Galleries(storage.home, catalog, state)
+        galleries = self.galleries = GalleryRegistry(storage.home, catalog, state)
         canaries = self.canaries = Canaries(state, metrics)
         healing = self.healing = Healing(embedding, self._settings, galleries.all, metrics)
         self.searching = Searching(embedding, catalog, state, metrics, canaries, healing)

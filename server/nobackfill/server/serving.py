@@ -13,7 +13,7 @@ from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
-from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
+from nobackfill.server.galleries.galleries import UNUSABLE, GalleryRegistry
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc.metrics import Metrics
@@ -33,7 +33,7 @@ class Serving:
     """
 
     def __init__(
-        self, catalog: Catalog, state: GatewayState, galleries: Galleries, models: Models,
+        self, catalog: Catalog, state: GatewayState, galleries: GalleryRegistry, models: Models,
         metrics: Metrics,
     ) -> None:  # fmt: skip
         self._catalog = catalog

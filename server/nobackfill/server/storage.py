@@ -15,7 +15,7 @@ from nobackfill.errors import (
 )
 from nobackfill.extras import extra
 from nobackfill.gallery.residents import Residents
-from nobackfill.server.galleries.in_files import Home, InFiles
+from nobackfill.server.galleries.hosted_file import Home, InFiles
 from nobackfill.server.grpc import context
 from nobackfill.server.process_limits import open_galleries
 from nobackfill.server.settings import DATABASES, SQLITE, Settings
@@ -162,7 +162,7 @@ class Storage:
         self, store: str, data: Path, ending: ExitStack, lock: Literal["alone", "shared"] | None
     ) -> None:
         with extra("postgres"):
-            from nobackfill.server.galleries.in_database import InDatabase
+            from nobackfill.server.galleries.hosted_database import InDatabase
             from nobackfill.server.stores.postgresql import schema
             from nobackfill.server.stores.postgresql.database import Database
             from nobackfill.server.stores.postgresql.news import News
@@ -185,7 +185,7 @@ class Storage:
     def _open_milvus(
         self, address: str, database: "Database", data: Path, ending: ExitStack, *, feeds: bool
     ) -> None:
-        from nobackfill.server.galleries.in_milvus import InMilvus
+        from nobackfill.server.galleries.hosted_milvus import InMilvus
         from nobackfill.server.stores.milvus.collections import Collections
 
         collections = Collections(address)

@@ -103,8 +103,8 @@ class CompiledSearch:
         end: bytes,
     ) -> list[bytes | None]:
         """A SearchResponse to each of `queries` (values, k, farthest): the hits that are `known` by
-        label (server/galleries/hit_bytes.py), no farther than `farthest`, then `end`. None: one is
-        not known, or it is searched otherwise.
+        label (server/galleries/hosted_file.py), no farther than `farthest`, then `end`. None: one
+        is not known, or it is searched otherwise.
         """
         walks = []
         for values, k, farthest in queries:

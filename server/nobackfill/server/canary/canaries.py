@@ -28,8 +28,14 @@ from nobackfill.server.canary.comparison import (
     CanaryState,
 )
 from nobackfill.server.canary.sessions import KINDS, Kind
-from nobackfill.server.galleries.asked import Answers, Asked, Found, Query, Search
-from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.server.galleries.plan import Plan, PlanPart
+from nobackfill.server.galleries.searching import (
+    Answers,
+    Query,
+    Search,
+    SearchRequest,
+    SearchResult,
+)
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -138,7 +144,9 @@ class Canaries:
         going_on = self.setting() is not None and self._now is not None
         return going_on and self._now is not None and self._now.feedback(request_id, item, kind)
 
-    def search(self, asked: Asked, plan: Plan, on_trial: Part, search: Search) -> Found:
+    def search(
+        self, asked: SearchRequest, plan: Plan, on_trial: PlanPart, search: Search
+    ) -> SearchResult:
         """Answer one query, wholly by one pair: what the new one fails, the old one answers.
 
         A query takes part that either pair can answer: an image, a text, or an embedding of each;
@@ -183,7 +191,7 @@ class Canaries:
             self._offer(both, compare)
         return found
 
-    def batch(self, on_trial: Part, answer: Callable[[Part | None], Answers]) -> Answers:
+    def batch(self, on_trial: PlanPart, answer: Callable[[PlanPart | None], Answers]) -> Answers:
         """Answer several queries of one call, all of them by the same pair; they are not compared.
         Raises what `answer` by the old pair does."""
         canary = self.setting()
@@ -228,14 +236,14 @@ class Canaries:
 class _Both:
     """One query, for each of the pairs; nobody waits for it any more."""
 
-    asked: Asked
+    asked: SearchRequest
     plan: Plan
-    on_trial: Part
+    on_trial: PlanPart
     search: Search
     canary: Canary
     comparison: CanaryComparison
 
-    def compare(self, found: Found) -> None:
+    def compare(self, found: SearchResult) -> None:
         """Return one pair's answer, and compare it with the other pair's."""
         by_new = found.space == self.on_trial.query.space
         try:
@@ -258,12 +266,12 @@ class _Both:
             new = most
         self.comparison.repeated(self.canary, old, new)
 
-    def _timed(self, part: Part | None) -> float:
+    def _timed(self, part: PlanPart | None) -> float:
         began = time.monotonic()
         self._aside(part)
         return time.monotonic() - began
 
-    def _aside(self, part: Part | None) -> Found:
+    def _aside(self, part: PlanPart | None) -> SearchResult:
         return self.search(replace(self.asked, aside=True), self.plan, part)
 
 
@@ -273,13 +281,13 @@ class _Trial:
 
     canary: Canary
     comparison: CanaryComparison
-    on_trial: Part
+    on_trial: PlanPart
     query: Query | None
     caller: Caller
     # Seconds in which it did not answer, where that may be too slow.
     too_late: float | None = None
 
-    def answer(self, ask: Callable[[Part | None], Answers]) -> tuple[Answers, bool]:
+    def answer(self, ask: Callable[[PlanPart | None], Answers]) -> tuple[Answers, bool]:
         """What the new pair answers; what it fails, the old one does, and it is counted. And
         whether it failed."""
         left, single = context.current().remaining(), self.query is not None
@@ -299,11 +307,11 @@ class _Trial:
             return answers, True
 
 
-def _takes_part(asked: Asked, plan: Plan, on_trial: Part) -> bool:
+def _takes_part(asked: SearchRequest, plan: Plan, on_trial: PlanPart) -> bool:
     return all(_reads(part, asked.query) for part in (on_trial, *plan.parts))
 
 
-def _reads(part: Part, query: Query) -> bool:
+def _reads(part: PlanPart, query: Query) -> bool:
     if isinstance(query, str):
         return part.query.text_encoder is not None
     if isinstance(query, bytes):

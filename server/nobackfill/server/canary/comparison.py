@@ -12,7 +12,7 @@ import numpy as np
 
 from nobackfill.server.canary.evidence import CanaryEvidence
 from nobackfill.server.canary.sessions import KINDS, CanarySessions, Kind
-from nobackfill.server.galleries.asked import Found
+from nobackfill.server.galleries.searching import SearchResult
 from nobackfill.server.state import Canary
 
 # How much two answers to one query have in common, and what one pair has answered.
@@ -49,7 +49,7 @@ class PairFigures:
     scored: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST))
 
-    def count(self, found: Found, seconds: float | None) -> None:
+    def count(self, found: SearchResult, seconds: float | None) -> None:
         """`seconds`: None where nobody waited for it."""
         self.queries += 1
         self.empty += not found.hits
@@ -79,7 +79,7 @@ class Likeness:
     correlations: float = 0.0
     correlated: int = 0
 
-    def count(self, old: Found, new: Found) -> None:
+    def count(self, old: SearchResult, new: SearchResult) -> None:
         one, other = ([hit.item.id for hit in found.hits] for found in (old, new))
         self.compared += 1
         self.overlaps += overlap(one, other)
@@ -206,7 +206,7 @@ class CanaryComparison:
         self._ended: tuple[CanaryState, str] | None = None
 
     def answered(
-        self, canary: Canary, found: Found, seconds: float, caller: "Caller", *, new: bool
+        self, canary: Canary, found: SearchResult, seconds: float, caller: "Caller", *, new: bool
     ) -> bool:
         """Count what a caller got, after so many seconds. True: it may be too slow, which
         `repeated` counts once the same query was answered by both pairs."""
@@ -282,7 +282,9 @@ class CanaryComparison:
         with self._lock:
             self._counted.new.queries += 1
 
-    def mirrored(self, canary: Canary, old: Found, new: Found, *, by_new: bool) -> None:
+    def mirrored(
+        self, canary: Canary, old: SearchResult, new: SearchResult, *, by_new: bool
+    ) -> None:
         """Count the answer that nobody waited for: the new pair's if `by_new`."""
         with self._lock:
             self._counted.likeness.count(old, new)
@@ -332,7 +334,7 @@ class CanaryComparison:
                 },
             )
 
-    def _remember(self, canary: Canary, found: Found, key: int, *, new: bool) -> None:
+    def _remember(self, canary: Canary, found: SearchResult, key: int, *, new: bool) -> None:
         now = self._setting()
         if now is None:
             return

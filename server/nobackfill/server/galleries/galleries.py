@@ -21,10 +21,10 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries import lock_order
+from nobackfill.server.galleries import locks
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.in_files import NAME, Home
-from nobackfill.server.galleries.lock_order import Level
+from nobackfill.server.galleries.hosted_file import NAME, Home
+from nobackfill.server.galleries.locks import Level
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.state import GatewayState, GoneError, OutdatedError
 
@@ -39,7 +39,7 @@ _SMALL = 1_000
 UNUSABLE = (NobackfillError, OSError, sqlite3.Error, ValueError)
 
 
-class Galleries:
+class GalleryRegistry:
     """Open galleries by name. The mapping is replaced, never changed, so readers need no lock.
 
     Whoever works with a gallery is counted among its users, through `using`, `all` or `holding`; a
@@ -118,7 +118,7 @@ class Galleries:
         if hosted.leaving or not hosted.users.enter():
             raise _unknown(name)
         try:
-            with lock_order.holding(Level.GALLERY, name):
+            with locks.hold_level(Level.GALLERY, name):
                 yield hosted
         except (GoneError, OutdatedError):
             try:
@@ -162,7 +162,7 @@ class Galleries:
             for hosted in self.all():
                 if hosted.users.enter():
                     leaving.callback(hosted.users.leave)
-                    leaving.enter_context(lock_order.holding(Level.GALLERY, hosted.name))
+                    leaving.enter_context(locks.hold_level(Level.GALLERY, hosted.name))
                     found.append(hosted)
             yield found
 
@@ -281,8 +281,8 @@ class Galleries:
 
     @contextmanager
     def _taking(self) -> Iterator[None]:
-        lock_order.check(Level.NAMES)
-        with self._names, lock_order.holding(Level.NAMES):
+        locks.check_lock_order(Level.NAMES)
+        with self._names, locks.hold_level(Level.NAMES):
             yield
 
 

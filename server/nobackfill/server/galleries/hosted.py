@@ -2,30 +2,126 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nobackfill.errors import ConfigurationError
+from nobackfill.errors import ConfigurationError, ItemQuotaError, few
 from nobackfill.gallery.change import Change
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.matches import Filtering, Matches
 from nobackfill.gallery.search.index import Neighbours
-from nobackfill.gallery.search.view import LiveView
+from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
 from nobackfill.gallery.stored_vectors import Item
 from nobackfill.gallery.writing import NewVectors
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import lock_order
-from nobackfill.server.galleries.allowance import Allowance
-from nobackfill.server.galleries.lock_order import Level
-from nobackfill.server.galleries.plan import BOTH, SOURCE, Filling, Part, Plan, entered, make_plan
-from nobackfill.server.galleries.speed import Speed
-from nobackfill.server.galleries.users import Users
-from nobackfill.server.galleries.write_lock import WriteLock
+from nobackfill.server.galleries import locks
+from nobackfill.server.galleries.locks import Level, Users, WriteLock
+from nobackfill.server.galleries.plan import (
+    BOTH,
+    SOURCE,
+    Filling,
+    Plan,
+    PlanPart,
+    entered,
+    make_plan,
+)
 from nobackfill.server.state import State
 from nobackfill.vectors import Vectors
+
+# What a token may have its galleries hold together.
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """At most `items` in the galleries of these names."""
+
+    galleries: frozenset[str]
+    items: int
+
+    def check(self, there: int, new: int) -> None:
+        """Raises ItemQuotaError where `new` items beside those that are `there` are too many."""
+        if new and there + new > self.items:
+            raise ItemQuotaError(
+                f"expected at most {self.items} items in {few(sorted(self.galleries))} together "
+                f"under this token, {there} are there and {new} more came; delete some, or ask its "
+                "operator for more"
+            )
+
+
+# How long searches of a gallery take: slow ones keep to a lane of their kind.
+
+# Slower than this, in the mean of the last few searches.
+_SLOW_S = 0.02
+_SMOOTHING = 0.2
+# Settles where two searches of five take longer.
+_LONGER, _SHORTER = 1.06, 0.96
+# Searches are answered where they arrive while they usually take less: meanwhile nothing else that
+# arrives is looked at.
+_QUICK_S = 0.001
+# Where fewer answers than this share have all their items in memory, one query in so many is
+# searched where it arrives: the others would be searched there for nothing.
+_MOSTLY, _TRIED = 0.5, 16
+_MEMORY = 0.1
+# So many numbers compared take as long.
+_QUICK_ELEMENTS = 1 << 20
+# So many numbers compared by each search take as long: known before the first is asked.
+_SLOW_ELEMENTS = 1 << 24
+
+
+class Speed:
+    """Of the searches of one gallery."""
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._usual = _QUICK_S / 4
+        self._whole = 1.0
+        self._queries = 0
+
+    def took(self, seconds: float, queries: int = 1) -> None:
+        """Count one search, of so many queries at once."""
+        self._mean += _SMOOTHING * (seconds - self._mean)
+        # However long one waits for its turn, it is one of many: the share of longer ones counts.
+        self._usual *= _LONGER if seconds > queries * self._usual else _SHORTER
+
+    def took_whole(self, seconds: float, queries: int) -> None:
+        """Count searches where they arrived, all their items in memory."""
+        self.took(seconds, queries)
+        self._queries += queries
+        self._whole = 1 - (1 - self._whole) * (1 - _MEMORY) ** queries
+
+    @property
+    def at_its_best(self) -> bool:
+        """Whether searches are quick, and mostly find their items in memory."""
+        return self._usual < _QUICK_S and self._whole > _MOSTLY
+
+    def quick(self, snapshot: Snapshot) -> bool:
+        """Whether a search of the snapshot takes hardly longer than handing it on."""
+        return self._usual < _QUICK_S and light(snapshot)
+
+    def tried(self, *, whole: bool) -> None:
+        """Count a search where it arrived. `whole`: all its items were in memory."""
+        self._whole += _MEMORY * (whole - self._whole)
+
+    def worth_a_try(self) -> bool:
+        """Whether to search where a query arrives: not where items mostly have to be read."""
+        self._queries += 1
+        return self._whole > _MOSTLY or self._queries % _TRIED == 0
+
+    def slow(self, views: Iterable[LiveView]) -> bool:
+        """Whether searches of these views take long at present: most galleries where they do have
+        no graph yet."""
+        compared = sum(view.snapshot().compared for view in views)
+        return self._mean > _SLOW_S or compared > _SLOW_ELEMENTS
+
+
+def light(snapshot: Snapshot) -> bool:
+    """Whether a search of the snapshot compares little, whatever else the machine does."""
+    return snapshot.compared < _QUICK_ELEMENTS
+
 
 # Keys of `Hosted.state`: how the gallery came to its staging space, and why it stays behind.
 ROLLOUT, NOTE = "rollout", "note"
@@ -73,7 +169,7 @@ class Hosted(ABC):
         """The plan, one of its `users` being the caller."""
         plan = entered(lambda: self.plan)
         try:
-            with lock_order.holding(Level.PLAN, self.name):
+            with locks.hold_level(Level.PLAN, self.name):
                 yield plan
         finally:
             plan.users.leave()
@@ -146,14 +242,18 @@ class Hosted(ABC):
 
     @abstractmethod
     def search(
-        self, parts: Sequence[Part], queries: Sequence[Vectors], k: int, allowed: Matches | None,
+        self,
+        parts: Sequence[PlanPart],
+        queries: Sequence[Vectors],
+        k: int,
+        allowed: Matches | None,
         ef: int,
-    ) -> list[Neighbours]:  # fmt: skip
+    ) -> list[Neighbours]:
         """What each part answers to its queries [q, dim], each item in the first part that has it.
         `ef` as in Index.search. Raises InvalidInputError for queries that are none."""
 
     @abstractmethod
-    def compares(self, part: Part, ef: int) -> bool:
+    def compares(self, part: PlanPart, ef: int) -> bool:
         """Whether a search of the part compares every vector, rather than ask a graph."""
 
     @abstractmethod

@@ -4,19 +4,26 @@ A base is a graph that is made, renewed or inherited, tuned, and kept in a file 
 """
 
 import contextlib
+import re
+import struct
+import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import structlog
 
+from nobackfill import durable
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
 from nobackfill.gallery.carried import Carried
 from nobackfill.gallery.change import Change
 from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.residents import Residents
 from nobackfill.gallery.search import hnsw, origins
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.hnsw import HnswIndex
@@ -25,12 +32,192 @@ from nobackfill.gallery.search.view import LiveView, Opener, Snapshot
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.stored_vectors import Item
-from nobackfill.server.galleries import lock_order
+from nobackfill.gallery.upgrade import Carrying
+from nobackfill.server.galleries import locks
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.items import ItemCache
-from nobackfill.server.galleries.lock_order import Level
-from nobackfill.server.galleries.plan import Part, Plan
+from nobackfill.server.galleries.locks import Level
+from nobackfill.server.galleries.plan import Plan, PlanPart
+from nobackfill.server.galleries.ranking import Score
+from nobackfill.v1 import search_pb2 as pb
+from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors
+from nobackfill.wire.values import ORIGINS, fill_value
+
+# Hits as the bytes of their messages: what a hit says of its item is made once, and its distance
+# and score are put between.
+
+# Fields 2 and 3 of Hit, each a tag and a float: a distance is written even where it is 0.
+_DISTANCE, _SCORED = struct.Struct("<Bf"), struct.Struct("<BfBf")
+_DISTANCE_TAG, _SCORE_TAG = 0x15, 0x1D
+# Field 7 of Hit, set.
+_BEYOND = b"\x38\x01"
+# Field 1 of SearchResponse, with a length.
+_HITS_TAG = b"\x0a"
+
+
+class HitBytes(NamedTuple):
+    """One item's hit in one space: `scored`, or `plain` without a score, then distance and score,
+    then `rest`. `origin` as the wire names it. `beyond`: in place of `scored` where the hit lies
+    beyond the calibration, which it ends with."""
+
+    scored: bytes
+    plain: bytes
+    rest: bytes
+    origin: types.Origin
+    beyond: bytes
+
+
+def hit_bytes(item: Item, release: int) -> HitBytes | None:
+    """Of an item whose vector `release` made; None if it has no vector now."""
+    if item.origin is None:
+        return None
+    head = pb.Hit(id=item.id).SerializeToString()
+    message = pb.Hit(release=release, origin=ORIGINS[item.origin])
+    for key, value in item.metadata.items():
+        fill_value(value, message.metadata[key])
+    # Fields come in the order of their numbers, so that a parser meets what it expects.
+    rest = message.SerializeToString(deterministic=True)
+    size = len(head) + len(rest)
+    return HitBytes(
+        _HITS_TAG + _varint(size + _SCORED.size) + head,
+        _HITS_TAG + _varint(size + _DISTANCE.size) + head,
+        rest,
+        ORIGINS[item.origin],
+        _HITS_TAG + _varint(size + _SCORED.size + len(_BEYOND)) + head,
+    )
+
+
+def joined(
+    hits: Sequence[HitBytes], distances: Sequence[float], scores: Sequence[Score | None]
+) -> bytes:
+    """`hits` of a SearchResponse, in this order."""
+    parts: list[bytes] = []
+    for hit, distance, score in zip(hits, distances, scores, strict=True):
+        if score is None:
+            parts += (hit.plain, _DISTANCE.pack(_DISTANCE_TAG, distance), hit.rest)
+        else:
+            told = _SCORED.pack(_DISTANCE_TAG, distance, _SCORE_TAG, score.value)
+            if score.beyond:
+                parts += (hit.beyond, told, hit.rest, _BEYOND)
+            else:
+                parts += (hit.scored, told, hit.rest)
+    return b"".join(parts)
+
+
+def _varint(value: int) -> bytes:
+    """Of a length, as protobuf writes it."""
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+# Items by label, kept in memory: what a hit says of an item, read from SQLite once.
+
+# Of the items of one gallery in one space, in memory.
+MOST_BYTES = 64 << 20
+# An Item, its id and an empty dict, and the bytes of its hit.
+_ITEM_BYTES = 900
+
+
+class ItemCache:
+    """Items as one space shows them. A label's id never changes; its metadata and origin may.
+
+    An entry is dropped after the commit that changed it, and one that was read while any commit
+    went by is used but not kept, so that nothing stale stays.
+    """
+
+    def __init__(self, store: Carrying, space: str) -> None:
+        self._store = store
+        self._space = space
+        self._lock = threading.Lock()
+        self._commits = 0
+        self._items: OrderedDict[int, Item] = OrderedDict()
+        # Of those items, as far as they were asked for.
+        self._shown: dict[int, HitBytes] = {}
+        self._bytes = 0
+
+    def get(self, labels: Sequence[int]) -> list[Item | None]:
+        """Items in the order of `labels`; None for those deleted meanwhile."""
+        known = self._items
+        found = [known.get(label) for label in labels]
+        missing = [label for label, item in zip(labels, found, strict=True) if item is None]
+        if not missing:
+            return found
+        commits = self._commits
+        read = self._store.items(missing, self._space)
+        with self._lock:
+            if commits == self._commits:
+                self._keep([item for item in read if item is not None])
+        rest = iter(read)
+        return [next(rest) if item is None else item for item in found]
+
+    @property
+    def known(self) -> Mapping[int, HitBytes]:
+        """What `shown` has made of items that are in memory."""
+        return self._shown
+
+    def shown(
+        self, labels: Sequence[int], make: Callable[[Item], HitBytes | None]
+    ) -> list[HitBytes] | None:
+        """Hits of `labels`, in order; None if one is of an item that is not in memory. `make` is
+        the same at each call."""
+        known = self._shown
+        found: list[HitBytes] = []
+        for label in labels:
+            hit = known.get(label)
+            if hit is None:
+                item = self._items.get(label)
+                hit = None if item is None else make(item)
+                if hit is None:
+                    return None
+                with self._lock:
+                    if self._items.get(label) is item:
+                        known[label] = hit
+            found.append(hit)
+        return found
+
+    def _keep(self, items: Sequence[Item]) -> None:
+        """Under the lock. The oldest make room."""
+        for item in items:
+            if item.label not in self._items:
+                self._bytes += size_of(item)
+                self._items[item.label] = item
+        while self._bytes > MOST_BYTES:
+            self._drop(next(iter(self._items)))
+
+    def _drop(self, label: int) -> None:
+        self._shown.pop(label, None)
+        item = self._items.pop(label, None)
+        if item is not None:
+            self._bytes -= size_of(item)
+
+    def forget(self, labels: Sequence[int]) -> None:
+        """Drop items that a commit has just changed."""
+        with self._lock:
+            self._commits += 1
+            for label in labels:
+                self._drop(label)
+
+    def on_change(self, change: Change) -> None:
+        """A listener for Store.subscribe."""
+        labels = change.deleted.tolist() + change.described.tolist()
+        if self._space in change.added:
+            labels += change.added[self._space][0].tolist()
+        self.forget(labels)
+
+
+def size_of(item: Item) -> int:
+    """About how much memory an item and its hit take, in bytes."""
+    size = 0
+    for key, value in item.metadata.items():
+        size += sys.getsizeof(key) + sys.getsizeof(value)
+        if not isinstance(value, str | int | float):
+            size += sum(map(sys.getsizeof, value))
+    return _ITEM_BYTES + 2 * size
+
 
 log = structlog.get_logger("server.indexing")
 
@@ -81,8 +268,8 @@ class HostedInFile(Hosted):
         view = self._views.get(space)
         if view is not None:
             return view
-        lock_order.check(Level.VIEW, self.name)
-        with self._making, lock_order.holding(Level.VIEW, self.name):
+        locks.check_lock_order(Level.VIEW, self.name)
+        with self._making, locks.hold_level(Level.VIEW, self.name):
             view = self._views.get(space)
             if view is None:
                 begin = beginning(self.index_path(space), source, between)
@@ -105,9 +292,13 @@ class HostedInFile(Hosted):
         return cache
 
     def search(
-        self, parts: Sequence[Part], queries: Sequence[Vectors], k: int, allowed: Matches | None,
+        self,
+        parts: Sequence[PlanPart],
+        queries: Sequence[Vectors],
+        k: int,
+        allowed: Matches | None,
         ef: int,
-    ) -> list[Neighbours]:  # fmt: skip
+    ) -> list[Neighbours]:
         snapshots = self._snapshots(parts)
         found = [
             self.best(part, snapshot, column, k, allowed, ef)
@@ -121,7 +312,7 @@ class HostedInFile(Hosted):
         return found
 
     def best(
-        self, part: Part, snapshot: Snapshot, queries: Vectors, k: int,
+        self, part: PlanPart, snapshot: Snapshot, queries: Vectors, k: int,
         allowed: Matches | None = None, ef: int = 0,
     ) -> Neighbours:  # fmt: skip
         """What a part answers, its snapshot being this: the nearest, or, where carried and native
@@ -135,7 +326,7 @@ class HostedInFile(Hosted):
             carried.origins, part.scale, k, mask,
         )  # fmt: skip
 
-    def _snapshots(self, parts: Sequence[Part]) -> list[Snapshot]:
+    def _snapshots(self, parts: Sequence[PlanPart]) -> list[Snapshot]:
         """One snapshot a part, each item in the first part that has it.
 
         The later part is taken first: what moves to the earlier part between the two is then left
@@ -156,7 +347,7 @@ class HostedInFile(Hosted):
         self._rest = snapshot, other, snapshot.without(other.labels())
         return self._rest[2]
 
-    def compares(self, part: Part, ef: int) -> bool:
+    def compares(self, part: PlanPart, ef: int) -> bool:
         base = self.view(part.space).snapshot().base
         return isinstance(base.index, ExactIndex) or ef >= len(base.index.labels)
 
@@ -173,7 +364,7 @@ class HostedInFile(Hosted):
 
     def forget_views(self, plan: Plan) -> None:
         self._rest = None
-        lock_order.check(Level.VIEW, self.name)
+        locks.check_lock_order(Level.VIEW, self.name)
         with self._making:
             kept = plan.searched()
             gone = [view for space, view in self._views.items() if space not in kept]
@@ -315,11 +506,11 @@ class Origins:
         self._lock = threading.Lock()
         self._carried: Mapping[str, Carried] = {}
 
-    def known(self, part: Part) -> bool:
+    def known(self, part: PlanPart) -> bool:
         """Whether `mixed` answers without reading the file."""
         return part.scale is None or part.space in self._carried
 
-    def mixed(self, part: Part, vectors: int) -> Carried | None:
+    def mixed(self, part: PlanPart, vectors: int) -> Carried | None:
         """What tells the origins of the `vectors` of a part; None where their distances rank them:
         without a scale, and while they are all of one origin."""
         if part.scale is None:
@@ -349,3 +540,83 @@ class Origins:
             self._carried = {s: one for s, one in self._carried.items() if s in spaces}
         for one in gone:
             one.close()
+
+
+# Galleries in files: a folder each, made and deleted by a rename.
+
+NAME = re.compile(r"^[a-z0-9_-]{1,64}\Z")
+_FILE = "gallery.sqlite"
+# A folder with this prefix is a gallery being made or deleted when the gateway died.
+_UNFINISHED = ".tmp-"
+
+
+class Home(Protocol):
+    """Where galleries are kept, by name."""
+
+    def sweep(self) -> None:
+        """Remove what was never finished, before anything is opened. Raises CannotWriteError."""
+        ...
+
+    def names(self) -> Iterable[str]:
+        """Those that are there, in order."""
+        ...
+
+    def open(self, name: str) -> Hosted:
+        """Raises VerificationError, NotFoundError, BusyError, UnavailableError."""
+        ...
+
+    def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
+        """A gallery with these spaces, the last of them active, as the last step. Raises
+        CannotWriteError, AlreadyExistsError."""
+        ...
+
+    def remove(self, name: str) -> Callable[[], None]:
+        """Take a gallery away that nobody uses: from here on it is gone. What is returned is to be
+        called once it is closed. Raises CannotWriteError."""
+        ...
+
+
+class InFiles:
+    """What is said of each method: Home."""
+
+    def __init__(self, folder: Path, residents: Residents) -> None:
+        """`residents` bounds how many of their files are open at once."""
+        self._folder = folder
+        self._residents = residents
+
+    def sweep(self) -> None:
+        durable.make_dir(self._folder, 0o700)
+        durable.sweep(self._folder)
+
+    def names(self) -> list[str]:
+        if not self._folder.is_dir():
+            return []
+        folders = sorted(self._folder.iterdir())
+        return [one.name for one in folders if NAME.match(one.name) and (one / _FILE).is_file()]
+
+    def open(self, name: str) -> Hosted:
+        folder = self._folder / name
+        store = SqliteGallery.open(folder / _FILE, self._residents)
+        try:
+            return HostedInFile(name, folder, store)
+        except BaseException:
+            store.close()
+            raise
+
+    def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
+        unfinished = self._unfinished(name)
+        durable.make_dir(unfinished, 0o700)
+        with SqliteGallery.create(unfinished / _FILE, specs[0]) as store:
+            for spec in specs[1:]:
+                store.begin(spec)
+                store.flip(spec.space)
+            store.state_set(state)
+        durable.publish_dir(unfinished, self._folder / name)
+
+    def remove(self, name: str) -> Callable[[], None]:
+        gone = self._unfinished(name)
+        durable.publish_dir(self._folder / name, gone)
+        return lambda: durable.remove_tree(gone)
+
+    def _unfinished(self, name: str) -> Path:
+        return self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"

@@ -17,16 +17,22 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.search.compiled_search import curves_of, parse
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.store import Item
-from nobackfill.server.galleries.asked import Heals
-from nobackfill.server.galleries.galleries import Galleries
-from nobackfill.server.galleries.hit_bytes import HitBytes, hit_bytes, joined
-from nobackfill.server.galleries.hosted_file import HostedInFile
-from nobackfill.server.galleries.items import ItemCache
-from nobackfill.server.galleries.plan import Part, Plan
-from nobackfill.server.galleries.queries import Question
+from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.embedding.image_queue import ImageQueue, QueuedImage
+from nobackfill.server.galleries.galleries import GalleryRegistry
+from nobackfill.server.galleries.hosted import Hosted, light
+from nobackfill.server.galleries.hosted_file import (
+    HitBytes,
+    HostedInFile,
+    ItemCache,
+    hit_bytes,
+    joined,
+)
+from nobackfill.server.galleries.plan import Plan, PlanPart, entered
 from nobackfill.server.galleries.ranking import rounded, scores_of
-from nobackfill.server.galleries.speed import light
+from nobackfill.server.galleries.searching import Heals, Question
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Later, Unanswered
 from nobackfill.server.state import GatewayState, State
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.vectors import Vectors
@@ -34,6 +40,7 @@ from nobackfill.wire.values import ORIGINS, origin_name
 
 if TYPE_CHECKING:
     from nobackfill.gallery.search._native import Curves
+
 
 # Values, k, and how far hits may be.
 VectorQuery = tuple[bytes, int, float]
@@ -43,11 +50,11 @@ DEFAULT_K, MOST_HITS = 10, 64
 
 
 @dataclass(frozen=True)
-class _Ready:
+class _ReadySearch:
     """What answers of one part have in common. `end`: what follows the hits, in which the query's
     space ends at `ends`."""
 
-    part: Part
+    part: PlanPart
     items: ItemCache
     make: Callable[[Item], HitBytes | None]
     ends: float | None
@@ -62,7 +69,7 @@ class _Route:
     answers: Callable[[list[bytes]], list[bytes | None]]
     hosted: HostedInFile
     plan: Plan
-    part: Part
+    part: PlanPart
     view: LiveView
     snapshot: Snapshot
     state: State
@@ -83,7 +90,7 @@ class ImmediateAnswers:
     """Answers queries by one embedding."""
 
     def __init__(
-        self, galleries: Galleries, state: GatewayState, metrics: Metrics, healing: Heals
+        self, galleries: GalleryRegistry, state: GatewayState, metrics: Metrics, healing: Heals
     ) -> None:
         self._healing = healing
         self._galleries = galleries
@@ -150,7 +157,7 @@ class ImmediateAnswers:
     def of_part(
         self,
         hosted: HostedInFile,
-        part: Part,
+        part: PlanPart,
         queries: Sequence[VectorQuery],
         *,
         arriving: bool = False,
@@ -205,7 +212,7 @@ class ImmediateAnswers:
 
 
 def _answers(
-    hosted: HostedInFile, snapshot: Snapshot, ready: _Ready, queries: Sequence[VectorQuery]
+    hosted: HostedInFile, snapshot: Snapshot, ready: _ReadySearch, queries: Sequence[VectorQuery]
 ) -> list[bytes | None]:
     compiled = snapshot.compiled
     answers: list[bytes | None] = [None] * len(queries)
@@ -223,7 +230,12 @@ def _answers(
 
 
 def _in_python(
-    hosted: HostedInFile, snapshot: Snapshot, ready: _Ready, values: bytes, k: int, farthest: float
+    hosted: HostedInFile,
+    snapshot: Snapshot,
+    ready: _ReadySearch,
+    values: bytes,
+    k: int,
+    farthest: float,
 ) -> bytes | None:
     """The same bytes; None where there is something to say or to read."""
     if len(values) != 4 * snapshot.spec.dim:
@@ -243,12 +255,12 @@ def _in_python(
     return _encoded(ready.part, hits, distances, farthest, exact=hosted.exact) + ready.end
 
 
-def _ready(hosted: HostedInFile, part: Part, ends: float | None) -> _Ready:
+def _ready(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _ReadySearch:
     end = pb.SearchResponse(release=part.query.release, space=part.query.space)
     if ends is not None:
         end.space_ends_at.FromNanoseconds(int(ends * 1e9))
     curves = {int(ORIGINS[origin]): curve.points() for origin, curve in part.curves.items()}
-    return _Ready(
+    return _ReadySearch(
         part,
         hosted.items_of(part.space),
         partial(hit_bytes, release=part.release),
@@ -258,11 +270,11 @@ def _ready(hosted: HostedInFile, part: Part, ends: float | None) -> _Ready:
     )
 
 
-def _route(hosted: HostedInFile, plan: Plan, part: Part, state: State) -> _Route | None:
+def _route(hosted: HostedInFile, plan: Plan, part: PlanPart, state: State) -> _Route | None:
     """Where a query's space has no end, nothing is healed, and there is compiled code for it."""
     ready, view = hosted.ready.get(part.space), hosted.views().get(part.space)
     space, exact = part.query.space, hosted.exact
-    if view is None or not isinstance(ready, _Ready) or ready.part is not part:
+    if view is None or not isinstance(ready, _ReadySearch) or ready.part is not part:
         return None
     snapshot = view.snapshot()
     if snapshot.compiled is None or ready.curves is None or ready.ends is not None:
@@ -284,7 +296,7 @@ def _values(messages: Iterable[bytes]) -> Vectors:
     return np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1)
 
 
-def _part(plan: Plan, space: str) -> Part | None:
+def _part(plan: Plan, space: str) -> PlanPart | None:
     """What a query of this space alone is compared with, if that is all one space."""
     if len(plan.parts) == 1 and plan.parts[0].query.space == space:
         return plan.parts[0]
@@ -292,7 +304,7 @@ def _part(plan: Plan, space: str) -> Part | None:
 
 
 def _encoded(
-    part: Part, hits: list[HitBytes], distances: Vectors, farthest: float, *, exact: bool
+    part: PlanPart, hits: list[HitBytes], distances: Vectors, farthest: float, *, exact: bool
 ) -> bytes:
     shown = distances if exact else rounded(distances)
     scores = scores_of(part, [origin_name(hit.origin) for hit in hits], shown)
@@ -302,3 +314,107 @@ def _encoded(
         hits, told = [hits[n] for n in within], [told[n] for n in within]
         scores = [scores[n] for n in within]
     return joined(hits, told, scores)
+
+
+# Searches by one image that hold no thread: decoded and embedded together with others, then found
+# as an embedding is. What needs more, and every refusal, is left to a thread.
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """One query, counted among who uses the gallery and its plan."""
+
+    hosted: HostedInFile
+    plan: Plan
+    part: PlanPart
+    k: int
+    farthest: float
+    call: Unanswered
+
+    def end(self, answer: bytes | None) -> None:
+        _leave(self.hosted, self.plan)
+        self.call.done(answer)
+
+
+class ImageAnswers:
+    """Answers queries by one image."""
+
+    def __init__(
+        self, galleries: GalleryRegistry, immediate: ImmediateAnswers, embedding: Embedding,
+        healing: Heals, metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._galleries = galleries
+        self._immediate = immediate
+        self._embedding = embedding
+        self._healing = healing
+        self._queue: ImageQueue[_Asked] = ImageQueue(embedding, metrics, self._answer)
+
+    def close(self) -> None:
+        """End its threads; what nobody has begun is left to others."""
+        self._queue.close()
+
+    def later(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
+        """What answers a query; None: on a thread."""
+        hosted = self._galleries.at_hand(gallery)
+        if (
+            not isinstance(hosted, HostedInFile)
+            or self._part(hosted, hosted.plan) is None
+            or not self._embedding.models.ready()
+        ):
+            return None
+        return Later(lambda call: self._add(hosted, image, k, farthest, call), self._queue.begin)
+
+    def _add(
+        self, hosted: HostedInFile, image: bytes, k: int, farthest: float, call: Unanswered
+    ) -> None:
+        plan = _enter(hosted)
+        part = None if plan is None else self._part(hosted, plan)
+        if plan is None or part is None:
+            if plan is not None:
+                _leave(hosted, plan)
+            call.done(None)
+            return
+        asked = _Asked(hosted, plan, part, k, farthest, call)
+        self._queue.add(QueuedImage(asked, part.query, image, call.deadline, call.is_wanted))
+
+    def _part(self, hosted: Hosted, plan: Plan) -> PlanPart | None:
+        one = len(plan.parts) == 1 and plan.canary is None and plan.both is None
+        return (
+            plan.parts[0] if one and not self._healing.heals(hosted, plan.parts[0].space) else None
+        )
+
+    def _answer(self, found: Sequence[tuple[QueuedImage[_Asked], Vectors | None]]) -> None:
+        answers: dict[QueuedImage[_Asked], bytes | None] = {waiting: None for waiting, _ in found}
+        try:
+            self._search(found, answers)
+        finally:
+            for waiting, answer in answers.items():
+                waiting.of.end(answer)
+
+    def _search(
+        self,
+        found: Sequence[tuple[QueuedImage[_Asked], Vectors | None]],
+        answers: dict[QueuedImage[_Asked], bytes | None],
+    ) -> None:
+        rows = {waiting: row for waiting, row in found if row is not None}
+        together: dict[tuple[HostedInFile, PlanPart], list[QueuedImage[_Asked]]] = {}
+        for waiting in rows:
+            together.setdefault((waiting.of.hosted, waiting.of.part), []).append(waiting)
+        for (hosted, part), some in together.items():
+            queries = [(rows[one].tobytes(), one.of.k, one.of.farthest) for one in some]
+            made = self._immediate.of_part(hosted, part, queries)
+            answers.update(zip(some, made, strict=True))
+        for waiting, row in rows.items():
+            if answers[waiting] is None:
+                # The thread that answers embeds it no second time.
+                self._embedding.keep(waiting.manifest, waiting.image, row)
+
+
+def _enter(hosted: Hosted) -> Plan | None:
+    """The gallery's plan: both are from now on used by one more. None: the gallery is closed."""
+    return entered(lambda: hosted.plan) if hosted.users.enter() else None
+
+
+def _leave(hosted: Hosted, plan: Plan) -> None:
+    plan.users.leave()
+    hosted.users.leave()

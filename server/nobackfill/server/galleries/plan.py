@@ -7,8 +7,7 @@ from typing import Literal
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.release.calibration import Joint, Scale, Scorer, find
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries.lock_order import Level
-from nobackfill.server.galleries.users import Users
+from nobackfill.server.galleries.locks import Level, Users
 from nobackfill.server.state import RolloutName, State
 
 # What a gallery remembers of its staging space once that is whole, and a canary may search it.
@@ -21,7 +20,7 @@ Filling = RolloutName | Literal["canary"]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlanPart:
     """Vectors of one space, searched by queries of one space.
 
     `release` made the vectors. `origin` None: each hit has its item's own; direct and old-model
@@ -41,7 +40,7 @@ class Part:
 class Both:
     """The space before, whose model has its say in how carried items are ranked."""
 
-    part: Part
+    part: PlanPart
     joint: Joint
 
 
@@ -58,11 +57,11 @@ class Plan:
     `epoch`: of what it was made of, where other gateways change that, too.
     """
 
-    parts: tuple[Part, ...]
-    alone: Mapping[str, Part]
+    parts: tuple[PlanPart, ...]
+    alone: Mapping[str, PlanPart]
     writes: tuple[Manifest, ...]
     accepts: frozenset[str]
-    canary: Part | None = None
+    canary: PlanPart | None = None
     epoch: int = 0
     heals: str | None = None
     both: Both | None = None
@@ -93,7 +92,7 @@ def entered(current: Callable[[], Plan]) -> Plan:
         plan.users.leave()
 
 
-def own_part(manifest: Manifest) -> Part:
+def own_part(manifest: Manifest) -> PlanPart:
     """A release's queries in its own space."""
     space, curves, scale = manifest.space, dict[Origin, Scorer](), None
     for origin in ("native", "upgraded", "re-embedded"):
@@ -103,23 +102,23 @@ def own_part(manifest: Manifest) -> Part:
     # What was embedded from its image is what native vectors are.
     if "native" in curves:
         curves.setdefault("re-embedded", curves["native"])
-    return Part(space, manifest.release, manifest, None, curves, scale)
+    return PlanPart(space, manifest.release, manifest, None, curves, scale)
 
 
-def direct_part(new: Manifest, old: Manifest) -> Part:
+def direct_part(new: Manifest, old: Manifest) -> PlanPart:
     """Queries of `new` in the space of `old`, as `new` declares that they may."""
     curve = find(new, new.space, old.space, "direct")
     curves: dict[Origin, Scorer] = {"direct": Scorer(curve)} if curve else {}
-    return Part(old.space, old.release, new, "direct", curves)
+    return PlanPart(old.space, old.release, new, "direct", curves)
 
 
-def old_model_part(new: Manifest, old: Manifest) -> Part:
+def old_model_part(new: Manifest, old: Manifest) -> PlanPart:
     """Queries of `old` in its own space, while `new` answers: the dual rollout."""
     own = own_part(old).curves
     announced = find(new, old.space, old.space, "old-model")
     curve = Scorer(announced) if announced else own.get("native")
     curves: dict[Origin, Scorer] = {"old-model": curve} if curve else {}
-    return Part(old.space, old.release, old, "old-model", curves)
+    return PlanPart(old.space, old.release, old, "old-model", curves)
 
 
 def make_plan(
@@ -146,7 +145,7 @@ def make_plan(
     ]
     native = own_part(manifests[active.release])
     kept = [native, *(own_part(manifests[spec.release]) for spec in previous)]
-    parts: tuple[Part, ...] = (native,)
+    parts: tuple[PlanPart, ...] = (native,)
     staged = _staged(spaces, state, manifests)
     if staged is not None:
         kept.append(staged)
@@ -164,7 +163,7 @@ def make_plan(
     return Plan(parts, alone, writes, accepts, canary, epoch, heals, before)
 
 
-def _both(new: Manifest, previous: Sequence[Part]) -> Both | None:
+def _both(new: Manifest, previous: Sequence[PlanPart]) -> Both | None:
     """The newest space before that `new` has weights for; by the route that keeps most."""
     for part in sorted(previous, key=lambda part: -part.release):
         routes = [route for route in new.routes if route.releases[0] == part.release]
@@ -174,7 +173,7 @@ def _both(new: Manifest, previous: Sequence[Part]) -> Both | None:
     return None
 
 
-def _on_trial(state: State, staged: Part | None) -> bool:
+def _on_trial(state: State, staged: PlanPart | None) -> bool:
     record = state.activation
     if record is None or record.canary is None or staged is None:
         return False
@@ -183,7 +182,7 @@ def _on_trial(state: State, staged: Part | None) -> bool:
 
 def _staged(
     spaces: Sequence[SpaceInfo], state: State, manifests: Mapping[int, Manifest]
-) -> Part | None:
+) -> PlanPart | None:
     """The space being filled for the active or coming release; none left by a rollback."""
     wanted = {state.active, state.activation.release if state.activation else None}
     for info in spaces:

@@ -1,7 +1,11 @@
 """Putting items: images and texts embedded for every space the gallery keeps, made durable,
 acknowledged."""
 
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,25 +14,60 @@ from nobackfill.errors import (
     IncompatibleSpaceError,
     InvalidInputError,
     NoEncoderError,
+    NotFoundError,
     UnusableOutputError,
+    VerificationError,
 )
+from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.writing import MAX_ID_CHARACTERS, NewVectors, check_batch
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import no_vector
 from nobackfill.release.routes import RouteRunner
 from nobackfill.server.embedding.decoding import Decoded, affordable, too_dear
 from nobackfill.server.embedding.embedding import Embedding, size_of
-from nobackfill.server.galleries.allowance import Allowance
-from nobackfill.server.galleries.contents import Bare, Put
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.galleries import GalleryRegistry
+from nobackfill.server.galleries.hosted import Allowance, Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc import context
+from nobackfill.server.grpc.access import Principal
 from nobackfill.server.state import OutdatedError
 from nobackfill.vectors import from_bytes
 
+# What is put: items with an image, a text, or vectors that were made elsewhere.
+
+
+@dataclass(frozen=True)
+class Bare:
+    """Vectors made elsewhere: bytes of float32 values with the ids of their spaces."""
+
+    space: str
+    embedding: bytes
+    side_space: str | None
+    side: bytes | None
+
+
+@dataclass(frozen=True)
+class Put:
+    """An item to store: an encoded image, a text, or vectors. `metadata` None: what it has, if
+    anything."""
+
+    id: str
+    content: bytes | str | Bare
+    metadata: Metadata | None
+
+    def digest(self) -> str:
+        """Of the content: the same content again is no change."""
+        if isinstance(self.content, bytes):
+            return "image-" + hashlib.sha256(self.content).hexdigest()
+        if isinstance(self.content, str):
+            return "text-" + hashlib.sha256(self.content.encode()).hexdigest()
+        bare = self.content
+        parts = (bare.space.encode(), bare.embedding, (bare.side_space or "").encode(), bare.side)
+        return "vectors-" + hashlib.sha256(b"\0".join(part or b"" for part in parts)).hexdigest()
+
 
 @dataclass
-class Outcome:
+class PutOutcome:
     """`stored` items are durable; the others were refused, each with its reason."""
 
     stored: int = 0
@@ -36,7 +75,7 @@ class Outcome:
 
 
 @dataclass
-class _Ready:
+class _ReadyPut:
     """An item whose vectors are made, one for each space it goes to, of one row each."""
 
     put: Put
@@ -61,14 +100,14 @@ class Putting:
 
     def put(
         self, hosted: Hosted, puts: Sequence[Put], allowance: Allowance | None = None
-    ) -> Outcome:
+    ) -> PutOutcome:
         """Store what can be stored; returns when it is durable.
 
         Raises ItemQuotaError, UnavailableError, DeadlineError, CancelledError, BusyError,
         CannotWriteError; what was stored until then stays, and putting everything again is right.
         """
         hosted.wake()
-        outcome = Outcome()
+        outcome = PutOutcome()
         for group in _without_repeats(_affordable(puts, outcome)):
             while True:
                 plan = hosted.plan
@@ -83,7 +122,7 @@ class Putting:
         return outcome
 
     def _try(
-        self, hosted: Hosted, puts: Sequence[Put], allowance: Allowance | None, outcome: Outcome
+        self, hosted: Hosted, puts: Sequence[Put], allowance: Allowance | None, outcome: PutOutcome
     ) -> bool:
         """Make vectors for the present plan and store them; False if the plan changed meanwhile."""
         with hosted.using() as plan:
@@ -101,8 +140,8 @@ class Putting:
 
     def _make(
         self, plan: Plan, puts: Sequence[Put], refused: list[tuple[str, str]]
-    ) -> list[_Ready]:
-        ready: list[_Ready] = []
+    ) -> list[_ReadyPut]:
+        ready: list[_ReadyPut] = []
         images: list[Put] = []
         texts: list[tuple[Put, str]] = []
 
@@ -121,7 +160,7 @@ class Putting:
                         raise plan.query.no_texts()
                     texts.append((put, put.content))
                 else:
-                    ready.append(_Ready(put, self._bare(plan, put.content)))
+                    ready.append(_ReadyPut(put, self._bare(plan, put.content)))
             except (InvalidInputError, IncompatibleSpaceError, NoEncoderError) as error:
                 refuse(put, error)
         ready += self._read(plan, texts, refuse)
@@ -142,7 +181,7 @@ class Putting:
                 decoded = [one for row, one in enumerate(decoded) if row not in error.rows]
         return ready
 
-    def _embed(self, plan: Plan, images: Sequence[tuple[Put, Decoded]]) -> list[_Ready]:
+    def _embed(self, plan: Plan, images: Sequence[tuple[Put, Decoded]]) -> list[_ReadyPut]:
         """Embedding and side-information of each image, for every release that the plan writes."""
         columns = []
         for manifest in _of_images(plan):
@@ -150,7 +189,7 @@ class Putting:
             embeddings = self._embedding.many(manifest, pixels)
             columns.append((manifest.space, embeddings, self._embedding.sides(manifest, pixels)))
         return [
-            _Ready(
+            _ReadyPut(
                 put,
                 tuple(
                     NewVectors(
@@ -164,7 +203,7 @@ class Putting:
 
     def _read(
         self, plan: Plan, texts: Sequence[tuple[Put, str]], refuse: Callable[[Put, Exception], None]
-    ) -> Iterator[_Ready]:
+    ) -> Iterator[_ReadyPut]:
         """Embeddings of each text, for every release that the plan writes and that reads texts. No
         side-information: nobody has found any of texts that an upgrade would gain by."""
         if not texts:
@@ -179,7 +218,7 @@ class Putting:
             if refusal is not None:
                 refuse(put, refusal)
                 continue
-            yield _Ready(
+            yield _ReadyPut(
                 put,
                 tuple(
                     NewVectors(manifest.space, row, None)
@@ -229,7 +268,7 @@ def _of_images(plan: Plan) -> list[Manifest]:
 
 
 def _store(
-    hosted: Hosted, plan: Plan, group: Sequence[_Ready], allowance: Allowance | None
+    hosted: Hosted, plan: Plan, group: Sequence[_ReadyPut], allowance: Allowance | None
 ) -> None:
     vectors = [
         NewVectors(
@@ -248,9 +287,9 @@ def _store(
     )  # fmt: skip
 
 
-def _by_spaces(ready: Sequence[_Ready]) -> list[list[_Ready]]:
+def _by_spaces(ready: Sequence[_ReadyPut]) -> list[list[_ReadyPut]]:
     """Items that go to the same spaces, together."""
-    groups: dict[tuple[tuple[str, bool, str], ...], list[_Ready]] = {}
+    groups: dict[tuple[tuple[str, bool, str], ...], list[_ReadyPut]] = {}
     for one in ready:
         key = tuple((new.space, new.side is None, new.origin) for new in one.vectors)
         groups.setdefault(key, []).append(one)
@@ -270,7 +309,7 @@ def _without_repeats(puts: Sequence[Put]) -> list[list[Put]]:
     return groups
 
 
-def _affordable(puts: Sequence[Put], outcome: Outcome) -> list[Put]:
+def _affordable(puts: Sequence[Put], outcome: PutOutcome) -> list[Put]:
     """Those whose images may be decoded, with those before them, in one message."""
     contents = [put.content if isinstance(put.content, bytes) else b"" for put in puts]
     kept = []
@@ -280,3 +319,94 @@ def _affordable(puts: Sequence[Put], outcome: Outcome) -> list[Put]:
         else:
             outcome.refused.append((put.id[:MAX_ID_CHARACTERS], str(too_dear())))
     return kept
+
+
+# How many items the galleries of a token may hold: looked at before each message is stored.
+
+# How old, in seconds, a count may be: other gateways put, too. Where there is room for fewer items
+# than a second brings, none is kept.
+_COUNTED_S, _FAR = 1.0, 100_000
+
+
+class Quotas:
+    """Of all tokens that have one, at one gateway."""
+
+    def __init__(self, galleries: GalleryRegistry) -> None:
+        self._galleries = galleries
+        self._known: dict[Allowance, _Quota] = {}
+
+    @contextmanager
+    def taking(
+        self, principal: Principal, gallery: str, ids: Collection[str]
+    ) -> Iterator[Allowance | None]:
+        """Put items under `ids` into `gallery` within the block, which the caller's role is for. A
+        store that others write, too, has to keep to the allowance, where there is one.
+
+        Raises ItemQuotaError where those that are new are too many, NotFoundError for no gallery,
+        DeadlineError, CancelledError.
+        """
+        names, most = principal.galleries, principal.items
+        if names is None or most is None:
+            yield None
+            return
+        allowance = Allowance(names, most)
+        quota = self._known.setdefault(allowance, _Quota(self._galleries, allowance))
+        with quota.taking(gallery, set(ids)):
+            yield allowance if quota.near else None
+
+
+class _Quota:
+    """Counts now and then, and adds what is put here meanwhile."""
+
+    def __init__(self, galleries: GalleryRegistry, allowance: Allowance) -> None:
+        self._galleries, self._allowance = galleries, allowance
+        self._turn = threading.Condition()
+        self._counted, self._at = 0, float("-inf")
+        # Items of messages that are being stored.
+        self._under_way = 0
+
+    @property
+    def near(self) -> bool:
+        """Whether there is room for so few items that none counted before is to be relied on."""
+        return self._allowance.items - self._counted < _FAR
+
+    @contextmanager
+    def taking(self, gallery: str, ids: set[str]) -> Iterator[None]:
+        with self._turn:
+            many = self._admit(gallery, ids)
+            self._under_way += many
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._under_way -= many
+                self._counted += many
+                self._turn.notify_all()
+
+    def _admit(self, gallery: str, ids: set[str]) -> int:
+        """How many items it may become more."""
+        while True:
+            old = time.monotonic() - self._at > _COUNTED_S
+            if old or self.near:
+                self._count()
+            if self._counted + self._under_way + len(ids) <= self._allowance.items:
+                return len(ids)
+            if not self._under_way:
+                return self._admit_new(gallery, ids)
+            # What is counted may hold some of those under way already.
+            self._turn.wait(min(_COUNTED_S, context.current().remaining()))
+            context.current().check()
+
+    def _admit_new(self, gallery: str, ids: set[str]) -> int:
+        self._count()
+        with self._galleries.using(gallery) as hosted:
+            new = len(ids) - len(hosted.store.labels_of(list(ids)))
+        self._allowance.check(self._counted, new)
+        return new
+
+    def _count(self) -> None:
+        counted = 0
+        for name in self._allowance.galleries:
+            with suppress(NotFoundError, VerificationError), self._galleries.using(name) as hosted:
+                counted += hosted.store.count()
+        self._counted, self._at = counted, time.monotonic()

@@ -9,14 +9,14 @@ from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Origin
 from nobackfill.gallery.store import Item
 from nobackfill.release.calibration import Scale, Scorer
-from nobackfill.server.galleries.plan import Part
+from nobackfill.server.galleries.plan import PlanPart
 from nobackfill.vectors import Vectors
 
 # Items as a space shows them, in the order of the labels; None for those deleted meanwhile.
 ItemsOf = Callable[[list[int], str], list[Item | None]]
 
 
-class Hit(NamedTuple):
+class RankedHit(NamedTuple):
     """`release` made the vector that was compared; `score` is None without a calibration, and
     `beyond_calibration` where that saw no such distance."""
 
@@ -36,7 +36,7 @@ class Score(NamedTuple):
 
 
 def rank(
-    parts: Sequence[Part],
+    parts: Sequence[PlanPart],
     found: Sequence[Neighbours],
     row: int,
     k: int,
@@ -44,7 +44,7 @@ def rank(
     *,
     exact: bool,
     by_score: bool = False,
-) -> list[Hit]:
+) -> list[RankedHit]:
     """The `k` best hits of query `row`, `found` being each part's neighbours.
 
     One part: by distance. Several: by score, as distances of different spaces do not compare;
@@ -54,7 +54,7 @@ def rank(
     rounded, score and all, unless `exact`.
     """
     # What is ranked, with what is shown.
-    hits: list[tuple[Hit, Hit]] = []
+    hits: list[tuple[RankedHit, RankedHit]] = []
     for part, neighbours in zip(parts, found, strict=True):
         hits += _hits(part, neighbours, row, k, items, exact=exact)
     scale = parts[0].scale
@@ -74,8 +74,8 @@ def rounded(distances: Vectors) -> Vectors:
 
 
 def _hits(
-    part: Part, neighbours: Neighbours, row: int, k: int, items: ItemsOf, *, exact: bool
-) -> list[tuple[Hit, Hit]]:
+    part: PlanPart, neighbours: Neighbours, row: int, k: int, items: ItemsOf, *, exact: bool
+) -> list[tuple[RankedHit, RankedHit]]:
     labels = neighbours.labels[row, :k].tolist()
     while labels and labels[-1] < 0:
         labels.pop()
@@ -83,7 +83,7 @@ def _hits(
     found = items(labels, part.space)
     origins = [part.origin or (item.origin if item else None) for item in found]
 
-    def hits(distances: Vectors) -> list[Hit]:
+    def hits(distances: Vectors) -> list[RankedHit]:
         scores = scores_of(part, origins, distances)
         return [
             _hit(item, distance, score, part.release, origin)
@@ -97,14 +97,16 @@ def _hits(
     return list(zip(true, true if exact else hits(rounded(distances)), strict=True))
 
 
-def _hit(item: Item, distance: float, score: Score | None, release: int, origin: Origin) -> Hit:
+def _hit(
+    item: Item, distance: float, score: Score | None, release: int, origin: Origin
+) -> RankedHit:
     if score is None:
-        return Hit(item, distance, None, release, origin)
-    return Hit(item, distance, score.value, release, origin, score.beyond)
+        return RankedHit(item, distance, None, release, origin)
+    return RankedHit(item, distance, score.value, release, origin, score.beyond)
 
 
 def scores_of(
-    part: Part, origins: Sequence[Origin | None], distances: Vectors
+    part: PlanPart, origins: Sequence[Origin | None], distances: Vectors
 ) -> list[Score | None]:
     """Of each hit, None where its origin has no calibration."""
     kinds = set(origins)
@@ -126,16 +128,16 @@ def _scores(curve: Scorer, distances: Vectors) -> list[Score | None]:
     return [Score(*one) for one in zip(values, beyond, strict=True)]
 
 
-def _by_score(hit: Hit) -> tuple[float, float, int]:
+def _by_score(hit: RankedHit) -> tuple[float, float, int]:
     assert hit.score is not None
     return -hit.score, hit.distance, hit.item.label
 
 
-def _along(scale: Scale, hit: Hit) -> tuple[float, float, int]:
+def _along(scale: Scale, hit: RankedHit) -> tuple[float, float, int]:
     """As nobackfill.gallery.search.origins ranks."""
     apart = float(scale(hit.distance)) if hit.origin == "upgraded" else hit.distance
     return apart, hit.distance, hit.item.label
 
 
-def _by_distance(hit: Hit) -> tuple[float, int]:
+def _by_distance(hit: RankedHit) -> tuple[float, int]:
     return hit.distance, hit.item.label

@@ -37,13 +37,11 @@ from nobackfill.items.reembedding import Cost
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
-from nobackfill.server.galleries.answers import found_or_refused
-from nobackfill.server.galleries.asked import Found
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.galleries.plan import SOURCE
-from nobackfill.server.galleries.queries import Question, run
 from nobackfill.server.galleries.ranking import rank
+from nobackfill.server.galleries.searching import Question, SearchResult, rank_or_refuse, run
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -116,7 +114,7 @@ def carried_first(healer: Healer, question: Question, near: Candidates) -> dict[
     return {hit.item.label: hit.item.id for hit in first if hit.origin == "upgraded"}
 
 
-def found(question: Question, near: Candidates, stored: StoredVectors) -> Found:
+def found(question: Question, near: Candidates, stored: StoredVectors) -> SearchResult:
     """The best of the candidates by the vectors that they have now: by scores, as distances to
     carried and to native vectors do not compare."""
     hosted, part = question.hosted, question.parts[0]
@@ -136,7 +134,7 @@ def found(question: Question, near: Candidates, stored: StoredVectors) -> Found:
 
     there = Neighbours(labels[None], apart[order][None])
     hits = rank([part], [there], 0, len(labels), items, exact=hosted.exact, by_score=True)
-    return Found(hits[: question.k], part.query.release, part.query.space)
+    return SearchResult(hits[: question.k], part.query.release, part.query.space)
 
 
 # What Prometheus reads of galleries that heal.
@@ -150,7 +148,7 @@ class HealingSeries(Collector):
         self._lock = threading.Lock()
         self._shown = {"carried": 0, "native": 0}
 
-    def count(self, answers: Iterable[Found]) -> None:
+    def count(self, answers: Iterable[SearchResult]) -> None:
         """Hits that are shown, by what they were ranked by."""
         hits = [hit for one in answers for hit in one.hits]
         carried = sum(hit.origin == "upgraded" for hit in hits)
@@ -261,20 +259,20 @@ class Healing:
 
     def find(
         self, questions: Sequence[Question], allowed: Matches | None
-    ) -> list[Found | InvalidInputError]:
+    ) -> list[SearchResult | InvalidInputError]:
         hosted, part = questions[0].hosted, questions[0].parts[0]
         healer = self._healer(hosted, part.query)
         if healer is None:
             answers = run(questions, allowed)
-            return [found_or_refused(q, a) for q, a in zip(questions, answers, strict=True)]
+            return [rank_or_refuse(q, a) for q, a in zip(questions, answers, strict=True)]
         near = candidates(healer, questions, allowed)
         # All of them together wait as long as one.
         patience = min(healer.source.seconds, _SHARE * context.current().remaining())
-        end, found = time.monotonic() + patience, list[Found | InvalidInputError]()
+        end, found = time.monotonic() + patience, list[SearchResult | InvalidInputError]()
         for group in groups(near):
             context.current().check()
             found += _answered(healer, questions[group], near[group], end)
-        self._series.count(one for one in found if isinstance(one, Found))
+        self._series.count(one for one in found if isinstance(one, SearchResult))
         return found
 
     def progress(self, hosted: Hosted) -> HealingProgress | None:
@@ -431,7 +429,7 @@ class Healing:
 def _answered(
     healer: Healer, questions: Sequence[Question],
     near: Sequence[Candidates | InvalidInputError], end: float,
-) -> list[Found | InvalidInputError]:  # fmt: skip
+) -> list[SearchResult | InvalidInputError]:  # fmt: skip
     """Questions by the vectors that their candidates have when the carried ones among the first are
     embedded again, or at the `end` of the monotonic clock."""
     wanted: dict[int, str] = {}

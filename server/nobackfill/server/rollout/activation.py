@@ -24,10 +24,9 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
-from nobackfill.server.galleries import lock_order
-from nobackfill.server.galleries.galleries import UNUSABLE, Galleries
+from nobackfill.server.galleries.galleries import UNUSABLE, GalleryRegistry
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
-from nobackfill.server.galleries.lock_order import Level
+from nobackfill.server.galleries.locks import Level, check_lock_order, hold_level
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.rollout import (
@@ -52,7 +51,7 @@ from nobackfill.server.upgrades.upgrading import DEFAULT_SPARE_CORES
 # Galleries that are ahead of the active release: what a kill or a failure in a swap has left.
 
 
-def return_galleries(galleries: Galleries, active: int) -> dict[str, Exception]:
+def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Exception]:
     """Bring every gallery back to the active release, where one is ahead of it. Plans are to be
     made anew afterwards.
 
@@ -77,7 +76,7 @@ def _return(hosted: Hosted, active: int) -> None:
 
 
 @contextmanager
-def writes_locked(galleries: Galleries) -> Iterator[None]:
+def writes_locked(galleries: GalleryRegistry) -> Iterator[None]:
     """No gallery is put to meanwhile. Locked by rising name, as a flip locks them."""
     with galleries.holding() as held, ExitStack() as locks:
         for hosted in held:
@@ -311,11 +310,11 @@ class Activations:
 
         Raises BusyError where another holds them for longer than a moment.
         """
-        lock_order.check(Level.RELEASES)
+        check_lock_order(Level.RELEASES)
         if not self._lock.acquire(timeout=_BRIEF_S):
             raise BusyError("releases are being rolled back or retired; try again with a delay")
         try:
-            with lock_order.holding(Level.RELEASES), self._parts.state.held(_BRIEF_S):
+            with hold_level(Level.RELEASES), self._parts.state.held(_BRIEF_S):
                 self._parts.state.catch_up()
                 yield
         finally:

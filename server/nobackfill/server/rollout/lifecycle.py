@@ -9,7 +9,7 @@ from nobackfill.errors import PreconditionError
 from nobackfill.release.routes import Route
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Embedding
-from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import BOTH, SOURCE
 from nobackfill.server.healing.healer import HealingProgress
@@ -36,9 +36,16 @@ class Lifecycle:
     there, VerificationError for one that is set aside."""
 
     def __init__(
-        self, catalog: Catalog, state: GatewayState, galleries: Galleries, embedding: Embedding,
-        upgrading: Upgrading, activations: Activations, serving: Serving, healing: Healing,
-    ) -> None:  # fmt: skip
+        self,
+        catalog: Catalog,
+        state: GatewayState,
+        galleries: GalleryRegistry,
+        embedding: Embedding,
+        upgrading: Upgrading,
+        activations: Activations,
+        serving: Serving,
+        healing: Healing,
+    ) -> None:
         self._catalog = catalog
         self._state = state
         self._galleries = galleries

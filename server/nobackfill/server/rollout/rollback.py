@@ -7,7 +7,7 @@ import structlog
 
 from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.rollout.activation import Activations, return_galleries, writes_locked
 from nobackfill.server.serving import Serving
@@ -35,7 +35,11 @@ class Rollbacks:
     which there is no way back."""
 
     def __init__(
-        self, state: GatewayState, galleries: Galleries, serving: Serving, activations: Activations
+        self,
+        state: GatewayState,
+        galleries: GalleryRegistry,
+        serving: Serving,
+        activations: Activations,
     ) -> None:
         self._state = state
         self._galleries = galleries

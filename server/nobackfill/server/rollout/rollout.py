@@ -22,7 +22,7 @@ from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
-from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import CANARY, old_model_part, own_part
 from nobackfill.server.grpc.metrics import Metrics
@@ -148,7 +148,7 @@ class Admission:
     """Admits releases."""
 
     def __init__(
-        self, catalog: Catalog, galleries: Galleries, models: Models, trials: Trials
+        self, catalog: Catalog, galleries: GalleryRegistry, models: Models, trials: Trials
     ) -> None:
         self._catalog = catalog
         self._galleries = galleries
@@ -227,7 +227,7 @@ class Parts:
     admission: Admission
     catalog: Catalog
     state: GatewayState
-    galleries: Galleries
+    galleries: GalleryRegistry
     upgrading: Upgrading
     serving: Serving
     canaries: Canaries

@@ -11,13 +11,11 @@ from nobackfill.gallery.edits import Chosen
 from nobackfill.gallery.filters import check
 from nobackfill.gallery.listing import Place
 from nobackfill.gallery.store import Item
-from nobackfill.server.galleries.contents import Bare, Put
-from nobackfill.server.galleries.galleries import CREATED, Galleries
+from nobackfill.server.galleries.galleries import CREATED, GalleryRegistry
 from nobackfill.server.galleries.hosted import NOTE, Hosted
+from nobackfill.server.galleries.indexing import searched
 from nobackfill.server.galleries.plan import BOTH, SOURCE
-from nobackfill.server.galleries.puts import Putting
-from nobackfill.server.galleries.quotas import Quotas
-from nobackfill.server.galleries.sizes import searched
+from nobackfill.server.galleries.puts import Bare, Put, Putting, Quotas
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.access import Role
 from nobackfill.server.grpc.admission import LARGEST_COUNT
@@ -210,7 +208,11 @@ class GalleryService(GalleryServiceServicer):
     """See protos/nobackfill/v1/gallery.proto."""
 
     def __init__(
-        self, galleries: Galleries, putting: Putting, lifecycle: Lifecycle, state: GatewayState
+        self,
+        galleries: GalleryRegistry,
+        putting: Putting,
+        lifecycle: Lifecycle,
+        state: GatewayState,
     ) -> None:
         self._galleries = galleries
         self._quotas = Quotas(galleries)

@@ -11,17 +11,21 @@ from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.gallery.search.index import EVERY
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.sessions import Kind
-from nobackfill.server.galleries.asked import Asked, Found, Query
-from nobackfill.server.galleries.galleries import Galleries
-from nobackfill.server.galleries.image_answers import ImageAnswers
+from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.immediate_answers import (
     DEFAULT_K,
     MOST_HITS,
+    ImageAnswers,
     ImmediateAnswers,
     VectorQuery,
 )
-from nobackfill.server.galleries.queries import Question
-from nobackfill.server.galleries.searching import Searching
+from nobackfill.server.galleries.searching import (
+    Query,
+    Question,
+    Searching,
+    SearchRequest,
+    SearchResult,
+)
 from nobackfill.server.grpc.access import Principal
 from nobackfill.server.grpc.rpc import Later
 from nobackfill.server.grpc.services.convert import (
@@ -54,7 +58,7 @@ class SearchService(SearchServiceServicer):
 
     def __init__(
         self,
-        galleries: Galleries,
+        galleries: GalleryRegistry,
         searching: Searching,
         immediate: ImmediateAnswers,
         images: ImageAnswers,
@@ -73,7 +77,7 @@ class SearchService(SearchServiceServicer):
         self, request: pb.SearchRequest, context: grpc.ServicerContext
     ) -> pb.SearchResponse | bytes:
         with self._galleries.using(request.gallery) as hosted:
-            asked = Asked(
+            asked = SearchRequest(
                 hosted,
                 _query(request.query),
                 _k(request.k),
@@ -219,7 +223,9 @@ def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
 
 
 def _response(
-    found: Found, request: pb.SearchRequest | pb.SearchBatchRequest, ends: Mapping[str, float]
+    found: SearchResult,
+    request: pb.SearchRequest | pb.SearchBatchRequest,
+    ends: Mapping[str, float],
 ) -> pb.SearchResponse:
     response = pb.SearchResponse(
         release=found.release, space=found.space, request_id=found.request_id

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.server.galleries.galleries import Galleries
+from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.grpc.context import current
@@ -31,7 +31,7 @@ class UpgradeService(UpgradeServiceServicer):
     """See protos/nobackfill/v1/upgrade.proto."""
 
     def __init__(
-        self, lifecycle: Lifecycle, galleries: Galleries, searching: Searching,
+        self, lifecycle: Lifecycle, galleries: GalleryRegistry, searching: Searching,
         stopping: threading.Event,
     ) -> None:  # fmt: skip
         """`stopping`: set when the gateway drains; streams that only watch end then."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.in_database import HostedInDatabase, InDatabase
+from nobackfill.server.galleries.hosted_database import HostedInDatabase, InDatabase
 from nobackfill.server.stores.milvus import candidates as limits
 from nobackfill.server.stores.milvus.candidates import Candidates
 from nobackfill.server.stores.milvus.collections import Collections
