@@ -66,7 +66,14 @@ def test_examples_run(path: Path, given: dict[str, Any]) -> None:
     assert result.failed == 0, "".join(said)
 
 
-@pytest.mark.parametrize("path", FACES, ids=module)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if "training" in module(path) else [])
+        for path in FACES
+    ],
+    ids=module,
+)
 def test_type_checkers_read_the_names_that_are_there(path: Path) -> None:
     face = importlib.import_module(module(path))
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -4,6 +4,8 @@ import difflib
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests import inventory
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ def _changed(written: Any, present: Any) -> str:
     )
 
 
+@pytest.mark.slow
 def test_names_that_users_rely_on_stay() -> None:
     written = inventory.written()
     del written["postgresql"]

@@ -231,6 +231,7 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.lists(WORDS, max_size=7).map(lambda words: ["search", *words]) | st.lists(WORDS))
 def test_a_plain_line_means_to_the_quick_reader_what_it_means_to_typer(line: list[str]) -> None:
     for environment in ({}, {"NOBACKFILL_GALLERY": "other.sqlite"}, {"NOBACKFILL_GALLERY": ""}):

@@ -123,6 +123,7 @@ def test_a_build_that_fails_changes_nothing(tmp_path: Path) -> None:
         agrees(view, store)
 
 
+@pytest.mark.slow
 def test_readers_never_see_half_a_commit(tmp_path: Path) -> None:
     """Pairs are put and deleted together; a search finds both of a pair or neither."""
     failures: list[object] = []
@@ -190,6 +191,7 @@ def test_bad_queries_are_refused(tmp_path: Path, bad: Vectors) -> None:
         LiveView(store, ONE).snapshot().search(bad, 1)
 
 
+@pytest.mark.slow
 def test_one_deletion_costs_the_searches_that_follow_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

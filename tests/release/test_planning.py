@@ -87,6 +87,7 @@ def best_of_all(manifests: Mapping[int, Manifest], side: str | None) -> Route | 
     return min(routes, key=lambda r: (r.kept is None, -(r.kept or 0), len(r.steps)), default=None)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(data=st.data(), side=SIDES)
 def test_the_plan_is_the_best_of_every_route(
@@ -108,6 +109,7 @@ def without_side(route: Route) -> bool:
     return True
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(data=st.data())
 def test_a_route_reads_side_where_an_item_without_any_cannot_pass(

@@ -187,6 +187,7 @@ def test_an_upgrade_made_for_another_space_is_no_edge(templates: dict[int, Manif
 PAIRS = list(itertools.combinations(range(1, 5), 2))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     edges=st.dictionaries(st.sampled_from(PAIRS), st.none() | st.floats(0.01, 1)),

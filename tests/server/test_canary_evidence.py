@@ -116,6 +116,7 @@ def life(rng: np.random.Generator, share: float, chances: tuple[float, float], k
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["approved", "rejected"])
 def test_feedback_about_equal_pairs_rarely_stops_a_canary(kind: Kind) -> None:
     rng = np.random.default_rng(3)
