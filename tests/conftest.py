@@ -1,6 +1,7 @@
 """Set before any test module imports numpy, torch or gRPC; and fixtures of many rooms."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,12 @@ LONGEST = ("e2e", "training", "faults", "packaging", "bench", "lives", "manual",
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_rank)
+
+
+def pytest_collection_finish() -> None:
+    """Where another process runs what imports torch (`make test`), let no file import it here."""
+    if "TORCH_ELSEWHERE" in os.environ and "torch" in sys.modules:
+        pytest.exit("a test file imports torch: add it to TORCH in the Makefile", returncode=1)
 
 
 def _rank(item: pytest.Item) -> int:
