@@ -12,7 +12,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.standing import withdraw
 from nobackfill.server.galleries.hosted import Speed
 from nobackfill.server.gateway import GatewayServer
-from tests.server.support import Client, images, running
+from tests.server.support import ACTIVATED, Client, images, running
 from tests.support import trials
 from tests.support.blocks import manifest, png, publish_block_release
 from tests.support.once import filled, run_folder
@@ -30,8 +30,12 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
 
 def stages_of_run(factory: pytest.TempPathFactory) -> Stages:
     """What `stages` gives, to other rooms as well. Read only."""
-    top = filled(run_folder(factory) / "stages", lambda top: make_stages(top, 3))
-    return {number: top / f"stage{number}" for number in (1, 2, 3)}
+    top = filled(run_folder(factory) / "stages", _make_activated_stages)
+    stages = {number: top / f"stage{number}" for number in (1, 2, 3)}
+    for number in stages:
+        template = top / f"activated{number}"
+        ACTIVATED[(stages[number] / "timestamp.json").read_bytes()] = template
+    return stages
 
 
 @trials.near()
@@ -45,6 +49,14 @@ def make_stages(top: Path, releases: int) -> Stages:
         kept[number] = top / f"stage{number}"
         shutil.copytree(repo, kept[number])
     return kept
+
+
+@trials.near()
+def _make_activated_stages(top: Path) -> None:
+    """Three stages; beside each, the data folder of a gateway that has activated it."""
+    for number, repo in make_stages(top, 3).items():
+        with running(repo, top / f"activated{number}"):
+            pass
 
 
 @pytest.fixture(scope="session")

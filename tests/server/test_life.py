@@ -104,6 +104,16 @@ def test_a_restart_serves_what_was_there(repo: Path, stages: Stages, tmp_path: P
         finds_itself(client, 4, release=1, origin="native")
 
 
+def test_a_first_start_activates_what_is_published(repo: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with running(repo, data, activates=True) as gateway, Client(gateway.address) as client:
+        client.create_when_idle()
+        assert client.states() == {1: "ACTIVE"}
+    # As do the folders that other tests begin with.
+    with running(repo, tmp_path / "copied") as gateway, Client(gateway.address) as client:
+        assert client.states() == {1: "ACTIVE"}
+
+
 def test_nothing_published_yet(tmp_path: Path, stages: Stages) -> None:
     repo = tmp_path / "repo"
     repo.mkdir()
