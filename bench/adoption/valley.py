@@ -10,8 +10,8 @@ from nobackfill.adopt.joining import Block
 from nobackfill.adopt.judgement import Gallery, Queries, blocked
 from nobackfill.metrics.backfill import Line
 from nobackfill.metrics.ranking import Ranking
-from nobackfill.quality.calibrate import same_scale
 from nobackfill.quality.retrieval import Measured
+from nobackfill.quality.route_evidence import same_scale
 from nobackfill.vectors import Vectors
 
 # Neighbours whose distances and matches a line is fitted to.

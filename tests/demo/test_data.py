@@ -10,7 +10,7 @@ from demo.data import MIN_IMAGES, PARTS, check_image, cut, prepare, size_for
 from demo.recipes import Recipes
 from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError
-from nobackfill.quality.halves import halves
+from nobackfill.quality.listing import halves
 
 
 def make_images(folder: Path, classes: int, each: int) -> Path:

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from nobackfill.durable import transaction
-from nobackfill.items import FunctionItems, Limits, Reembedding, Resting, claims, reembedding
+from nobackfill.items import (
+    FunctionItems,
+    Limits,
+    Reembedding,
+    Resting,
+    claims,
+    reembedding,
+)
 from nobackfill.items.reembedding import today
 from tests.support.waiting import wait_until
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nobackfill.items import Resting, resting
+from nobackfill.items import Resting, reembedding
 
 DAY_S = 86_400.0
 
@@ -48,7 +48,7 @@ def test_what_is_gone_rests_a_day() -> None:
 
 
 def test_a_source_that_lacks_everything_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting, "_MOST", 10)
+    monkeypatch.setattr(reembedding, "_MOST", 10)
     clock = Clock()
     found = Resting[int](60.0, 3600.0, clock)
     found.gone(range(4))

@@ -14,8 +14,8 @@ from nobackfill.client.device import Device
 from nobackfill.client.output import Advance, Output
 from nobackfill.client.sync import SyncReport, Wishes, sync
 from nobackfill.pages import Listener, new_token
-from nobackfill.report.links import Served as Pages
-from nobackfill.report.upgrade import upgrade_page
+from nobackfill.report.page import Served as Pages
+from nobackfill.report.page import upgrade_page
 from tests.pages import structure
 from tests.support import browser as look
 from tests.support import edge

@@ -7,10 +7,10 @@ import pytest
 
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.quality.both import Asked, both_evidence
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Embedded
 from nobackfill.quality.retrieval import measure
+from nobackfill.quality.route_evidence import QuerySet, both_evidence
 from nobackfill.release.calibration import Joint
 from nobackfill.release.evidence import BothEvidence
 from nobackfill.release.models import Upgraded
@@ -39,7 +39,7 @@ class Given(Embedded):
         return self._metrics[release]
 
 
-def asked(seed: int, *, old: float, carried: float, metrics: Mapping[int, Metric]) -> Asked:
+def asked(seed: int, *, old: float, carried: float, metrics: Mapping[int, Metric]) -> QuerySet:
     """Each query is an item's second view; models see what it is with errors of their own. The old
     space is ten times as large."""
     rng = np.random.default_rng(seed)
@@ -53,7 +53,7 @@ def asked(seed: int, *, old: float, carried: float, metrics: Mapping[int, Metric
     queries = Given(10 * noisy(first, old), noisy(new, 0.5), noisy(new, 0.5), metrics)
     items = Given(10 * noisy(first, old), noisy(new, 0.5), noisy(new, carried), metrics)
     relevance = Relevance([np.array([row]) for row in range(ITEMS)], [np.array([], int)] * ITEMS)
-    return Asked(queries, items, relevance)
+    return QuerySet(queries, items, relevance)
 
 
 def evidence(old: float, carried: float, metrics: Mapping[int, Metric]) -> BothEvidence | None:

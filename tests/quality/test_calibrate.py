@@ -7,15 +7,15 @@ from hypothesis.extra import numpy as hnp
 from nobackfill.metrics.backfill import AS_THEY_ARE, Line
 from nobackfill.metrics.bootstrap import Difference
 from nobackfill.metrics.ranking import Ranking, Relevance
-from nobackfill.quality.backfill import ranked_along
-from nobackfill.quality.calibrate import (
+from nobackfill.quality.retrieval import Measured
+from nobackfill.quality.route_evidence import (
     PAIRS_A_QUERY,
     fit_calibration,
     fit_curve,
+    ranked_along,
     retrieved_pairs,
     same_scale,
 )
-from nobackfill.quality.retrieval import Measured
 from nobackfill.release.calibration import beyond, scores
 from nobackfill.release.evidence import HealingEvidence
 

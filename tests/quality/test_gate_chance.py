@@ -10,7 +10,7 @@ from nobackfill.metrics.bootstrap import FEWEST_CLASSES
 from nobackfill.metrics.ranking import Ints, Ranking, same_label
 from nobackfill.metrics.retrieval import PerQuery, score
 from nobackfill.quality.cells import parse_cell
-from nobackfill.quality.gains import Row, gain, verdict
+from nobackfill.quality.gate import GainRow, gain_row, verdict
 from nobackfill.quality.retrieval import Measured
 from nobackfill.release.trust.publication import Publication
 from tests.support.releases import draft
@@ -28,7 +28,7 @@ class Pool:
     before: dict[str, PerQuery]
     served: dict[str, PerQuery]
 
-    def row(self, drawn: Ints, images: list[Ints], *, labelled: bool = True) -> Row:
+    def row(self, drawn: Ints, images: list[Ints], *, labelled: bool = True) -> GainRow:
         """The gate's line on some images of the drawn classes."""
         labels = np.repeat(np.arange(len(drawn)), [len(some) for some in images])
         before, served = (
@@ -42,7 +42,7 @@ class Pool:
             )
             for figures in (self.before, self.served)
         )
-        return gain(
+        return gain_row(
             parse_cell("2/1>2"), parse_cell("1/1"), served, before, None,
             classes=labels if labelled else None, exact=False, by_text=False,
         )  # fmt: skip

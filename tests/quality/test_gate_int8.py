@@ -11,12 +11,12 @@ from onnx import helper, numpy_helper
 
 from nobackfill.class_folders import list_images
 from nobackfill.metrics.ranking import same_label
-from nobackfill.quality.calibrate import fit_calibration
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.embedded import Published
 from nobackfill.quality.gate import Evidence, measure_release
-from nobackfill.quality.halves import halves
+from nobackfill.quality.listing import halves
 from nobackfill.quality.retrieval import search_cell
+from nobackfill.quality.route_evidence import fit_calibration
 from nobackfill.release import paths
 from nobackfill.release.manifest import Manifest, Upgrade, space_of
 from nobackfill.release.publishing.draft import described

@@ -10,7 +10,7 @@ from PIL import Image
 
 from nobackfill.class_folders import Listing
 from nobackfill.errors import InvalidInputError
-from nobackfill.quality.halves import halves
+from nobackfill.quality.listing import halves
 from tests.training.life import run_export
 
 

@@ -9,8 +9,7 @@ from nobackfill.metrics.retrieval import mean, score
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.criterion import criterion
 from nobackfill.quality.embedded import Published, cell_vectors
-from nobackfill.quality.matrix import evaluate_cells
-from nobackfill.quality.retrieval import measure_cell, search_cell
+from nobackfill.quality.retrieval import evaluate_cells, measure_cell, search_cell
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.vectors import Vectors
 from tests.training.life import Life

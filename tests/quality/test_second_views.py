@@ -8,9 +8,8 @@ from PIL import Image
 
 from nobackfill.class_folders import decode, list_images
 from nobackfill.quality.embedded import Published
-from nobackfill.quality.halves import halves
-from nobackfill.quality.second_views import second_views
-from nobackfill.quality.text_listing import list_texts
+from nobackfill.quality.gate import second_views
+from nobackfill.quality.listing import halves, list_texts
 from nobackfill.release.models import open_embedder
 from nobackfill.release.trust.publication import read_publication
 from tests.training.life import Life

@@ -11,10 +11,18 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.onnx_runtime import onnxruntime as ort
 from nobackfill.release.models import Embedder, open_side_encoder
 from nobackfill.release.paths import upgrade_int8_path, upgrade_path
-from nobackfill.report import pictures
-from nobackfill.report.comparison import HITS, Comparison, compare, predecessor
-from nobackfill.report.figures import Flips, flips, kept, matrix_of_pictures
-from nobackfill.report.pictures import read_folder
+from nobackfill.report import page
+from nobackfill.report.comparison import (
+    HITS,
+    Comparison,
+    Flips,
+    compare,
+    flips,
+    kept,
+    matrix_of_pictures,
+    predecessor,
+)
+from nobackfill.report.page import read_folder
 from tests.support.publication import manifests_of
 
 
@@ -154,7 +162,7 @@ def test_images_are_embedded_a_few_at_a_time(
 
 
 def test_a_large_folder_is_sampled_by_seed(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "MOST_IMAGES", 10)
+    monkeypatch.setattr(page, "MOST_IMAGES", 10)
     shown, total = read_folder(images, seed=1)
     assert (len(shown), total) == (10, 24)
     assert shown.paths == read_folder(images, seed=1)[0].paths

@@ -6,8 +6,7 @@ from nobackfill.client.plan import Leg, SyncPlan, embedding_files
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
 from nobackfill.release.routes import plan_route
-from nobackfill.report.facts import downloads, facts
-from nobackfill.report.page import render
+from nobackfill.report.page import downloads, facts, render
 from tests.support.publication import manifests_of
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.report.links import Served
+from nobackfill.report.page import Served
 
 ROOT = Path(__file__).parent.parent.parent
 # Its width in CSS pixels.

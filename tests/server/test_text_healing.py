@@ -16,7 +16,7 @@ from nobackfill.errors import (
     TooLargeError,
     UnavailableError,
 )
-from nobackfill.items import LineItems, lines
+from nobackfill.items import LineItems, sources
 from nobackfill.text_lines import TextLine, read_line
 from tests.server.conftest import publish_stage
 from tests.server.support import Client, ids, images, refused, running
@@ -170,7 +170,7 @@ def test_of_a_file_that_grows_what_was_added_is_read(
         parsed.append(where)
         return read_line(line, where)
 
-    monkeypatch.setattr(lines, "read_line", counted)
+    monkeypatch.setattr(sources, "read_line", counted)
     for number in range(20):
         with file.open("a") as more:
             more.write(json.dumps({"id": f"new {number}", "text": f"added {number}"}) + "\n")

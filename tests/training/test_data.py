@@ -7,7 +7,7 @@ from PIL import Image
 
 from nobackfill.class_folders import decode, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
-from nobackfill.quality.halves import halves
+from nobackfill.quality.listing import halves
 from nobackfill.training.data.folders import hold_out, readable, require_classes
 
 

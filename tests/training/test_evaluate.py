@@ -9,7 +9,7 @@ from nobackfill.metrics.ranking import same_label
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.criterion import criterion
 from nobackfill.quality.embedded import Published
-from nobackfill.quality.matrix import MatrixCell
+from nobackfill.quality.retrieval import MatrixCell
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.vectors import Vectors

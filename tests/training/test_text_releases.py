@@ -15,7 +15,7 @@ from nobackfill.class_folders import list_images
 from nobackfill.errors import NoEncoderError, VerificationError
 from nobackfill.quality import embedded
 from nobackfill.quality.gate import measure_release
-from nobackfill.quality.text_listing import list_texts
+from nobackfill.quality.listing import list_texts
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Embedder, open_embedder
 from nobackfill.release.paths import text_encoder_path, tokenizer_path

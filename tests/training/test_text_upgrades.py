@@ -12,8 +12,8 @@ from nobackfill.adopt.converters import graph_of, upgrade_of
 from nobackfill.adopt.embedding.onnx_model import OnnxModel
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.errors import InvalidInputError
-from nobackfill.quality.gains import verdict
-from nobackfill.quality.text_listing import list_texts
+from nobackfill.quality.gate import verdict
+from nobackfill.quality.listing import list_texts
 from nobackfill.release.publishing.standing import withdraw
 from nobackfill.release.trust.publication import Publication
 from tests.adopt.models import WORDS, image_model, text_model, topical

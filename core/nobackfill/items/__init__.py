@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.items.lines import LineItems as LineItems
+    from nobackfill.items.sources import LineItems as LineItems
     from nobackfill.items.reembedding import (
-        Cost as Cost,
+        EmbeddingCost as EmbeddingCost,
         Limits as Limits,
         Reembedding as Reembedding,
         Work as Work,
     )
-    from nobackfill.items.resting import Resting as Resting
+    from nobackfill.items.reembedding import Resting as Resting
     from nobackfill.items.sources import (
         FolderItems as FolderItems,
         FunctionItems as FunctionItems,
@@ -27,9 +27,7 @@ else:
     __getattr__ = offer(
         __name__,
         {
-            "lines": "LineItems",
-            "reembedding": "Cost Limits Reembedding Work",
-            "resting": "Resting",
-            "sources": "FolderItems FunctionItems Items UrlItems",
+            "reembedding": "EmbeddingCost Limits Reembedding Resting Work",
+            "sources": "FolderItems FunctionItems Items LineItems UrlItems",
         },
     )

@@ -2,7 +2,8 @@
 
 No item is embedded twice at once: within a process a second query waits for the same work, across
 processes a claim keeps it from beginning. What is late is kept all the same. What could not be
-embedded costs its day nothing, and what was not begun stays wanted.
+embedded costs its day nothing, and is left alone for longer each time. What was not begun stays
+wanted.
 """
 
 import os
@@ -17,15 +18,79 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from nobackfill.daemon_threads import DaemonThreads
 from nobackfill.errors import BusyError, CannotWriteError, ConfigurationError, TooLargeError
-from nobackfill.items.resting import Resting
 from nobackfill.items.sources import Items
+
+_DAY_S = 86_400.0
+# Of so many it is known; of more, those that rest longest.
+_MOST = 100_000
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """When it ends, and how long it is."""
+
+    end: float
+    seconds: float
+
+
+class Resting(Generic[Key]):
+    """What fails rests `first` seconds, twice as long each time, and `longest` at most; what the
+    source lacks rests a day. An item that has not failed again for as long as it had rested begins
+    anew. Threads may share it."""
+
+    def __init__(
+        self, first: float, longest: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._first, self._longest, self._clock = first, longest, clock
+        self._lock = threading.Lock()
+        self._rests: dict[Key, _Rest] = {}
+
+    def ready(self, keys: Sequence[Key]) -> list[Key]:
+        """Those that do not rest, in their order."""
+        now = self._clock()
+        with self._lock:
+            return [
+                key for key in keys if (rest := self._rests.get(key)) is None or rest.end <= now
+            ]
+
+    def failed(self, keys: Collection[Key]) -> None:
+        """They could not be embedded."""
+        now = self._clock()
+        with self._lock:
+            for key in keys:
+                seconds = self._longer(self._rests.get(key), now)
+                self._rests[key] = _Rest(now + seconds, seconds)
+            self._forget(now)
+
+    def _longer(self, last: _Rest | None, now: float) -> float:
+        """How long an item rests after its last rest."""
+        if last is None or now >= last.end + last.seconds:
+            return self._first
+        return min(2 * last.seconds, self._longest)
+
+    def gone(self, keys: Collection[Key]) -> None:
+        """The source lacks them."""
+        now = self._clock()
+        with self._lock:
+            self._rests |= dict.fromkeys(keys, _Rest(now + _DAY_S, _DAY_S))
+            self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        """Where there are too many: those that begin anew, then those whose rest ends first."""
+        if len(self._rests) <= _MOST:
+            return
+        known = {key: rest for key, rest in self._rests.items() if now < rest.end + rest.seconds}
+        longest = sorted(known.items(), key=lambda one: one[1].end, reverse=True)
+        # Half, so that it is not sorted again at the next one.
+        self._rests = dict(longest[: _MOST // 2]) if len(known) > _MOST // 2 else known
+
 
 # Items that wait for a thread.
 _MOST_WAITING = 10_000
 # So long an end waits for batches that have begun.
 _CLOSED_S = 30.0
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -42,7 +107,7 @@ class Limits:
 
 
 @dataclass
-class Cost:
+class EmbeddingCost:
     """Since the start of this process."""
 
     embedded: int = 0
@@ -106,7 +171,7 @@ class Reembedding(Generic[Key]):
         self._under_way: dict[Key, Future[None]] = {}
         # Of a source that hangs nobody knows when it answers: no stop waits for it.
         self._threads = DaemonThreads(limits.concurrency, "nobackfill-embed")
-        self.cost = Cost()
+        self.cost = EmbeddingCost()
 
     def close(self, seconds: float = _CLOSED_S) -> bool:
         """End after the items that are being read, and keep what was: what waits is not begun, and

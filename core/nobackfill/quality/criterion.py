@@ -17,7 +17,7 @@ from nobackfill.metrics.compatibility import (
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.quality.cells import CellName, alone
 from nobackfill.quality.embedded import Published, cell_vectors
-from nobackfill.quality.matrix import MatrixCell
+from nobackfill.quality.retrieval import MatrixCell
 
 Judged = dict[str, float | bool | None]
 # The embedder method that has no regard for older models.

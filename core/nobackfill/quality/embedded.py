@@ -11,7 +11,7 @@ from nobackfill.class_folders import Images, Listing, decode
 from nobackfill.errors import InvalidInputError, NotFoundError, few
 from nobackfill.metrics.distances import Metric, unit
 from nobackfill.quality.cells import CellName
-from nobackfill.quality.text_listing import TextListing
+from nobackfill.quality.listing import TextListing
 from nobackfill.release.encoders import TextRole
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files, Upgraded, open_embedder, open_side_encoder

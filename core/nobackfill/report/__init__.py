@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.report.upgrade import upgrade_page as upgrade_page
+    from nobackfill.report.page import upgrade_page as upgrade_page
 else:
     __getattr__ = offer(
         __name__,
         {
-            "upgrade": "upgrade_page",
+            "page": "upgrade_page",
         },
     )

@@ -29,8 +29,7 @@ def command(
 ) -> None:
     """Write one HTML file that shows what an upgrade does to a gallery."""
     with extra("training"):
-        from nobackfill.report.links import Served
-        from nobackfill.report.upgrade import upgrade_page
+        from nobackfill.report.page import Served, upgrade_page
 
     page = upgrade_page(model_repo, release, images, Served(console, browse))
     # Addresses of pages hold their secret.

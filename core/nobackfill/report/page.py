@@ -1,28 +1,187 @@
-"""One self-contained HTML page that tells a person what an upgrade does to their gallery."""
+"""The page of a published release: one self-contained HTML file.
 
+It shows what the upgrade does to a gallery, measured where there are images.
+"""
+
+import base64
+import io
+import platform
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
+from nobackfill.class_folders import Listing, list_filled
+from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.images import decode_file
 from nobackfill.metrics.backfill import uncertainty_order
 from nobackfill.pages.templates import environment
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.evidence import Unlabelled
+from nobackfill.release.manifest import Manifest, PublishedFile
+from nobackfill.release.routes import route_along
+from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.report.charts import backfill_chart, gallery_map
-from nobackfill.report.comparison import Comparison, best_route
-from nobackfill.report.facts import downloads, facts, software
-from nobackfill.report.figures import (
+from nobackfill.report.comparison import (
     GALLERIES,
     QUERIES,
+    Comparison,
     Matrix,
     basis_of_evidence,
+    best_route,
+    compare,
     flips,
     kept,
     matrix_of_evidence,
     matrix_of_pictures,
+    predecessor,
 )
-from nobackfill.report.pictures import thumbnail
+
+
+@dataclass(frozen=True)
+class Served:
+    """Addresses of pages as their commands print them; empty where none are served."""
+
+    # `gateway serve --console`.
+    console: str = ""
+    # `edge-client browse`.
+    browse: str = ""
+
+    def links(self, release: int) -> Sequence[tuple[str, str]]:
+        """What there is to see of a release, and its address. Raises InvalidInputError."""
+        pages = (
+            (self.console, f"release/{release}", f"release {release} at the gateway's console"),
+            (self.console, "playground", "old and new side by side"),
+            (self.browse, "release", "what a sync does to the device's gallery"),
+            (self.browse, "uncertain", "its least certain pictures"),
+        )
+        return [(said, _base(served) + path) for served, path, said in pages if served]
+
+
+def _base(address: str) -> str:
+    if not address.startswith(("http://", "https://")):
+        raise InvalidInputError(
+            f"expected an address as gateway serve --console or edge-client browse prints it, "
+            f"http://…, got {address!r}"
+        )
+    return address.rstrip("/") + "/"
+
+
+# Larger folders are sampled: the report compares every image with every other.
+MOST_IMAGES = 2000
+# Sides of a small copy in pixels.
+THUMBNAIL = 64
+# Of a small copy of a photograph, JPEG is a tenth of the size that PNG is.
+JPEG_QUALITY = 80
+
+
+def read_folder(folder: Path, seed: int) -> tuple[Listing, int]:
+    """Pictures of class folders, at most MOST_IMAGES drawn by seed; and how many there are in all.
+
+    Raises NotFoundError for a missing folder, InvalidInputError where fewer than two classes have
+    two images each: nothing could be found, or nothing confused.
+    """
+    if not folder.is_dir():
+        raise NotFoundError(f"no folder {folder}; --images expects a folder of class folders")
+    listing = list_filled(folder)
+    if (np.bincount(listing.labels) >= 2).sum() < 2:
+        raise InvalidInputError(
+            f"{folder}: expected at least two class folders with two images each, found "
+            f"{len(listing)} images in {len(listing.class_names)} class folders"
+        )
+    if len(listing) <= MOST_IMAGES:
+        return listing, len(listing)
+    drawn = np.random.default_rng(seed).choice(len(listing), MOST_IMAGES, replace=False)
+    return listing.select(np.sort(drawn)), len(listing)
+
+
+def thumbnail(file: Path) -> str:
+    """A small copy as a data URI, so that the report needs no other file."""
+    image = Image.fromarray(decode_file(file, THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=JPEG_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+# Beside the release's own files, the figures come from these.
+SOFTWARE = ("nobackfill", "onnxruntime", "numpy", "pillow")
+
+
+def downloads(
+    manifests: Mapping[int, Manifest], old: int, release: int, route: tuple[int, ...]
+) -> dict[str, int]:
+    """Bytes by part that a device of release `old` downloads to follow `release`.
+
+    As a device chooses: int8 transforms where they are published, the probes of every release on
+    the way, nothing that `old` has brought already. Manifests and signatures come on top.
+    """
+    new = manifests[release]
+    steps = route_along(manifests, route).steps
+    transforms = [upgrade.int8_file or upgrade.file for _, upgrade in steps]
+    side = [] if new.side_encoder is None else [new.side_encoder.file]
+    parts: dict[str, list[PublishedFile]] = {
+        "new model": [file for file in new.embedding_files() if file not in side],
+        "side-information encoder": side,
+        "transform": transforms,
+        "probes": [manifests[number].probes.file for number in route[1:] or (release,)],
+    }
+    held = {file.path for file in manifests[old].files()}
+    lengths = {
+        part: sum(file.length for file in files if file.path not in held)
+        for part, files in parts.items()
+    }
+    return {part: length for part, length in lengths.items() if length}
+
+
+def facts(manifest: Manifest) -> list[tuple[str, str]]:
+    """Version, method, digests and recipe of a release, as rows of name and value."""
+    embedder = manifest.embedder
+    rows = [
+        ("release", str(manifest.release)),
+        ("created", manifest.created),
+        ("method", manifest.method),
+        ("space", manifest.space),
+        ("input", _input(manifest)),
+        ("embedding", f"{embedder.dim} numbers, {embedder.metric.replace('_', ' ')}"),
+        ("side-information", manifest.side_space or "none"),
+        *((f"{cell.name} without labels", _unlabelled(cell)) for cell in manifest.unlabelled),
+        *((f"sha256 of {file.path}", file.sha256) for file in manifest.files()),
+        *((f"recipe: {key}", str(value)) for key, value in manifest.recipe.items()),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _unlabelled(cell: Unlabelled) -> str:
+    figures = {
+        "agreement@10 with new / new": (cell.agreement, cell.stayed_agreement),
+        "R@1 of the very item": (cell.recall1, cell.stayed_recall1),
+    }
+    told = [
+        f"{name} {100 * new:.1f} % (old / old {100 * old:.1f})"
+        for name, (new, old) in figures.items()
+    ]
+    return f"{', '.join(told)}; of {cell.queries} second views"
+
+
+def _input(manifest: Manifest) -> str:
+    kinds = []
+    if manifest.embedder.file is not None:
+        frame = manifest.frame
+        told = [f"{frame.width} x {frame.height} pixels", frame.fit, frame.interpolation]
+        kinds.append(", ".join(one for one in told if one not in ("stretch", "bilinear")))
+    if (text := manifest.text_encoder) is not None:
+        kinds.append(f"{text.length} tokens of text")
+    return ", ".join(kinds)
+
+
+def software() -> str:
+    """The versions that the figures were computed with, as one line."""
+    versions = ", ".join(f"{name} {version(name)}" for name in SOFTWARE)
+    return f"{versions}, Python {platform.python_version()}"
+
 
 TITLES = {"old": "stored by the old model", "served": "after the upgrade", "new": "embedded again"}
 # What a cell of the matrix is to a person; the others are only told by their row and column.
@@ -57,25 +216,25 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Row:
+class HitRow:
     title: str
     hits: list[Tile]
 
 
 @dataclass(frozen=True)
-class Asked:
+class QueryHits:
     """A query with its first hits by ROWS."""
 
     picture: str
     label: str
-    rows: list[Row]
+    rows: list[HitRow]
 
 
 @dataclass(frozen=True)
 class Group:
     title: str
     text: str
-    queries: list[Asked]
+    queries: list[QueryHits]
 
 
 def render(
@@ -154,15 +313,15 @@ def _groups(comparison: Comparison) -> list[Group]:
     ]
 
 
-def _asked(comparison: Comparison, query: int) -> Asked:
+def _asked(comparison: Comparison, query: int) -> QueryHits:
     cells = comparison.cells
     rows = [
-        Row(title, [_tile(comparison, hit) for hit in cells[name].neighbours[query].tolist()])
+        HitRow(title, [_tile(comparison, hit) for hit in cells[name].neighbours[query].tolist()])
         for title, name in ROWS.items()
         if name in cells
     ]
     tile = _tile(comparison, query)
-    return Asked(tile.picture, tile.label, rows)
+    return QueryHits(tile.picture, tile.label, rows)
 
 
 def _tile(comparison: Comparison, row: int, times: float | None = None) -> Tile:
@@ -185,3 +344,40 @@ def _seconds(value: float) -> str:
 
 def _bytes(value: int) -> str:
     return f"{value / 1e6:.1f} MB" if value >= 1e6 else f"{value / 1e3:.0f} kB"
+
+
+# Draws the pictures of a large folder, and the random order of the backfill curve.
+SEED = 0
+
+
+def upgrade_page(
+    model_repo: Path, release: int, images: Path | None, served: Served | None = None
+) -> str:
+    """The HTML of `release`, from a publication folder that is verified first.
+
+    `images`: a folder of class folders to measure on and to show; it is only read. `served`: pages
+    that it leads to. Raises NotFoundError, VerificationError, InvalidInputError.
+    """
+    links = () if served is None else served.links(release)
+    with tempfile.TemporaryDirectory() as state:
+        trusted = TrustedFolder(model_repo, Path(state))
+        trusted.refresh()
+        manifests = dict(trusted.manifests())
+        if release not in manifests:
+            raise NotFoundError(
+                f"{model_repo} holds no release {release} in use; it holds "
+                f"{few(sorted(manifests, reverse=True)) or 'none'}"
+            )
+        old = predecessor(manifests, release)
+        comparison = basis = None
+        if images is not None and old is not None:
+            pictures, total = read_folder(images, SEED)
+            for number in {old, *range(old + 1, release + 1)} & set(manifests):
+                trusted.verified(number)
+            comparison = compare(model_repo, manifests, old, release, pictures)
+            basis = (
+                f"Measured on {len(pictures)} of {total} images of {images.resolve().name}: each "
+                "is asked, all others are the gallery. Upgraded as gateways and devices do it, by "
+                "int8 transforms where they are published."
+            )
+        return render(manifests, release, old, comparison, basis, SEED, links)

@@ -18,9 +18,9 @@ from nobackfill.faces import offer
 
 if TYPE_CHECKING:
     from nobackfill.serve.dual import (
-        Answer as Answer,
+        DualAnswer as DualAnswer,
         Dual as Dual,
-        Hit as Hit,
+        DualHit as DualHit,
         Progress as Progress,
     )
     from nobackfill.serve.items import (
@@ -31,14 +31,17 @@ if TYPE_CHECKING:
         UrlItems as UrlItems,
     )
     from nobackfill.serve.natives import Natives as Natives
-    from nobackfill.serve.reembedding import Limits as Limits, Reembedding as Reembedding
+    from nobackfill.serve.reembedding import (
+        Limits as Limits,
+        SourceReembedding as SourceReembedding,
+    )
 else:
     __getattr__ = offer(
         __name__,
         {
-            "dual": "Answer Dual Hit Progress",
+            "dual": "Dual DualAnswer DualHit Progress",
             "items": "ColumnItems FolderItems FunctionItems Items UrlItems",
             "natives": "Natives",
-            "reembedding": "Limits Reembedding",
+            "reembedding": "Limits SourceReembedding",
         },
     )

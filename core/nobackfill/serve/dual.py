@@ -19,10 +19,10 @@ from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
 from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
-from nobackfill.items.reembedding import Cost, Limits, today
+from nobackfill.items.reembedding import EmbeddingCost, Limits, today
 from nobackfill.items.sources import Items
 from nobackfill.serve.natives import Natives, digest
-from nobackfill.serve.reembedding import Reembedding, without
+from nobackfill.serve.reembedding import SourceReembedding, without
 from nobackfill.vectors import Vectors, check_vectors
 
 _WINDOW = 1000
@@ -30,7 +30,7 @@ _HEALED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
-class Hit:
+class DualHit:
     """`probability` of a match, 0 to 1; `origin` of the vector that it was ranked by."""
 
     id: str
@@ -39,10 +39,10 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Answer:
+class DualAnswer:
     """Hits, best first. `native`: the share of the candidates that the new model itself ranked."""
 
-    hits: list[Hit]
+    hits: list[DualHit]
     native: float
 
 
@@ -54,7 +54,7 @@ class Progress:
     native: int
     today: int
     a_day: int | None
-    cost: Cost
+    cost: EmbeddingCost
 
 
 class Dual:
@@ -67,7 +67,7 @@ class Dual:
         joining: Joining,
         natives: Natives,
         *,
-        again: Reembedding | None = None,
+        again: SourceReembedding | None = None,
         carried: str | None = None,
     ) -> None:
         """`carried`: the name that `nobackfill carry --to` was given, whose vectors a query by the
@@ -110,7 +110,7 @@ class Dual:
         kept = Natives(natives, embedder.fingerprint, found.dims[1])
         again = None
         if items is not None:
-            again = Reembedding(source, items, embedder, kept, limits or Limits())
+            again = SourceReembedding(source, items, embedder, kept, limits or Limits())
         return cls(source, found, load_joining(joining), kept, again=again, carried=carried)
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class Dual:
             self._again.close()
         self._natives.close()
 
-    def search(self, old: Vectors, new: Vectors, k: int = 10) -> Answer:
+    def search(self, old: Vectors, new: Vectors, k: int = 10) -> DualAnswer:
         """The k best items for a query by the old model [a] and by the new one [b].
 
         Raises InvalidInputError for vectors of other dimensions, or k beyond the candidates.
@@ -137,10 +137,10 @@ class Dual:
             rows, odds, native = self._ranked(self._source.lookup(rows.ids), by_old, by_new)
         probabilities = 1 / (1 + np.exp(-odds.astype(np.float64).clip(-500, 500)))
         hits = [
-            Hit(name, float(p), "native" if name in native else "carried")
+            DualHit(name, float(p), "native" if name in native else "carried")
             for name, p in zip(rows.ids[:k], probabilities[:k].tolist(), strict=True)
         ]
-        return Answer(hits, len(native) / len(rows) if len(rows) else 0.0)
+        return DualAnswer(hits, len(native) / len(rows) if len(rows) else 0.0)
 
     def _candidates(self, by_old: Vectors, by_new: Vectors) -> Rows:
         """Those of each model, each once, with their old vectors."""
@@ -233,5 +233,5 @@ class Dual:
             len(self._natives),
             self._natives.spent(today()),
             None if again is None else again.limits.a_day,
-            Cost() if again is None else again.cost,
+            EmbeddingCost() if again is None else again.cost,
         )

@@ -12,7 +12,7 @@ from nobackfill.errors import (
     NotPermittedError,
     UnavailableError,
 )
-from nobackfill.items.reembedding import Cost, today
+from nobackfill.items.reembedding import EmbeddingCost, today
 from nobackfill.items.reembedding import Limits as Limits
 from nobackfill.items.reembedding import Reembedding as ByKey
 from nobackfill.items.sources import Items
@@ -20,7 +20,7 @@ from nobackfill.serve.natives import Natives, digest
 from nobackfill.vectors import Vectors
 
 
-class Reembedding:
+class SourceReembedding:
     """Embeds items of `source` by `embedder`, reading them from `items`, into `natives`."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Reembedding:
         return self._again.limits
 
     @property
-    def cost(self) -> Cost:
+    def cost(self) -> EmbeddingCost:
         """So far."""
         return self._again.cost
 

@@ -36,11 +36,11 @@ from nobackfill.release.publishing.metadata import (
 from nobackfill.release.publishing.staging import lock_path, staging, tidy
 from nobackfill.release.triton_config import configs
 
-__all__ = ["Draft", "Published", "publish"]
+__all__ = ["Draft", "PublishedRelease", "publish"]
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRelease:
     """What was published, or with dry_run would have been: paths with their bytes.
 
     `new_keys` names the folder of development keys, where this publish made them.
@@ -54,7 +54,7 @@ class Published:
 
 def publish(
     repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = False, share: float = 1.0
-) -> Published:
+) -> PublishedRelease:
     """Check, sign and publish a release into `repo` (made if missing); keys None: those beside it.
     `share`: of the devices that it is for at first, above 0 and at most 1.
 
@@ -153,10 +153,10 @@ def _is_published(file: PublishedFile, published: Mapping[str, TargetFile]) -> b
 
 def _published(
     repo: Path, draft: Draft, files: Mapping[str, bytes], keys: Keys, *, written: bool
-) -> Published:
+) -> PublishedRelease:
     new_keys = keys.folder if read_root(repo) is None and not keys.complete() else None
     sizes = {path: len(data) for path, data in files.items()}
-    return Published(draft.manifest.release, sizes, new_keys, written)
+    return PublishedRelease(draft.manifest.release, sizes, new_keys, written)
 
 
 def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:

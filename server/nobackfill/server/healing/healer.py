@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
 from nobackfill.gallery.store import Item
-from nobackfill.items.reembedding import Cost, Reembedding, today
-from nobackfill.items.resting import Resting
+from nobackfill.items.reembedding import EmbeddingCost, Reembedding, Resting, today
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
@@ -38,7 +37,7 @@ class HealingProgress:
     carried: int | None
     today: int
     a_day: int
-    cost: Cost
+    cost: EmbeddingCost
 
 
 class Healer:
@@ -56,7 +55,7 @@ class Healer:
         self._all_tried = 0.0
         # What the background has begun, and what all had cost by then.
         self._begun: dict[int, str] = {}
-        self._before = Cost()
+        self._before = EmbeddingCost()
         self._pause = self._paused = 0.0
 
     def close(self, seconds: float) -> bool:

@@ -33,7 +33,7 @@ from nobackfill.gallery.search.aside import give_way
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import space_of
 from nobackfill.gallery.stored_vectors import Item, StoredVectors
-from nobackfill.items.reembedding import Cost
+from nobackfill.items.reembedding import EmbeddingCost
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
@@ -232,7 +232,7 @@ class Healing:
         self._replaced: list[Healer] = []
         # Sources that are being opened.
         self._opening: dict[HealingSource, Future[Items]] = {}
-        self._past = Cost()
+        self._past = EmbeddingCost()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
 

@@ -11,9 +11,8 @@ from pydantic import SecretStr
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.items.kind import Kind
-from nobackfill.items.lines import LineItems
 from nobackfill.items.reembedding import Limits
-from nobackfill.items.sources import FolderItems, FunctionItems, Items, UrlItems
+from nobackfill.items.sources import FolderItems, FunctionItems, Items, LineItems, UrlItems
 
 FOLDER, TEXTS, COLUMN, FUNCTION = "folder:", "texts:", "column:", "function:"
 # Files of this kind are texts, all others images.

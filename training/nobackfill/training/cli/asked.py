@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from nobackfill.class_folders import Listing
 from nobackfill.errors import ConfigurationError, few
-from nobackfill.quality.text_listing import TextListing
+from nobackfill.quality.listing import TextListing
 from nobackfill.release.manifest import Manifest
 
 

@@ -14,12 +14,12 @@ from nobackfill.durable import write_file
 from nobackfill.errors import ConfigurationError
 from nobackfill.metrics.backfill import BackfillCurve
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.quality.backfill import backfill_curves
 from nobackfill.quality.cells import CellName, every_cell, parse_cell
 from nobackfill.quality.criterion import criterion
 from nobackfill.quality.embedded import Embedded, Published
-from nobackfill.quality.matrix import MatrixCell, evaluate_cells, neighbour_paths
-from nobackfill.quality.relevance import same_class
+from nobackfill.quality.listing import same_class
+from nobackfill.quality.retrieval import MatrixCell, evaluate_cells, neighbour_paths
+from nobackfill.quality.route_evidence import backfill_curves
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.cli.command import command_app

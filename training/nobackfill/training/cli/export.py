@@ -10,11 +10,14 @@ import typer
 from nobackfill.class_folders import Listing, list_images
 from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError
 from nobackfill.quality.gate import Evidence, measure_release
-from nobackfill.quality.halves import halves
-from nobackfill.quality.text_listing import list_texts
+from nobackfill.quality.listing import halves, list_texts
 from nobackfill.release.manifest import GateVerdict, Manifest
 from nobackfill.release.publishing.keys import Keys
-from nobackfill.release.publishing.publish import Published, check_keys, publish
+from nobackfill.release.publishing.publish import (
+    PublishedRelease,
+    check_keys,
+    publish,
+)
 from nobackfill.release.publishing.staging import drafting
 from nobackfill.release.trust.publication import Publication, read_publication
 from nobackfill.shares import percent
@@ -256,7 +259,9 @@ def _judged(
     return Manifest.model_validate(manifest.model_copy(update={"gate": verdict}).model_dump())
 
 
-def _report(manifest: Manifest, evidence: Evidence | None, done: Published, as_json: bool) -> None:
+def _report(
+    manifest: Manifest, evidence: Evidence | None, done: PublishedRelease, as_json: bool
+) -> None:
     if done.new_keys is not None:
         print(
             f"DEVELOPMENT KEYS made in {done.new_keys}: whoever holds them signs releases. Keep "

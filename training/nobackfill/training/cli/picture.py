@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.durable import write_file
-from nobackfill.quality.matrix import MatrixCell
+from nobackfill.quality.retrieval import MatrixCell
 
 
 def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:

@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from nobackfill.metrics.backfill import TENTHS, BackfillCurve
-from nobackfill.quality.gains import Row
-from nobackfill.quality.gate import Evidence
-from nobackfill.quality.matrix import MatrixCell
+from nobackfill.quality.gate import Evidence, GainRow
+from nobackfill.quality.retrieval import MatrixCell
 from nobackfill.release.evidence import Unlabelled
 
 
@@ -114,7 +113,7 @@ def render(table: Table) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def _gains(row: Row | None) -> list[str]:
+def _gains(row: GainRow | None) -> list[str]:
     if row is None:
         return []
     gains = [row.cmc1_gain, row.map_gain]

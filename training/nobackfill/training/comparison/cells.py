@@ -20,12 +20,11 @@ from nobackfill.metrics.hubness import hubness
 from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.metrics.retrieval import PerQuery
-from nobackfill.quality.backfill import backfill_curves
-from nobackfill.quality.calibrate import PAIRS_A_QUERY, same_scale
 from nobackfill.quality.cells import CellName, alone, upgrade_cells
 from nobackfill.quality.embedded import asking
-from nobackfill.quality.relevance import among_others
+from nobackfill.quality.listing import among_others
 from nobackfill.quality.retrieval import Measured, measure, measure_cell
+from nobackfill.quality.route_evidence import PAIRS_A_QUERY, backfill_curves, same_scale
 from nobackfill.training.comparison.rows import Row
 from nobackfill.training.comparison.serve import NEW, OLD, Trained
 from nobackfill.training.config import load_config
