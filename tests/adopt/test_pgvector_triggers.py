@@ -1,5 +1,6 @@
 """A new vector is emptied whenever its old one changes, by whichever way it changes."""
 
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,26 @@ def test_the_owner_is_warned_of_triggers_before_they_fire(
     assert "fires the triggers touch; --to table:NAME" in warning
     assert "fired" in error
     assert told["table:beside"] == []
+
+
+@both
+def test_a_restored_dump_has_the_triggers(
+    postgres: Server, table: tuple[str, Connection], target: Any
+) -> None:
+    address, _ = table
+    carried(address, target)
+    dump = [str(postgres.programs / "pg_dump"), "--dbname", address]
+    text = subprocess.run(dump, check=True, capture_output=True).stdout
+    with postgres.database() as url:
+        restore = [str(postgres.programs / "psql"), "-qX", "-v", "ON_ERROR_STOP=1", "--dbname", url]
+        subprocess.run(restore, input=text, check=True, capture_output=True)
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("UPDATE t SET v = (SELECT v FROM t WHERE id = 9) WHERE id < 5")
+            connection.execute("UPDATE t SET body = 'another' WHERE id = 6")
+            assert stale(connection, target) == []
+            connection.execute("UPDATE t SET v = NULL WHERE id = 5")
+            rows = connection.execute(READ[target.name].encode()).fetchall()
+            assert sorted(row[0] for row in rows if row[2] is None) == [0, 1, 2, 3, 4, 5]
 
 
 BEFORE_ISSUE_N = """

@@ -25,7 +25,7 @@ OF_POSTGRESQL = (
 )  # fmt: skip
 # Their packages come with `make test-scale`.
 OF_CLUSTERS = (
-    "server.stores.milvus", "server.galleries.in_milvus", "server.upgrades.workers.ray_cluster",
+    "server.stores.milvus", "server.galleries.hosted_milvus", "server.upgrades.workers.ray_cluster",
     "adopt.sources.milvus",
 )  # fmt: skip
 OF_EXPORT = ("server.export",)

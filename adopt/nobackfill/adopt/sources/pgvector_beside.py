@@ -105,10 +105,12 @@ _BODY: LiteralString = """
   END IF;
   RETURN NULL;
 END"""
+# As in pgvector.py, no IS DISTINCT FROM: it does not outlive a dump.
 _EVENTS: dict[str, LiteralString] = {
     "": "AFTER INSERT OR DELETE ON {table} FOR EACH ROW",
     "_changed": "AFTER UPDATE ON {table} FOR EACH ROW "
-    "WHEN (OLD.{old} IS DISTINCT FROM NEW.{old} OR OLD.{key} IS DISTINCT FROM NEW.{key})",
+    "WHEN ((OLD.{old} IS NULL) <> (NEW.{old} IS NULL) OR NOT OLD.{old} {same} NEW.{old} "
+    "OR NOT OLD.{key} {equals} NEW.{key})",
     "_emptied": "AFTER TRUNCATE ON {table} FOR EACH STATEMENT",
 }
 

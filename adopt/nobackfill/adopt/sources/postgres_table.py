@@ -150,7 +150,7 @@ def refused(name: str) -> Iterator[None]:
 _SAID = ("nobackfill", "carried", "model", "of")
 # pgvector's types that are carried.
 _VECTOR = re.compile(r"(?:.*\.)?(vector|halfvec)(?:\((\d+)\))?")
-_OPERATORS: dict[str, LiteralString] = {"product": "<#>"}
+_OPERATORS: dict[str, LiteralString] = {"product": "<#>", "same": "="}
 # Kinds of relations whose rows are another's.
 _NO_TABLES = {"v": "view", "m": "materialized view", "f": "foreign table"}
 # A table that others use is locked for a moment, or not at all.
@@ -174,8 +174,8 @@ class SourceTable:
     """A table at `address` (libpq's; passwords belong into ~/.pgpass or PGPASSWORD).
 
     `name` may have a schema ("public.documents"); `key`: a column without equal or empty values,
-    None for the primary key. Statements know {table}, {here} (with its schema), {key}
-    and {equals} (the key's); other braces are filled from names
+    None for the primary key. Statements know {table}, {here} (with its schema), {key},
+    {equals} (the key's) and {same} (a vector's); other braces are filled from names
     (sql.Identifier) and values. Raises UnavailableError, NotFoundError, InvalidInputError.
     """
 
