@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.galleries import PUT_ROWS
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted_milvus import InMilvus
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.candidates import Candidates

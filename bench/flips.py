@@ -9,7 +9,7 @@ import numpy as np
 
 from bench.harness import Bench, Row, Table
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.searcher import Candidates, PostgresqlSearcher
 

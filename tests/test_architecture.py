@@ -228,17 +228,14 @@ def test_only_graphs_import_hnswlib() -> None:
     users = {path for path in sources(*ARROWS) if "hnswlib" in packages(path)}
     assert {path.relative_to(folder("gallery") / "search").name for path in users} == {
         "hnsw.py",
-        "graph_state.py",
+        "graph_file.py",
     }
 
 
 def test_hnsw_is_imported_by_server_and_quality_only() -> None:
     for path in sources(*(set(ARROWS) - {"server", "quality"}), "demo"):
-        if path.name not in ("hnsw.py", "graph_index.py", "skeleton.py"):
-            graphs = {
-                f"nobackfill.gallery.search.{name}"
-                for name in ("hnsw", "graph_state", "graph_index")
-            }
+        if path.name not in ("hnsw.py", "graph_file.py"):
+            graphs = {f"nobackfill.gallery.search.{name}" for name in ("hnsw", "graph_file")}
             assert not graphs & set(imports(path)), path.relative_to(ROOT)
 
 
@@ -421,5 +418,5 @@ def test_the_checks_of_modules_can_fail() -> None:
     # A lazy import, one for annotations, and one of compiled code.
     assert "nobackfill.client.search" in graph["nobackfill.client.device"]
     assert "nobackfill.release.manifest" in graph["nobackfill.release.image_model"]
-    compiled = "nobackfill.gallery.search.compiled_search"
+    compiled = "nobackfill.gallery.search.view"
     assert "nobackfill.gallery.search._native" in graph[compiled]

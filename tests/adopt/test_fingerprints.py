@@ -23,7 +23,7 @@ from nobackfill.digests import space_id
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.serve import Dual
 from nobackfill.server.export import export
 from nobackfill.vectors import Vectors

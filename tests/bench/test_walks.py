@@ -124,7 +124,7 @@ def test_a_gateway_is_walked(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert files[0].startswith("server/")
     # Who looks at galleries twice a second is no part of it; who writes the row is.
     assert "server/nobackfill/server/galleries/indexing.py" not in files
-    assert "core/nobackfill/gallery/writing.py" in files
+    assert "core/nobackfill/gallery/store.py" in files
     assert max(put["rounds"]) - min(put["rounds"]) <= put["moves"] // 10
     printed = capsys.readouterr().out
     assert f"| put one image | {len(files):<5} | {put['functions']:<9} |" in printed

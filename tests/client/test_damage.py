@@ -17,7 +17,7 @@ import pytest
 from nobackfill.client.cli.app import main
 from nobackfill.client.device import Device
 from nobackfill.client.vault.queue import VaultEntry, VaultQueue
-from nobackfill.gallery.creation import PAGE_BYTES
+from nobackfill.gallery.connections import PAGE_BYTES
 from nobackfill.gallery.store import NewVectors
 from tests.support import edge
 from tests.support.edge import Setting

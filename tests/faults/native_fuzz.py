@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from nobackfill.gallery.search import compiled_search
+from nobackfill.gallery.search import view
 from nobackfill.v1 import search_pb2, types_pb2
 from tests.gallery.test_compiled_search import made
 
@@ -30,7 +30,7 @@ def message(rng: random.Random) -> bytes:
 
 def main() -> None:
     rng = random.Random(1)
-    parse, curves = compiled_search.parse, compiled_search.curves_of({1: ([0, 1, 2], [1, 0.5, 0])})
+    parse, curves = view.parse, view.curves_of({1: ([0, 1, 2], [1, 0.5, 0])})
     snapshot = made(16, "squared_l2", whole=False)
     compiled = snapshot.compiled
     assert parse is not None and curves is not None and compiled is not None

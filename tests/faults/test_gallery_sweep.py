@@ -17,7 +17,7 @@ import pytest
 from nobackfill.errors import CannotWriteError, NotFoundError
 from nobackfill.faults import FAULTS
 from nobackfill.gallery import staging
-from nobackfill.gallery.search import hnsw, skeleton
+from nobackfill.gallery.search import graph_file, hnsw
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
@@ -158,11 +158,13 @@ def recover(folder: Path, unbroken: list[Dump], acknowledged: int) -> None:
     elif found != before:
         assert LIFE[acknowledged] is upgrade and is_part_of(found, before, after)
     if acknowledged > LIFE.index(index):
-        assert len(skeleton.read(folder / "index", spec(2)).labels) == len(after["items"])
+        assert len(graph_file.read_skeleton(folder / "index", spec(2)).labels) == len(
+            after["items"]
+        )
     live(folder, done)
     with SqliteGallery.open(folder / "g.sqlite") as store:
         assert dump(store) == unbroken[-1]
-    assert skeleton.read(folder / "index", spec(2)).spec == spec(2)
+    assert graph_file.read_skeleton(folder / "index", spec(2)).spec == spec(2)
     names = {path.name for path in folder.iterdir()}
     assert names - {"acknowledged"} == {"g.sqlite", "g.sqlite.lock", "index"}
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.search import compiled_search, hnsw
+from nobackfill.gallery.search import hnsw, view
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Mask, Neighbours
-from nobackfill.gallery.search.view import Part, Snapshot, snapshot_of
+from nobackfill.gallery.search.view import IndexPart, Snapshot, snapshot_of
 from nobackfill.gallery.spec import Metric, SpaceSpec
 from nobackfill.vectors import Vectors
 from tests.gallery.making import spec as making_spec
 
 pytestmark = pytest.mark.skipif(
-    compiled_search.parse is None, reason="nothing was compiled: there is no compiler"
+    view.parse is None, reason="nothing was compiled: there is no compiler"
 )
 # So many that a graph is cheaper than comparing all; and beside it.
 ROWS, BESIDE = 3000, 40
@@ -47,7 +47,7 @@ def made(dim: int, metric: Metric, whole: bool, rows: int = ROWS) -> Snapshot:
     vectors = content(rng, rows + BESIDE, dim, whole)
     base = hnsw.build(of, labels[:rows], vectors[:rows])
     delta = ExactIndex(of, labels[rows:], vectors[rows:])
-    return replace(snapshot_of(of, base), delta=Part(delta))
+    return replace(snapshot_of(of, base), delta=IndexPart(delta))
 
 
 def in_python(snapshot: Snapshot) -> Snapshot:
@@ -153,7 +153,7 @@ def test_bad_queries_are_refused_as_in_python() -> None:
         with pytest.raises(InvalidInputError):
             snapshot.search(np.array(bad, np.float32), 3)
     for values in (b"", b"123", np.array([np.nan, 0, 0], "<f4").tobytes(), bytes(16)):
-        curves = compiled_search.curves_of({})
+        curves = view.curves_of({})
         assert curves is not None
         assert snapshot.compiled.answers([(values, 3, np.inf)], True, {}, curves, b"") == [None]
 
@@ -208,7 +208,7 @@ def test_damaged_vectors_are_farthest(metric: Metric, share: float) -> None:
     vectors[bad, 3] = np.nan
     labels = np.arange(len(vectors))
     base = hnsw.build(of, labels[:ROWS], vectors[:ROWS])
-    delta = Part(ExactIndex(of, labels[ROWS:], vectors[ROWS:]))
+    delta = IndexPart(ExactIndex(of, labels[ROWS:], vectors[ROWS:]))
     snapshot = replace(snapshot_of(of, base), delta=delta)
     assert snapshot.compiled is not None
     for query in rng.standard_normal((20, 1, 16), dtype=np.float32):

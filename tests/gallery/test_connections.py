@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
-from nobackfill.gallery import access, connections, staging
-from nobackfill.gallery.access import Access, connect
+from nobackfill.gallery import connections, staging
+from nobackfill.gallery.connections import Access, connect
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
@@ -63,7 +63,7 @@ WRITES: dict[str, Callable[[SqliteGallery], object]] = {
 def test_a_writer_waits_for_another_process_and_then_says_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statements: str
 ) -> None:
-    monkeypatch.setattr(access, "BUSY_TIMEOUT_MS", 150)
+    monkeypatch.setattr(connections, "BUSY_TIMEOUT_MS", 150)
     path = tmp_path / "g.sqlite"
     with filled(path, 10) as store:
         staging.begin(store, spec(2))
@@ -212,7 +212,7 @@ def test_nobody_checks_while_another_has_it_open(
     path = tmp_path / "g.sqlite"
     checks: list[str] = []
 
-    def traced(where: Path, access: Access) -> sqlite3.Connection:
+    def traced(where: Path, access: Access = connections.SHARED) -> sqlite3.Connection:
         connection = connect(where, access)
         connection.set_trace_callback(checks.append)
         return connection
@@ -272,4 +272,4 @@ def test_what_another_process_takes_away_meanwhile_keeps_nobody_out(
         return asked(name, mode, **more)
 
     monkeypatch.setattr(os, "access", closing)
-    assert access.unwritable(path) is None and not log.exists()
+    assert connections.unwritable(path) is None and not log.exists()

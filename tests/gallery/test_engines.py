@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobackfill.gallery.search import exact, graph_index, hnsw
+from nobackfill.gallery.search import exact, hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Index, Labels, Mask, Neighbours
 from nobackfill.gallery.search.view import changed, snapshot_of
@@ -117,8 +117,8 @@ APPROXIMATE = {"hnsw", "loaded", "carried"}
 @pytest.fixture(params=MAKERS)
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     # At this size exact search is the cheaper way always; it is the graph that is to be tested.
-    monkeypatch.setattr(graph_index, "_GRAPH_QUERY", 0)
-    monkeypatch.setattr(graph_index, "_GRAPH_CANDIDATE", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_CANDIDATE", 0)
     return str(request.param)
 
 

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import BusyError
+from nobackfill.gallery import filter_engine
 from nobackfill.gallery import filter_engine as engine
-from nobackfill.gallery import segment, stored_columns
-from nobackfill.gallery.columns import Column
-from nobackfill.gallery.filter_engine import FilterEngine
+from nobackfill.gallery.filter_engine import FilterEngine, KeyColumn, StoredSegment
 from nobackfill.gallery.filters import All, Exists, OneOf, Range, TimeRange
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.segment import StoredSegment
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from tests.gallery.making import filled, ids, spec, vectors
@@ -32,13 +30,14 @@ class Gate:
         self.reached = threading.Event()
         self.go_on = threading.Event()
         self.read: list[str] = []
+        self.read_column = filter_engine.read_column
 
-    def __call__(self, connection: sqlite3.Connection, key: str, labels: Labels) -> Column:
+    def __call__(self, connection: sqlite3.Connection, key: str, labels: Labels) -> KeyColumn:
         self.read.append(key)
         if key == self.key:
             self.reached.set()
             assert self.go_on.wait(WAIT_S)
-        return stored_columns.read(connection, key, labels)
+        return self.read_column(connection, key, labels)
 
 
 @pytest.fixture
@@ -60,12 +59,7 @@ def put(store: SqliteGallery, first: int, count: int) -> None:
 
 def gated(monkeypatch: pytest.MonkeyPatch, key: str) -> Gate:
     gate = Gate(key)
-
-    class Stored:
-        labels = staticmethod(stored_columns.labels)
-        read = staticmethod(gate)
-
-    monkeypatch.setattr(segment, "stored_columns", Stored)
+    monkeypatch.setattr(filter_engine, "read_column", gate)
     return gate
 
 
@@ -95,11 +89,11 @@ def test_a_reading_that_fails_is_told_and_tried_again(
     filtering = FilterEngine(store)
     assert len(filtering.passing(Exists("a"))) == 50
 
-    def busy(*_: object) -> Column:
+    def busy(*_: object) -> KeyColumn:
         raise BusyError("try again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored_columns, "read", busy)
+        patch.setattr(filter_engine, "read_column", busy)
         with pytest.raises(BusyError):
             filtering.passing(Exists("b"))
         assert len(filtering.passing(Range("a", at_least=49))) == 1

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import VerificationError
-from nobackfill.gallery.search import graph_index, hnsw
-from nobackfill.gallery.search.skeleton import Skeleton
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search.graph_file import Skeleton
 from tests.gallery.making import spec, vectors
 
 COUNT = 600
@@ -86,7 +86,7 @@ def test_it_is_refused(skeleton: Skeleton, tmp_path: Path, number: int) -> None:
 def test_what_was_built_is_taken(
     skeleton: Skeleton, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph_index, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
     skeleton.write(tmp_path / "index")
     index, rest = hnsw.load(tmp_path / "index", spec(), LABELS, CONTENT)
     assert not len(rest) and (index.search(CONTENT, 1).labels[:, 0] == LABELS).mean() > 0.99

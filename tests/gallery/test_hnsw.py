@@ -12,16 +12,12 @@ import pytest
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
 from nobackfill.faults import FAULTS
 from nobackfill.gallery.search import (
-    distances,
-    graph_index,
+    graph_file,
     graph_memory,
-    graph_state,
     hnsw,
-    index_file,
-    skeleton,
 )
 from nobackfill.gallery.search.exact import ExactIndex
-from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.search.index import Labels, prepare
 from nobackfill.gallery.spec import Metric, SpaceSpec
 from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, spec, vectors
@@ -32,8 +28,8 @@ LABELS = np.arange(COUNT, dtype=np.int64) * 2 + 5
 
 @pytest.fixture(autouse=True)
 def always_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_index, "_GRAPH_QUERY", 0)
-    monkeypatch.setattr(graph_index, "_GRAPH_CANDIDATE", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_CANDIDATE", 0)
 
 
 def rotated(content: Vectors, to_dim: int = DIM) -> Vectors:
@@ -175,9 +171,9 @@ def test_vectors_are_held_once_in_the_graphs_memory(metric: Metric, threads: int
     content, target = vectors(COUNT, 1), spec(metric=metric)
     index = hnsw.build(target, LABELS, content, threads=lambda: threads)
     assert graph_memory.graph_words(index.graph) is not None
-    memory = graph_state.vectors_of(index.graph)
+    memory = graph_file.vectors_of(index.graph)
     assert memory.base is not None and not memory.flags.owndata
-    np.testing.assert_array_equal(index.vectors, distances.prepare(metric, content))
+    np.testing.assert_array_equal(index.vectors, prepare(metric, content))
     queries, mask = vectors(9, 3), np.arange(COUNT) % 5 == 0
     oracle = ExactIndex(target, LABELS, content)
     for allowed in (None, mask):
@@ -224,7 +220,10 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(
         finally:
             FAULTS.arm(None)
         # Only the last step, after the rename, finds the new one there: whole.
-        assert path.read_bytes() == before or len(skeleton.read(path, spec()).labels) == COUNT - 1
+        assert (
+            path.read_bytes() == before
+            or len(graph_file.read_skeleton(path, spec()).labels) == COUNT - 1
+        )
     assert step > 10
     with pytest.raises(CannotWriteError):
         old.save(tmp_path / "no" / "folder")
@@ -233,7 +232,7 @@ def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(
 def test_a_header_says_what_the_file_holds(old: hnsw.HnswIndex, tmp_path: Path) -> None:
     old.save(tmp_path / "index")
     head = (tmp_path / "index").read_bytes()[:2000]
-    assert head.startswith(index_file.MAGIC)
+    assert head.startswith(graph_file.MAGIC)
     for word in (f'"space": "{spec().space}"', '"dim": 12', '"count": 3000', '"M": 16', '"last_'):
         assert word.encode() in head
 

@@ -10,11 +10,10 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.gallery import edits, listing
 from nobackfill.gallery.filter_engine import FilterEngine, passing_labels
 from nobackfill.gallery.filters import Exists, Not, OneOf, Range
-from nobackfill.gallery.listing import Place
+from nobackfill.gallery.listing import ListingPlace
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.store import Change
-from nobackfill.gallery.writing import MOST_METADATA_BYTES, NewVectors
+from nobackfill.gallery.store import MOST_METADATA_BYTES, Change, NewVectors
 from tests.gallery.making import ids, spec, vectors
 
 COUNT = 30
@@ -51,7 +50,7 @@ def pages(
         found += [item.label for item, _ in items]
         if last is None:
             return found
-        after = Place.read(last.token(), least_certain=least_certain)
+        after = ListingPlace.read(last.token(), least_certain=least_certain)
         assert after == last
 
 
@@ -73,11 +72,11 @@ def test_pages_bring_every_item_once_in_order(store: SqliteGallery, size: int, o
 @pytest.mark.parametrize("token", ["x", "1:", "1:x", "-1", "9" * 20, "\u0661", "1:0.5:2"])
 def test_what_is_no_token_is_refused(token: str) -> None:
     with pytest.raises(InvalidInputError, match="page_token"):
-        Place.read(token, least_certain=":" in token)
+        ListingPlace.read(token, least_certain=":" in token)
     with pytest.raises(InvalidInputError, match="page_token"):
-        Place.read("5", least_certain=True)
+        ListingPlace.read("5", least_certain=True)
     with pytest.raises(InvalidInputError, match="page_token"):
-        Place.read("5:0.5", least_certain=False)
+        ListingPlace.read("5:0.5", least_certain=False)
 
 
 def test_items_are_deleted_by_filter(store: SqliteGallery, monkeypatch: pytest.MonkeyPatch) -> None:

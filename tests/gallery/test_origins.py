@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nobackfill.gallery.search import hnsw, origins
+from nobackfill.gallery.search import hnsw, index
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours
 from nobackfill.gallery.search.view import Snapshot, changed, snapshot_of
@@ -51,10 +51,10 @@ def test_it_is_the_order_of_all_along_the_scale(snapshots: list[Snapshot]) -> No
         best = np.argsort(keys, kind="stable")[: min(k, np.isfinite(keys).sum())]
         for snapshot in snapshots:
 
-            def nearest(of: origins.Allowed, among: Snapshot = snapshot) -> Neighbours:
+            def nearest(of: index.Allowed, among: Snapshot = snapshot) -> Neighbours:
                 return among.search(query, k, of, 4 * COUNT)
 
-            found = origins.search(
+            found = index.search_origins(
                 nearest,
                 lambda labels: (chosen(~native, labels), chosen(native, labels)),
                 Scale(slope, offset),
@@ -83,7 +83,7 @@ def test_what_is_embedded_again_meanwhile_is_found_once() -> None:
         native = np.full(len(labels), asked > 2)
         return ~native, native
 
-    found = origins.search(
+    found = index.search_origins(
         lambda chosen: snapshot.search(CONTENT[:1], 5, chosen), of, Scale(1, 0), 5
     )
     assert len(set(found.labels[0].tolist())) == 5

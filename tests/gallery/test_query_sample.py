@@ -3,18 +3,18 @@
 import numpy as np
 import pytest
 
-from nobackfill.gallery.search import graph_index, hnsw
-from nobackfill.gallery.search import query_sample as asked_queries
+from nobackfill.gallery.search import hnsw
+from nobackfill.gallery.search import view as asked_queries
 from nobackfill.gallery.search.index import EVERY
-from nobackfill.gallery.search.query_sample import Asked
+from nobackfill.gallery.search.view import QuerySample
 from nobackfill.vectors import Vectors
 from tests.gallery.making import spec
 
 
 @pytest.fixture(autouse=True)
 def always_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_index, "_GRAPH_QUERY", 0)
-    monkeypatch.setattr(graph_index, "_GRAPH_CANDIDATE", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_CANDIDATE", 0)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def test_a_search_looks_at_as_many_candidates_as_it_asks_for(
 
 
 def test_queries_are_kept_at_random_and_late_ones_too() -> None:
-    asked = Asked(3)
+    asked = QuerySample(3)
     assert asked.sample().shape == (0, 3)
     for number in range(4000):
         asked.see(np.full((1, 3), number, np.float32))
     kept = asked.sample()
-    assert kept.shape == (asked_queries.SIZE, 3) and asked.seen == 4000
-    assert len(np.unique(kept)) == asked_queries.SIZE
+    assert kept.shape == (asked_queries.SAMPLE_QUERIES, 3) and asked.seen == 4000
+    assert len(np.unique(kept)) == asked_queries.SAMPLE_QUERIES
     assert kept.max() > 2000 and np.median(kept) < 3900

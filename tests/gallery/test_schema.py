@@ -12,10 +12,10 @@ import pytest
 
 from nobackfill.errors import VerificationError
 from nobackfill.gallery import staging
-from nobackfill.gallery.file_format import FORMAT
 from nobackfill.gallery.schema import migrations
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
+from nobackfill.gallery.tables import FORMAT
 from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, ids, spec, vectors
 

@@ -10,9 +10,9 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery import staging
-from nobackfill.gallery.estimate import estimate
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.upgrade import Order, Progress, run_upgrade
+from nobackfill.gallery.staging import estimate
+from nobackfill.gallery.upgrade import Order, UpgradeProgress, run_upgrade
 from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
 
@@ -35,7 +35,7 @@ class Watched(Linear):
 
 def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None:
     linear = Linear()
-    seen: list[Progress] = []
+    seen: list[UpgradeProgress] = []
     with filled(tmp_path / "g.sqlite", 25) as store:
         outcome = run_upgrade(store, linear, spec(2), chunk=10, on_progress=seen.append)
         assert (outcome.written, outcome.left_behind, outcome.stopped) == (25, 0, False)

@@ -10,8 +10,8 @@ import pytest
 from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.filters import OneOf
 from nobackfill.gallery.search.index import EVERY
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.storage import split_store
 from nobackfill.server.stores.milvus import candidates, journal
 from nobackfill.server.stores.milvus.collections import Collections

@@ -8,20 +8,11 @@ import pytest
 from hypothesis import given, settings
 
 from nobackfill.gallery import edits
-from nobackfill.gallery.filters import (
-    All,
-    AnyOf,
-    Exists,
-    Filter,
-    Not,
-    OneOf,
-    Range,
-    TimeRange,
-)
+from nobackfill.gallery.filters import All, AnyOf, Exists, Filter, Not, OneOf, Range, TimeRange
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import mask_of
 from nobackfill.gallery.spec import Metadata, MetadataValue
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.milvus import candidates
 from nobackfill.server.stores.milvus.candidates import expression_of
 from nobackfill.server.stores.milvus.gallery import MilvusGallery

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nobackfill.errors import ConfigurationError, UnavailableError
-from nobackfill.gallery.upgrade import Progress
+from nobackfill.gallery.upgrade import UpgradeProgress
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.upgrades.workers.processes import Processes
 from nobackfill.server.upgrades.workers.workers import PIECE
@@ -52,9 +52,9 @@ def test_a_killed_process_loses_doubles_and_revives_nothing(
     workers = Processes(2)
     with postgres.database() as url:
         carried = Carried(url, stages[2], one, two, COUNT)
-        told: list[Progress] = []
+        told: list[UpgradeProgress] = []
 
-        def on_progress(progress: Progress) -> None:
+        def on_progress(progress: UpgradeProgress) -> None:
             told.append(progress)
             if len(told) in (1, 3):
                 pid = multiprocessing.active_children()[0].pid
@@ -86,9 +86,9 @@ def test_a_node_killed_in_mid_run_loses_doubles_and_revives_nothing(
     workers = RayCluster(two_nodes.address)
     with postgres.database() as url:
         carried = Carried(url, stages[2], one, two, COUNT)
-        told: list[Progress] = []
+        told: list[UpgradeProgress] = []
 
-        def on_progress(progress: Progress) -> None:
+        def on_progress(progress: UpgradeProgress) -> None:
             told.append(progress)
             if len(told) == 1:
                 (other,) = two_nodes.worker_nodes

@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.search import graph_index, hnsw
+from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import GatewayServer
@@ -21,8 +21,8 @@ COUNT, CLUSTERS, K = 2_500, 8, 10
 @pytest.fixture(autouse=True)
 def always_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gallery as small as this one would soon be searched exactly."""
-    monkeypatch.setattr(graph_index, "_GRAPH_QUERY", 0)
-    monkeypatch.setattr(graph_index, "_GRAPH_CANDIDATE", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_QUERY", 0)
+    monkeypatch.setattr(hnsw, "_GRAPH_CANDIDATE", 0)
 
 
 def unit(content: NDArray[np.float64]) -> Vectors:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from nobackfill.gallery.stored_vectors import Item
+from nobackfill.gallery.reading import Item
 from nobackfill.server.canary.comparison import STOPS_AT, Caller, CanaryComparison
 from nobackfill.server.galleries.ranking import RankedHit
 from nobackfill.server.galleries.searching import SearchResult

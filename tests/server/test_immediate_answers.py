@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from nobackfill.gallery.search import hnsw
-from nobackfill.gallery.search.compiled_search import parse
+from nobackfill.gallery.search.view import parse
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import hosted_file, immediate_answers
 from nobackfill.server.galleries.immediate_answers import ImmediateAnswers

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import PreconditionError
-from nobackfill.gallery.search import hnsw, skeleton
+from nobackfill.gallery.search import graph_file, hnsw
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import hosted_file, indexing
@@ -57,7 +57,9 @@ def swapped(
     client.swap(2)
     hosted = in_file(gateway)
     path, spec = hosted.index_path(two.space), SpaceSpec.of(two)
-    wait_until(lambda: path.exists() and skeleton.read(path, spec).fresh, "no graph of its own")
+    wait_until(
+        lambda: path.exists() and graph_file.read_skeleton(path, spec).fresh, "no graph of its own"
+    )
     return hosted
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import hosted_file as cached
 from nobackfill.server.galleries.hosted_file import ItemCache, size_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.connections import Connections
+from nobackfill.gallery.connections import FileConnections
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2
 from tests.server.process import Served, serving
@@ -64,15 +64,15 @@ def test_hundreds_with_few_descriptors(repo: Path, tmp_path: Path, one: Manifest
 def test_a_start_opens_each_once_and_listing_none(
     repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, opened, really = tmp_path / "data", [], Connections._open
+    data, opened, really = tmp_path / "data", [], FileConnections._open
 
-    def counted(connections: Connections) -> None:
+    def counted(connections: FileConnections) -> None:
         opened.append(connections.path)
         really(connections)
 
     fill(repo, data, 40)
     monkeypatch.setattr("nobackfill.server.storage.open_galleries", lambda: 8)
-    monkeypatch.setattr(Connections, "_open", counted)
+    monkeypatch.setattr(FileConnections, "_open", counted)
     with running(repo, data) as gateway, Client(gateway.address) as client:
         assert len(opened) == len(set(opened)) == 40
         names = sorted(f"g{i}" for i in range(40))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.process_limits import most_arenas

@@ -8,11 +8,10 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, PreconditionError
 from nobackfill.gallery import staging
-from nobackfill.gallery.neighbours import neighbours_kept
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.store import Change
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.staging import neighbours_kept
+from nobackfill.gallery.store import Change, NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Images
 from nobackfill.server.embedding.embedding import LARGEST_BATCH

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nobackfill.gallery.filter_engine import FilterEngine
+from nobackfill.gallery.filters import Filtering
 from nobackfill.gallery.gallery_store import GalleryStore, Searcher
-from nobackfill.gallery.matches import Filtering
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.sqlite_searcher import SqliteSearcher
+from nobackfill.gallery.sqlite_gallery import SqliteGallery, SqliteSearcher
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries

@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.index import EVERY
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import NotFoundError
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted_database import HostedInDatabase
 from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery

@@ -5,13 +5,11 @@ import pytest
 
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.gallery import edits
-from nobackfill.gallery.change import Change
-from nobackfill.gallery.filters import Exists, Not, OneOf, Range
+from nobackfill.gallery.filters import Exists, Matches, Not, OneOf, Range
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.listing import Place
-from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.listing import ListingPlace
 from nobackfill.gallery.spec import Metadata
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import Change, NewVectors
 from tests.gallery.making import DIM, SIDE_DIM, ids, spec, vectors
 from tests.stores.conftest import Engine
 
@@ -126,7 +124,7 @@ def pages(
         found += [item.label for item, _ in items]
         if after is None:
             return found
-        assert after == Place.read(after.token(), least_certain=least_certain)
+        assert after == ListingPlace.read(after.token(), least_certain=least_certain)
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])

@@ -3,7 +3,7 @@
 import pytest
 
 from nobackfill.gallery import edits
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.postgresql import commits
 from nobackfill.server.stores.postgresql.database import Connection, run

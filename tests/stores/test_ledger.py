@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.items.reembedding import today
 from nobackfill.server.healing.ledger import FileLedger
 from nobackfill.server.stores.postgresql import schema

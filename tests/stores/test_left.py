@@ -9,8 +9,8 @@ import pytest
 from nobackfill.gallery.filters import Filter, Range
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Neighbours
+from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
-from nobackfill.gallery.writing import NewVectors
 from nobackfill.server.stores.postgresql import frontier, schema
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, run

@@ -4,7 +4,7 @@ import pytest
 
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.gallery.filters import Exists, Filter, Not, OneOf, Range, TimeRange
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from tests.gallery.making import SIDE_DIM, ids, spec, vectors
 from tests.stores.conftest import Engine
 

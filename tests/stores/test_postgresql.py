@@ -18,7 +18,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.gallery.filters import Exists, Filter, OneOf
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import database as database_module
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.address import check_url

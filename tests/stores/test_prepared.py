@@ -6,7 +6,7 @@ import psycopg
 import pytest
 from psycopg import errors
 
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import prepared
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, run

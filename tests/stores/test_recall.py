@@ -9,7 +9,7 @@ import pytest
 from nobackfill.errors import BusyError
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Metric, SpaceInfo
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import graphs, recall
 from nobackfill.server.stores.postgresql.database import EF
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery

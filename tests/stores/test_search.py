@@ -11,7 +11,7 @@ from nobackfill.gallery.filters import Exists, Filter, Not, OneOf, Range
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import EVERY, mask_of
 from nobackfill.gallery.spec import Metadata, Metric, SpaceSpec
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from tests.gallery.making import ids, spec, vectors
 from tests.gallery.test_filters import FILTERS, METADATA, holds
 from tests.stores.conftest import Engine

@@ -9,10 +9,9 @@ from nobackfill.errors import (
     NotFoundError,
     PreconditionError,
 )
-from nobackfill.gallery.change import Change
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.upgrade import Order, Outcome, run_upgrade
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import Change, NewVectors
+from nobackfill.gallery.upgrade import Order, UpgradeOutcome, run_upgrade
 from tests.gallery.making import DIM, SIDE_DIM, Linear, ids, spec, vectors
 from tests.stores.conftest import Engine
 from tests.stores.test_items import ONE, TWO, filled
@@ -28,7 +27,7 @@ def test_a_gallery_is_carried_flipped_and_rolled_back(engine: Engine) -> None:
     store.subscribe(heard.append)
     linear = Linear()
     outcome = run_upgrade(store, linear, spec(2), chunk=16)
-    assert outcome == Outcome(40, 0, False)
+    assert outcome == UpgradeOutcome(40, 0, False)
     labels, content = store.load(ONE)
     np.testing.assert_array_equal(store.load(TWO)[0], labels)
     np.testing.assert_allclose(store.load(TWO)[1], content @ linear.embedding, rtol=1e-5)
@@ -74,9 +73,9 @@ def test_a_stopped_upgrade_goes_on_where_it_ended(engine: Engine) -> None:
     store = filled(engine, 40)
     asked = iter(range(100))
     stopped = run_upgrade(store, Linear(), spec(2), chunk=10, should_stop=lambda: next(asked) >= 2)
-    assert stopped == Outcome(20, 20, True)
+    assert stopped == UpgradeOutcome(20, 20, True)
     store = engine.open_again(store)
-    assert run_upgrade(store, Linear(), spec(2)) == Outcome(20, 0, False)
+    assert run_upgrade(store, Linear(), spec(2)) == UpgradeOutcome(20, 0, False)
 
 
 @pytest.mark.parametrize("order", ["label", "uncertainty"])

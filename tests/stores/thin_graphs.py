@@ -3,7 +3,7 @@
 import numpy as np
 
 from nobackfill.gallery.spec import Metric, SpaceInfo
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import graphs
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.upgrade import Outcome, Progress
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
+from nobackfill.gallery.upgrade import UpgradeOutcome, UpgradeProgress
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import open_route, route_along
 from nobackfill.server.stores.postgresql import schema
@@ -53,9 +53,9 @@ class Carried:
         return NewVectors(self.source.space, vectors, sides)
 
     def upgrade(
-        self, workers: Workers, on_progress: Callable[[Progress], None],
+        self, workers: Workers, on_progress: Callable[[UpgradeProgress], None],
         should_stop: Callable[[], bool] = lambda: False,
-    ) -> Outcome:  # fmt: skip
+    ) -> UpgradeOutcome:  # fmt: skip
         """In this thread, while another puts new items, puts some again and deletes."""
         self.store.begin(self.target)
         ended = threading.Event()

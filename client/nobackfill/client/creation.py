@@ -13,7 +13,7 @@ from nobackfill.client.gallery_file import beside
 from nobackfill.client.output import Output
 from nobackfill.client.plan import embedding_files
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
-from nobackfill.gallery.creation import refuse_leftovers
+from nobackfill.gallery.connections import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.publishing.metadata import verified

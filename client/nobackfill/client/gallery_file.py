@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from nobackfill import durable
 from nobackfill.errors import DamagedError, NotFoundError, VerificationError
-from nobackfill.gallery.access import has_room
+from nobackfill.gallery.connections import has_room
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import paths

@@ -30,10 +30,9 @@ from nobackfill.errors import (
     few,
 )
 from nobackfill.gallery import staging
-from nobackfill.gallery.creation import refuse_leftovers
+from nobackfill.gallery.connections import refuse_leftovers
 from nobackfill.gallery.rescue import rescue as save
-from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.gallery.store import Metadata
+from nobackfill.gallery.spec import Metadata, SpaceInfo
 from nobackfill.gallery.tables import from_blobs, vector_table
 from nobackfill.vectors import check_vectors
 

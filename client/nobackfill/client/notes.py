@@ -8,8 +8,8 @@ from itertools import islice
 from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.photos import threads
 from nobackfill.errors import InvalidInputError, UnusableOutputError
-from nobackfill.gallery.store import Metadata, NewVectors
-from nobackfill.gallery.writing import check_batch
+from nobackfill.gallery.spec import Metadata
+from nobackfill.gallery.store import NewVectors, check_batch
 from nobackfill.release.encoders import TextRole
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.text_models import TextModel, no_text_vector, open_text_encoder

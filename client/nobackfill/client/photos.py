@@ -12,8 +12,9 @@ import numpy as np
 from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Advance
 from nobackfill.errors import InvalidInputError, UnusableOutputError
-from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Item, Metadata, NewVectors
+from nobackfill.gallery.reading import Item
+from nobackfill.gallery.spec import Metadata, SpaceSpec
+from nobackfill.gallery.store import NewVectors
 from nobackfill.images import Pixels, decode, read_file
 from nobackfill.picture_files import is_clutter, is_picture, not_taken
 from nobackfill.release.models import no_vector, open_embedder, open_side_encoder

@@ -19,7 +19,8 @@ from nobackfill.client.photos import local_image, threads
 from nobackfill.client.search import DeviceAnswer
 from nobackfill.durable import remove_tree
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.store import Item, Store
+from nobackfill.gallery.reading import Item
+from nobackfill.gallery.store import Store
 from nobackfill.images import decode_file, decode_within
 
 # The longest side in pixels.

@@ -20,10 +20,10 @@ from nobackfill.errors import (
     UnusableRowsError,
     few,
 )
-from nobackfill.gallery.carried import carried_labels
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import Filter, Scalar, every
-from nobackfill.gallery.search import origins
+from nobackfill.gallery.listing import carried_labels
+from nobackfill.gallery.search import index
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours, mask_of
 from nobackfill.gallery.spec import SpaceSpec
@@ -212,7 +212,7 @@ class Search:
             self._index.search(queries, k, one if allowed is None else one & allowed)
             for one in (carried, ~carried)
         )
-        return origins.joined(upgraded, others, scale, k)
+        return index.join_origins(upgraded, others, scale, k)
 
     def _hits(self, labels: Any, distances: Any) -> list[DeviceHit]:
         items = self._device.store.items(labels[labels >= 0], self.spec.space)

@@ -38,8 +38,8 @@ from nobackfill.errors import (
     UnusableOutputError,
 )
 from nobackfill.gallery import staging
-from nobackfill.gallery.neighbours import neighbours_kept
 from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.staging import neighbours_kept
 from nobackfill.gallery.tables import vector_table
 from nobackfill.release.routes import twin_of
 from nobackfill.release.trust.trust import Trust

@@ -26,8 +26,8 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.gallery import staging
+from nobackfill.gallery.reading import Item
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Item
 from nobackfill.gallery.upgrade import Runner, run_upgrade
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.gallery.estimate import Estimate as Estimate
+    from nobackfill.gallery.staging import Estimate as Estimate
     from nobackfill.gallery.filter_engine import passing_labels as passing_labels
     from nobackfill.gallery.filters import (
         All as All,
@@ -32,21 +32,23 @@ if TYPE_CHECKING:
     from nobackfill.gallery.spec import SpaceInfo as SpaceInfo, SpaceSpec as SpaceSpec
     from nobackfill.gallery.sqlite_gallery import SqliteGallery as SqliteGallery
     from nobackfill.gallery.store import Change as Change
-    from nobackfill.gallery.stored_vectors import Item as Item
+    from nobackfill.gallery.reading import Item as Item
     from nobackfill.gallery.upgrade import run_upgrade as run_upgrade
-    from nobackfill.gallery.writing import NewVectors as NewVectors, PutResult as PutResult
+    from nobackfill.gallery.store import (
+        NewVectors as NewVectors,
+        PutResult as PutResult,
+    )
 else:
     __getattr__ = offer(
         __name__,
         {
-            "estimate": "Estimate",
             "filter_engine": "passing_labels",
             "filters": "All AnyOf Exists Not OneOf Range TimeRange",
+            "reading": "Item",
             "spec": "SpaceInfo SpaceSpec",
             "sqlite_gallery": "SqliteGallery",
-            "store": "Change",
-            "stored_vectors": "Item",
+            "staging": "Estimate",
+            "store": "Change NewVectors PutResult",
             "upgrade": "run_upgrade",
-            "writing": "NewVectors PutResult",
         },
     )

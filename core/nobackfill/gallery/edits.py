@@ -9,14 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery import attributes, reading
-from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.matches import Filtering
+from nobackfill.gallery import reading, tables
+from nobackfill.gallery.filter_engine import Segment
+from nobackfill.gallery.filters import Filter, Filtering
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.segment import Segment
 from nobackfill.gallery.spec import Metadata
-from nobackfill.gallery.store import Change, Store
-from nobackfill.gallery.writing import metadata_text
+from nobackfill.gallery.store import Change, Store, metadata_text
 
 # Items a transaction: other writers come in between.
 PIECE = 1000
@@ -125,7 +123,7 @@ def describe_in_file(store: Store, piece: Chosen, values: Metadata, remove: Coll
     """One piece of `describe`."""
     with store.changing() as (connection, changes):
         now = piece.now(connection)
-        attributes.describe(connection, described(now, values, remove))
+        tables.describe(connection, described(now, values, remove))
         labels = np.array([*now], np.int64)
         changes.append(Change({}, np.empty(0, np.int64), described=labels))
     return len(now)

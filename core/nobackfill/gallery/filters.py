@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
+from typing import Protocol
 
 from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.search.index import Labels, Mask
 
 Scalar = str | int | float | bool
 
@@ -156,3 +158,27 @@ def microseconds(text: str) -> int | None:
     except (ValueError, OverflowError):
         # The 30th of February, the year 0, an offset of a hundred hours.
         return None
+
+
+class Matches(Protocol):
+    """The items that passed a filter."""
+
+    def labels(self) -> Labels:
+        """All of them, increasing."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def mask(self, labels: Labels) -> Mask:
+        """Which of `labels` (increasing) passed."""
+        ...
+
+
+class Filtering(Protocol):
+    """Answers filters on one store."""
+
+    def passing(self, filtered: Filter) -> Matches:
+        """Items that pass now. Raises InvalidInputError for what filters.check refuses."""
+        ...
+
+    def close(self) -> None: ...

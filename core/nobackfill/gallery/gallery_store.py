@@ -9,18 +9,15 @@ UnavailableError for an engine that does not answer, CannotWriteError, NotFoundE
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from nobackfill.gallery.change import Change
 from nobackfill.gallery.edits import Editing
-from nobackfill.gallery.estimate import Estimate
-from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.groups import Group
-from nobackfill.gallery.listing import Place
-from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.filters import Filter, Matches
+from nobackfill.gallery.listing import ListingPlace, MetadataGroup
+from nobackfill.gallery.reading import Item, StoredVectors, Window
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
-from nobackfill.gallery.stored_vectors import Item, StoredVectors, Window
+from nobackfill.gallery.staging import Estimate
+from nobackfill.gallery.store import Change, NewVectors, PutResult
 from nobackfill.gallery.upgrade import Carrying, Runner
-from nobackfill.gallery.writing import NewVectors, PutResult
 from nobackfill.vectors import Vectors
 
 
@@ -78,9 +75,14 @@ class GalleryStore(Carrying, Editing, Protocol):
         ...
 
     def page(
-        self, space: str, limit: int, *, after: Place | None = None, allowed: Matches | None = None,
+        self,
+        space: str,
+        limit: int,
+        *,
+        after: ListingPlace | None = None,
+        allowed: Matches | None = None,
         least_certain: bool = False,
-    ) -> tuple[list[tuple[Item, Place]], Place | None]:  # fmt: skip
+    ) -> tuple[list[tuple[Item, ListingPlace]], ListingPlace | None]:
         """Items by page; see listing.page."""
         ...
 
@@ -101,7 +103,7 @@ class GalleryStore(Carrying, Editing, Protocol):
         snapshot; it is held until the iterator ends or is closed. Raises IncompatibleSpaceError."""
         ...
 
-    def groups(self, key: str, space: str) -> list[Group]:
+    def groups(self, key: str, space: str) -> list[MetadataGroup]:
         """The groups that metadata `key` makes; see groups.by_value."""
         ...
 

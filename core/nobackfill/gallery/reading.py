@@ -1,18 +1,20 @@
-"""Reading items and vectors, in bulk and one by one; each function works on one snapshot."""
+"""Items and vectors of a gallery as objects, and their reading from a file.
+
+Each function that reads works on one snapshot.
+"""
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import DamagedError
-from nobackfill.gallery import drawing
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Origin, SpaceInfo
-from nobackfill.gallery.stored_vectors import Item, StoredVectors
+from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo
 from nobackfill.gallery.tables import (
     all_labels,
     among,
@@ -23,6 +25,82 @@ from nobackfill.gallery.tables import (
     vector_table,
 )
 from nobackfill.vectors import Vectors
+
+
+@dataclass(frozen=True)
+class Item:
+    """`origin` and `uncertainty` are those of its vector in the space asked for, if any."""
+
+    label: int
+    id: str
+    digest: str | None
+    metadata: Metadata
+    origin: Origin | None = None
+    uncertainty: float | None = None
+
+
+@dataclass(frozen=True)
+class StoredVectors:
+    """Rows by increasing label: `embedding` [n, dim]; None where there is no side-information, or
+    no uncertainty."""
+
+    labels: Labels
+    origins: list[Origin]
+    uncertainties: list[float | None]
+    embedding: Vectors
+    sides: list[bytes | None]
+
+    def alike(self, rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+        """Those of `rows` that can be written together: of one origin, all or none of them with
+        side-information, and so with uncertainty."""
+        kinds = [
+            (self.origins[row], self.sides[row] is None, self.uncertainties[row] is None)
+            for row in rows.tolist()
+        ]
+        for kind in sorted(set(kinds)):
+            yield rows[[place for place, one in enumerate(kinds) if one == kind]]
+
+    def row(self, row: int) -> tuple[object, ...]:
+        """One of them, to be compared bit for bit."""
+        return (
+            self.origins[row], self.uncertainties[row], self.embedding[row].tobytes(),
+            self.sides[row],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Window:
+    """Items by increasing label, and for each space asked for the rows of those that have one."""
+
+    items: list[Item]
+    stored: list[StoredVectors]
+
+
+def draw_labels(
+    bounds: tuple[int | None, int | None],
+    count: int,
+    following: Callable[[list[int]], Labels],
+    shuffled: Callable[[], Labels],
+) -> Labels:
+    """Labels at random, increasing: about `count`, at least half as many where there are that many,
+    never more.
+
+    `bounds`: the least and the largest, None where there is none. `following`: of each number the
+    first label from it on, each label once, increasing; so no table is read through, and a label
+    behind a gap of deleted ones is drawn somewhat more often. `shuffled`: `count` of all in any
+    order, by reading them all.
+    """
+    first, last = bounds
+    if first is None or last is None:
+        return np.empty(0, np.int64)
+    few, generator = last - first < 2 * count, np.random.default_rng()
+    drawn = np.arange(first, last + 1) if few else generator.integers(first, last + 1, count)
+    found = following(drawn.tolist())
+    if not few and len(found) < count // 2:
+        # Most draws fell into one gap, and a few labels would stand for all.
+        return np.sort(shuffled())
+    return found if len(found) <= count else np.sort(generator.choice(found, count, replace=False))
+
 
 _ORIGINS = (None, *get_args(Origin))
 # Rows fetched at once: their Python objects stay small beside the array they end in.
@@ -213,7 +291,7 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
         return label_column(connection.execute(query, (count,)))
 
     bounds = connection.execute(f"SELECT min(label), max(label) FROM {table}").fetchone()
-    return drawing.random_labels(bounds, count, following, shuffled)
+    return draw_labels(bounds, count, following, shuffled)
 
 
 def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:

@@ -14,13 +14,27 @@ from typing import Any, get_args
 
 from nobackfill import durable
 from nobackfill.errors import BusyError, DamagedError, InvalidInputError, UnusableRowsError
-from nobackfill.gallery import attributes, reading, writing
-from nobackfill.gallery.access import BUSY_TIMEOUT_MS, SHARED, accesses, connect
-from nobackfill.gallery.creation import make_empty
-from nobackfill.gallery.file_format import check_tables
-from nobackfill.gallery.file_lock import lock_path, open_lock, share
+from nobackfill.gallery import reading, store
+from nobackfill.gallery.connections import (
+    BUSY_TIMEOUT_MS,
+    SHARED,
+    accesses,
+    connect,
+    lock_path,
+    make_empty,
+    open_lock,
+    share,
+)
 from nobackfill.gallery.spec import Origin, SpaceInfo
-from nobackfill.gallery.tables import add_space, find_space, from_blobs, read_spaces, vector_table
+from nobackfill.gallery.tables import (
+    add,
+    add_space,
+    check_tables,
+    find_space,
+    from_blobs,
+    read_spaces,
+    vector_table,
+)
 from nobackfill.sqlite_errors import refusal
 from nobackfill.vectors import check_vectors
 
@@ -178,7 +192,7 @@ class _Rescue:
                     item = reading.item_of(row)
                     if item.id in self._saved:
                         raise InvalidInputError(f"{item.id}: twice")
-                    batch = writing.check_batch([item.id], [item.digest], [item.metadata])
+                    batch = store.check_batch([item.id], [item.digest], [item.metadata])
                 except (DamagedError, InvalidInputError):
                     _count(self._done.refused, "items")
                     continue
@@ -188,7 +202,7 @@ class _Rescue:
                     (item.label, item.id, item.digest, batch.metadata[0]),
                 )
             if rows:
-                attributes.add(self._new, rows[0][0], rows[-1][0])
+                add(self._new, rows[0][0], rows[-1][0])
 
     def _vectors(self, table: str, space: SpaceInfo, rows: list[Row]) -> None:
         good = [row for row in rows if _is_sound(row, space)]

@@ -13,7 +13,7 @@ import sqlite3
 
 from sqlite_utils import Database, Migrations
 
-from nobackfill.gallery.file_format import FORMAT
+from nobackfill.gallery.tables import FORMAT
 
 migrations = Migrations("gallery")
 

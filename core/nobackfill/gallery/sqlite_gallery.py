@@ -1,4 +1,4 @@
-"""A gallery in one SQLite file, as a GalleryStore."""
+"""A gallery in one SQLite file as a GalleryStore, and one of its spaces as a Searcher."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,22 +7,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from nobackfill.gallery import reading
-from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.filters import Filter, Filtering
+from nobackfill.gallery.reading import Item, StoredVectors, Window
+from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, Origin, SpaceSpec
-from nobackfill.gallery.store import Store
-from nobackfill.gallery.stored_vectors import Item, StoredVectors, Window
+from nobackfill.gallery.store import Store, labels_of
 from nobackfill.gallery.tables import find_space
-from nobackfill.gallery.writing import labels_of
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
-    # A search on a device does none of this: each method imports what it needs.
-    from nobackfill.gallery.estimate import Estimate
-    from nobackfill.gallery.groups import Group
-    from nobackfill.gallery.listing import Place
-    from nobackfill.gallery.matches import Matches
-    from nobackfill.gallery.remaining import Remaining
+    from nobackfill.gallery.filters import Matches
+    from nobackfill.gallery.listing import ListingPlace, MetadataGroup
+    from nobackfill.gallery.search.view import LiveView
+    from nobackfill.gallery.staging import Estimate, Remaining
     from nobackfill.gallery.upgrade import Runner
 
 
@@ -46,9 +43,9 @@ class SqliteGallery(Store):
         return edits.describe_in_file(self, edits.Chosen(labels, filtered), values, remove)
 
     def page(
-        self, space: str, limit: int, *, after: "Place | None" = None,
+        self, space: str, limit: int, *, after: "ListingPlace | None" = None,
         allowed: "Matches | None" = None, least_certain: bool = False,
-    ) -> "tuple[list[tuple[Item, Place]], Place | None]":  # fmt: skip
+    ) -> "tuple[list[tuple[Item, ListingPlace]], ListingPlace | None]":  # fmt: skip
         from nobackfill.gallery import listing
 
         labels = None if allowed is None else allowed.labels()
@@ -69,10 +66,10 @@ class SqliteGallery(Store):
                 labels = np.array([item.label for item in items], np.int64)
                 yield Window(items, [reading.stored(connection, labels, info) for info in infos])
 
-    def groups(self, key: str, space: str) -> "list[Group]":
-        from nobackfill.gallery import groups
+    def groups(self, key: str, space: str) -> "list[MetadataGroup]":
+        from nobackfill.gallery.listing import groups_by_value
 
-        return groups.by_value(self, key, space)
+        return groups_by_value(self, key, space)
 
     def begin(self, spec: SpaceSpec) -> None:
         from nobackfill.gallery import staging
@@ -80,7 +77,7 @@ class SqliteGallery(Store):
         staging.begin(self, spec)
 
     def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "Remaining":
-        from nobackfill.gallery.remaining import Remaining
+        from nobackfill.gallery.staging import Remaining
 
         return Remaining(self, source, target, needs_side)
 
@@ -135,7 +132,21 @@ class SqliteGallery(Store):
         return staging.sample(self, space, other, count)
 
     def estimate(self, runner: "Runner", target: SpaceSpec) -> "Estimate":
-        from nobackfill.gallery.estimate import estimate
+        from nobackfill.gallery.staging import estimate
 
         # Beside the gallery's folder: what a kill leaves is swept from there at the next start.
         return estimate(self, runner, target, self.path.parent.parent)
+
+
+class SqliteSearcher:
+    """What is said of its method: Searcher."""
+
+    def __init__(self, view: "LiveView", filtering: Filtering) -> None:
+        self._view = view
+        self._filtering = filtering
+
+    def search(
+        self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
+    ) -> Neighbours:
+        allowed = None if filtered is None else self._filtering.passing(filtered).mask
+        return self._view.snapshot().search(queries, k, allowed, ef)

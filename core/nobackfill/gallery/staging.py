@@ -1,23 +1,45 @@
-"""The life of spaces in a gallery: staged, filled, flipped, rolled back, dropped.
+"""A second space beside the active one: filled, flipped to, rolled back, dropped.
 
-Whatever is done here is one transaction. A gallery always has exactly one active space.
+Each change is one transaction. A gallery always has exactly one active space. What an upgrade
+still has to carry, what it costs, and how many neighbours it keeps are read here, too.
 """
 
 import dataclasses
 import sqlite3
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from nobackfill import durable
 from nobackfill.errors import InvalidInputError, NotFoundError, PreconditionError
 from nobackfill.gallery import reading
+from nobackfill.gallery.connections import PAGE_BYTES, connect
+from nobackfill.gallery.reading import Item
+from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, rows_of
-from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
-from nobackfill.gallery.store import Change, Item, Store
-from nobackfill.gallery.tables import add_space, find_space, live_labels, read_spaces, vector_table
-from nobackfill.gallery.writing import NewVectors, check, insert_vectors
+from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec, side_passes
+from nobackfill.gallery.store import Change, Checked, NewVectors, Store, check_new, insert_vectors
+from nobackfill.gallery.tables import (
+    VECTOR_TABLE,
+    add_space,
+    among,
+    find_space,
+    from_blobs,
+    label_column,
+    live_labels,
+    read_spaces,
+    vector_table,
+)
+from nobackfill.gallery.upgrade import Order, Runner
+from nobackfill.release.models import CHUNK
 from nobackfill.vectors import Vectors, check_vectors
 
 # Rows deleted at once: what one statement changes stays in memory until it ends.
@@ -73,7 +95,7 @@ def write(
     backfill: re-embedded). Returns the labels written, increasing. Raises InvalidInputError,
     IncompatibleSpaceError, BusyError, CannotWriteError.
     """
-    checked = check(store.space(space), NewVectors(space, embedding, side, origin), len(labels))
+    checked = check_new(store.space(space), NewVectors(space, embedding, side, origin), len(labels))
     order = np.argsort(labels)
     doubt = check_doubt(uncertainty, len(labels))
     with store.changing() as (connection, changes):
@@ -226,3 +248,186 @@ def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Ve
         labels = live_labels(connection, vector_table(first.number), labels)
         pairs = [reading.vectors_of(connection, labels, info) for info in (first, second)]
     return labels, pairs[0], pairs[1]
+
+
+class Remaining:
+    """Reads from a source space what a target still lacks."""
+
+    def __init__(self, store: Store, source: str, target: SpaceSpec, needs_side: bool) -> None:
+        """Items without side-information are passed over where the runner `needs_side`; otherwise
+        they come after those that have some, which goes along for a runner that carries it.
+
+        Raises IncompatibleSpaceError for an unknown source.
+        """
+        self.store = store
+        self.source = store.space(source)
+        spaces = {info.spec.space: info for info in store.spaces()}
+        self.target = spaces.get(target.space)
+        self._passes = side_passes(self.source.spec, target, needs_side=needs_side)
+
+    def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
+        """Labels, embeddings and side-information (of all of them or of none), `size` items each.
+
+        Until nothing is left: what is put meanwhile has larger labels and comes at the end.
+        """
+        last = dict.fromkeys(self._passes, 0)
+        found = True
+        while found:
+            found = False
+            for with_side in self._passes:
+                todo = self.labels(order, with_side, last[with_side])
+                if len(todo):
+                    found = True
+                    last[with_side] = int(todo.max())
+                for start in range(0, len(todo), size):
+                    chunk = self.read(todo[start : start + size], bool(with_side))
+                    if len(chunk[0]):
+                        yield chunk
+
+    def all_labels(self) -> Labels:
+        """Every label that `chunks` would come to, if nothing changed."""
+        return np.concatenate([self.labels("label", with_side) for with_side in self._passes])
+
+    def labels(self, order: Order, with_side: bool | None, after: int = 0) -> Labels:
+        """Labels above `after` that the target lacks, with or without side-information (None: no
+        matter), in the order of work."""
+        by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
+        where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
+        if self.target is not None:
+            there = vector_table(self.target.number)
+            where += f" AND NOT EXISTS (SELECT 1 FROM {there} t WHERE t.label = s.label)"
+        with self.store.reading() as connection:
+            rows = connection.execute(
+                f"SELECT s.label FROM {vector_table(self.source.number)} s"
+                f" WHERE s.label > ? AND {where} ORDER BY {by}",
+                (after,),
+            )
+            return label_column(rows)
+
+    def read(self, labels: Labels, with_side: bool) -> tuple[Labels, Vectors, Vectors | None]:
+        """Those of `labels` that are still there, by label."""
+        condition, parameters = among(labels)
+        with self.store.reading() as connection:
+            rows = connection.execute(
+                f"SELECT label, embedding, {'side' if with_side else 'NULL'}"
+                f" FROM {vector_table(self.source.number)} WHERE {condition} ORDER BY label",
+                parameters,
+            ).fetchall()
+        spec = self.source.spec
+        if not rows:
+            return np.empty(0, np.int64), np.empty((0, spec.dim), np.float32), None
+        columns = zip(*rows, strict=True)
+        found = np.array(next(columns), np.int64)
+        # A range can hold others than those that were asked for.
+        asked = np.isin(found, labels)
+        embedding, side = ([*compress(column, asked)] for column in columns)
+        sides = from_blobs(side, spec.side_dim) if with_side else None
+        return found[asked], from_blobs(embedding, spec.dim), sides
+
+
+NEIGHBOUR_PROBES = 1000
+NEIGHBOURS = 10
+
+
+# Of a gallery: about so many items that have a vector in both of two spaces, labels [n] and their
+# vectors [n, dim] in each.
+Sample = Callable[[str, str, int], tuple[Labels, Vectors, Vectors]]
+
+
+def neighbours_kept(sample: Sample, old: SpaceSpec, new: SpaceSpec) -> float | None:
+    """Share of each probe's K nearest among the probes that stay so after the upgrade, 0 to 1.
+
+    Probes are items that have a vector in both spaces, drawn at random anew each time. None where
+    there are too few.
+    """
+    labels, was, now = sample(old.space, new.space, NEIGHBOUR_PROBES)
+    if len(labels) <= NEIGHBOURS:
+        return None
+    before, after = _nearest(old, labels, was), _nearest(new, labels, now)
+    kept = [len(set(a) & set(b)) / NEIGHBOURS for a, b in zip(before, after, strict=True)]
+    return float(np.mean(kept))
+
+
+def _nearest(spec: SpaceSpec, labels: Labels, vectors: Vectors) -> list[list[int]]:
+    found = ExactIndex(spec, labels, vectors).search(vectors, NEIGHBOURS + 1).labels
+    return [
+        [label for label in row if label != own][:NEIGHBOURS]
+        for own, row in zip(labels.tolist(), found.tolist(), strict=True)
+    ]
+
+
+# Chunks that are carried to measure the next ones, after a few rows that make the runner ready.
+_CHUNKS = 2
+_FIRST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """`seconds`: reading, carrying and writing without pauses. `bytes`: what the space adds to the
+    file on disk. `left_behind`: items that cannot go."""
+
+    items: int
+    seconds: float
+    bytes: int
+    left_behind: int
+
+
+def estimate(
+    store: Store, runner: Runner, target: SpaceSpec, scratch: Path, *, source: str | None = None
+) -> Estimate:
+    """Cost of `run_upgrade`, before anything starts.
+
+    Two chunks of items are read, carried and written durably to a temporary file in the folder
+    `scratch`, on the gallery's disk; `durable.sweep` removes what a kill leaves of it.
+    Raises InvalidInputError for a bad output of the runner, CannotWriteError.
+    """
+    remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
+    todo = remaining.all_labels()
+    done = 0 if remaining.target is None else store.count(target.space)
+    left_behind = store.count() - done - len(todo)
+    if not len(todo):
+        return Estimate(0, 0.0, 0, left_behind)
+    # Spread over the gallery.
+    most = _CHUNKS * CHUNK
+    probe = todo[:: max(1, len(todo) // most)][:most]
+    runner.run(*remaining.read(probe[:_FIRST_ROWS], runner.reads_side)[1:])
+    aside = _Aside(target)
+    began = time.perf_counter()
+    temporary = tempfile.TemporaryDirectory(prefix=f"{durable.TEMPORARY}estimate-", dir=scratch)
+    with temporary as folder, aside.open(Path(folder) / "probe.sqlite") as connection:
+        for start in range(0, len(probe), CHUNK):
+            rows = probe[start : start + CHUNK]
+            labels, embedding, side = remaining.read(rows, runner.reads_side)
+            upgraded = runner.run(embedding, side)
+            new = NewVectors(target.space, upgraded.embedding, upgraded.side)
+            aside.write(connection, check_new(aside.info, new, len(labels)), labels)
+        seconds = time.perf_counter() - began
+        written = aside.bytes(connection)
+    share = len(todo) / len(probe)
+    return Estimate(len(todo), seconds * share, int(written * share), left_behind)
+
+
+class _Aside:
+    """A file set up as a gallery's, with one table of vectors."""
+
+    def __init__(self, target: SpaceSpec) -> None:
+        self.info = SpaceInfo(target, "staging", 1, 0)
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[sqlite3.Connection]:
+        with closing(connect(path)) as connection:
+            connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+            connection.execute("PRAGMA journal_mode = WAL")
+            # Its vectors belong to items of another file.
+            connection.execute("PRAGMA foreign_keys = OFF")
+            connection.execute(VECTOR_TABLE.format(name=vector_table(self.info.number)))
+            yield connection
+
+    def write(self, connection: sqlite3.Connection, checked: Checked, labels: Labels) -> None:
+        with durable.transaction(connection):
+            insert_vectors(connection, checked, labels)
+
+    def bytes(self, connection: sqlite3.Connection) -> int:
+        """Size of the table: every page but that of the schema."""
+        pages: int = connection.execute("PRAGMA page_count").fetchone()[0]
+        return (pages - 1) * PAGE_BYTES

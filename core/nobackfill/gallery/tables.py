@@ -1,14 +1,16 @@
-"""Rows and blobs: how spaces and their vectors lie in SQLite."""
+"""How a gallery lies in SQLite: the marks of the file, its spaces, vectors and attributes."""
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from nobackfill.errors import DamagedError
+from nobackfill.errors import DamagedError, VerificationError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, State, space_of
 from nobackfill.vectors import Metric, Vectors
@@ -166,3 +168,125 @@ def live_labels(
         f"SELECT label FROM {table} WHERE {condition} AND {where}", parameters
     )
     return np.intersect1d(label_column(found), labels)
+
+
+# Of the file: "nobf".
+APPLICATION = 0x6E6F6266
+# Of the tables; PRAGMA user_version of every gallery file. schema.py leads there.
+FORMAT = 1
+
+
+def format_of(connection: sqlite3.Connection, path: Path) -> int:
+    """The format of the tables. Raises VerificationError for another program's, or a newer one."""
+    if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+        raise not_a_gallery(path, "a database of another program")
+    found: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found > FORMAT:
+        raise VerificationError(
+            f"{path}: expected a gallery of format {FORMAT} or older, got format {found}; use a "
+            "newer nobackfill"
+        )
+    return found
+
+
+_COLUMNS = {
+    "items": ["label", "id", "digest", "metadata"],
+    "attributes": ["key", "kind", "value", "label"],
+    "spaces": [
+        "number", "space", "release", "dim", "metric", "unit", "side_space", "side_dim", "state",
+        "activated",
+    ],
+    "state": ["key", "value"],
+    "commits": ["count"],
+}  # fmt: skip
+_VECTORS = re.compile(r"vectors_\d+")
+_VECTOR_COLUMNS = ["label", "origin", "uncertainty", "embedding", "side"]
+# Made by a device's first push.
+_OTHERS = frozenset({"vault"})
+
+
+def check_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file in which other things stand where a gallery's tables belong.
+
+    A view can be endless, a trigger runs at each write, and a generated column computes whatever
+    its author wrote. Raises DamagedError.
+    """
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    tables = set()
+    for kind, name, statement in rows:
+        if not isinstance(name, str):
+            raise DamagedError(path, "its schema is not as it was written")
+        ours = name.casefold()
+        if kind == "trigger":
+            raise DamagedError(path, f"it has a trigger, {name[:64]!r}, and a gallery has none")
+        if not (ours in _COLUMNS or ours in _OTHERS or _VECTORS.fullmatch(ours)):
+            continue
+        if kind != "table" or not str(statement).upper().startswith("CREATE TABLE"):
+            raise DamagedError(path, f"{name[:64]!r} is no table, and a gallery needs it as one")
+        tables.add(ours)
+    for table in sorted(tables | _COLUMNS.keys()):
+        expected = _VECTOR_COLUMNS if _VECTORS.fullmatch(table) else _COLUMNS.get(table)
+        # `hidden` is not 0 for columns that are generated.
+        query = "SELECT name, hidden, type, pk FROM pragma_table_xinfo(?)"
+        columns = connection.execute(query, (table,)).fetchall()
+        if any(hidden for _, hidden, _, _ in columns) or (
+            expected is not None and [name for name, *_ in columns] != expected
+        ):
+            found = ", ".join(str(name)[:64] for name, *_ in columns) or "none"
+            raise DamagedError(path, f"its table {table!r} has other columns: {found}")
+        keyed = expected is not None and expected[0] == "label"
+        if keyed and tuple(columns[0][2:]) != ("INTEGER", 1):
+            raise DamagedError(path, f"its table {table!r} has no number as its key")
+
+
+def not_a_gallery(path: Path, kind: str) -> VerificationError:
+    return VerificationError(f"{path}: expected a gallery, got {kind}; name the gallery's file")
+
+
+# The index of metadata: table `attributes` holds what the JSON in `items` says, a row a key.
+#
+# Kept by statements here rather than by triggers, which make every insert of an item five times
+# slower. Each is called in the transaction that changes the items.
+
+# Each key with its value, or with each text of a list: of items for which `where` holds.
+_OF_ITEMS = """
+    SELECT a.key,
+           CASE a.type WHEN 'text' THEN 'text' WHEN 'true' THEN 'flag' WHEN 'false' THEN 'flag'
+                       ELSE 'number' END,
+           a.atom, i.label
+    FROM items i, json_each(i.metadata) a
+    WHERE {where} AND i.metadata <> '{{}}' AND a.type <> 'array'
+    UNION ALL
+    SELECT DISTINCT a.key, 'text', e.atom, i.label
+    FROM items i, json_each(i.metadata) a,
+         json_each(CASE a.type WHEN 'array' THEN a.value ELSE '[]' END) e
+    WHERE {where} AND instr(i.metadata, '[')"""
+
+_FORGET = (
+    "DELETE FROM attributes WHERE (key, kind, value, label) IN"
+    f" ({_OF_ITEMS.format(where='i.label = :label')})"
+)
+
+
+def add(connection: sqlite3.Connection, first: int, last: int) -> None:
+    """Index the items with labels from `first` to `last`."""
+    connection.execute(
+        f"INSERT INTO attributes {_OF_ITEMS.format(where='i.label BETWEEN :first AND :last')}",
+        {"first": first, "last": last},
+    )
+
+
+def remove(connection: sqlite3.Connection, labels: Labels) -> None:
+    """Forget items, before they are deleted or described anew."""
+    connection.executemany(_FORGET, ({"label": label} for label in labels.tolist()))
+
+
+def describe(connection: sqlite3.Connection, described: list[tuple[int, str]]) -> None:
+    """Give items, by label, other metadata as JSON texts; what is the same is not written."""
+    for label, metadata in described:
+        row = connection.execute("SELECT metadata FROM items WHERE label = ?", (label,)).fetchone()
+        if row[0] == metadata:
+            continue
+        connection.execute(_FORGET, {"label": label})
+        connection.execute("UPDATE items SET metadata = ? WHERE label = ?", (metadata, label))
+        add(connection, label, label)

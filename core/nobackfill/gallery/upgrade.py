@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.errors import UnusableOutputError, few
+from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
-from nobackfill.gallery.stored_vectors import Item
 from nobackfill.release.models import CHUNK
 from nobackfill.vectors import Vectors
 
@@ -27,7 +27,7 @@ Order = Literal["label", "uncertainty"]
 Chunk = tuple[Labels, Vectors, Vectors | None]
 
 
-class Upgraded(Protocol):
+class RunnerResult(Protocol):
     """What a runner gives back for n items; nobackfill.release.models.Upgraded is one."""
 
     @property
@@ -47,7 +47,7 @@ class Upgraded(Protocol):
 
 
 # Labels, and what gives their vectors, or raises what transforming them has raised.
-Made = tuple[Labels, Callable[[], Upgraded]]
+Made = tuple[Labels, Callable[[], RunnerResult]]
 
 
 class Runner(Protocol):
@@ -58,7 +58,7 @@ class Runner(Protocol):
         """Whether only items with side-information can be carried."""
         ...
 
-    def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
+    def run(self, embedding: Vectors, side: Vectors | None) -> RunnerResult:
         """embedding [n, from_dim], side [n, from_side_dim] or None -> vectors of the target."""
         ...
 
@@ -110,7 +110,7 @@ class Carrying(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
+class UpgradeProgress:
     """`done` of `total` items have a vector in the target, `written` of them by this run so far."""
 
     done: int
@@ -120,7 +120,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class UpgradeOutcome:
     """`written` by this run. `left_behind`: items with no vector in the target. `stopped` early."""
 
     written: int
@@ -138,9 +138,9 @@ def run_upgrade(
     chunk: int = CHUNK,
     order: Order = "label",
     ahead: bool = False,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: Callable[[UpgradeProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
-) -> Outcome:
+) -> UpgradeOutcome:
     """Fill `target` (staged if new) from space `source` (default: the active one).
 
     Items without side-information stay behind where the runner reads it; otherwise it is given
@@ -175,8 +175,10 @@ def run_upgrade(
             written += len(_write(store, target, labels, result, origin))
             if on_progress is not None:
                 done = before + written
-                on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
-    return Outcome(written, store.left_behind(target.space), stopped)
+                on_progress(
+                    UpgradeProgress(done, max(total, done), written, time.monotonic() - started)
+                )
+    return UpgradeOutcome(written, store.left_behind(target.space), stopped)
 
 
 def _in_turn(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Made]:
@@ -210,7 +212,7 @@ def carry(
 
 
 def _write(
-    store: Carrying, target: SpaceSpec, labels: Labels, result: Callable[[], Upgraded],
+    store: Carrying, target: SpaceSpec, labels: Labels, result: Callable[[], RunnerResult],
     origin: Origin,
 ) -> Labels:  # fmt: skip
     try:

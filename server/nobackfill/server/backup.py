@@ -29,7 +29,7 @@ from nobackfill.errors import (
     NotFoundError,
     VerificationError,
 )
-from nobackfill.gallery.access import (
+from nobackfill.gallery.connections import (
     BUSY_TIMEOUT_MS,
     Access,
     connect,
@@ -37,9 +37,8 @@ from nobackfill.gallery.access import (
     room,
     unwritable,
 )
-from nobackfill.gallery.file_format import format_of
 from nobackfill.gallery.reading import count, load
-from nobackfill.gallery.tables import read_spaces
+from nobackfill.gallery.tables import format_of, read_spaces
 from nobackfill.release.trust.state import State as TrustedState
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, StateFile
 from nobackfill.sqlite_errors import refusal

@@ -14,7 +14,7 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.extras import extra
-from nobackfill.gallery.residents import Residents
+from nobackfill.gallery.connections import Residents
 from nobackfill.server.galleries.hosted_file import Home, InFiles
 from nobackfill.server.grpc import context
 from nobackfill.server.process_limits import open_galleries

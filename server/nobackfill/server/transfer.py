@@ -22,10 +22,10 @@ from nobackfill.errors import (
     few,
 )
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.listing import Place
+from nobackfill.gallery.listing import ListingPlace
+from nobackfill.gallery.reading import Item, StoredVectors
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.server.state import State
 from nobackfill.server.storage import Storage
 from nobackfill.server.vault import PART
@@ -89,7 +89,7 @@ def _spaces(source: GalleryStore, target: GalleryStore) -> None:
 
 
 def _pages(store: GalleryStore, space: str) -> Iterator[list[Item]]:
-    after: Place | None = None
+    after: ListingPlace | None = None
     while True:
         found, after = store.page(space, _PAGE, after=after)
         if found:

@@ -34,9 +34,9 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import All
-from nobackfill.gallery.listing import Place, page
+from nobackfill.gallery.listing import ListingPlace, page
+from nobackfill.gallery.reading import Item
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.store import Item
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.pages import Guard, Site
 from nobackfill.pages.listener import ending
@@ -258,7 +258,7 @@ class ItemPages:
         where = conditions.read(asked)
         allowed = passing_labels(store, where) if asked else None
         token = request.query_params.get("after")
-        after = None if token is None else Place.read(token, least_certain=least_certain)
+        after = None if token is None else ListingPlace.read(token, least_certain=least_certain)
         found, last = page(
             store, store.active().spec.space, GRID,
             after=after, allowed=allowed, least_certain=least_certain,

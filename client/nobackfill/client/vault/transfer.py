@@ -30,7 +30,7 @@ from nobackfill.client.vault.transport import (
 )
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NotFoundError, VerificationError
-from nobackfill.gallery.store import Item
+from nobackfill.gallery.reading import Item
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.gateway import Gateway
 

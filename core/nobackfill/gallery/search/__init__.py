@@ -22,7 +22,10 @@ if TYPE_CHECKING:
         Index as Index,
         Neighbours as Neighbours,
     )
-    from nobackfill.gallery.search.view import LiveView as LiveView, Snapshot as Snapshot
+    from nobackfill.gallery.search.view import (
+        LiveView as LiveView,
+        Snapshot as Snapshot,
+    )
 else:
     __getattr__ = offer(
         __name__,

@@ -3,8 +3,17 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.gallery.search import distances
-from nobackfill.gallery.search.index import Content, Labels, Mask, Neighbours, Rows, best, merge
+from nobackfill.gallery.search.index import (
+    Content,
+    Labels,
+    Mask,
+    Neighbours,
+    Rows,
+    best,
+    between,
+    merge,
+    prepare,
+)
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.vectors import Vectors
 
@@ -29,7 +38,7 @@ class ExactIndex:
 
     def __init__(self, spec: SpaceSpec, labels: Labels, vectors: Content) -> None:
         """`labels` int64 [n] strictly increasing, `vectors` float32 [n, dim], checked."""
-        prepared = distances.prepare(spec.metric, np.asarray(vectors))
+        prepared = prepare(spec.metric, np.asarray(vectors))
         self._set(spec, labels, prepared, offsets(spec, prepared))
 
     def _set(
@@ -57,7 +66,7 @@ class ExactIndex:
         Costs little: new rows go into spare room at the end of the same arrays, which no older
         index reads; only the newest index of a chain is extended in place.
         """
-        prepared = distances.prepare(self.spec.metric, vectors)
+        prepared = prepare(self.spec.metric, vectors)
         old, count = len(self.labels), len(self.labels) + len(labels)
         spare = self._spare
         if spare is None or spare.used != old or count > len(spare.labels):
@@ -95,7 +104,7 @@ class ExactIndex:
     def _search(
         self, queries: Vectors, k: int, barred: Mask | None, among: Rows | None
     ) -> Neighbours:
-        queries = distances.prepare(self.spec.metric, queries)
+        queries = prepare(self.spec.metric, queries)
         block = max(1, BLOCK_ELEMENTS // max(1, len(self.labels if among is None else among)))
         parts = [
             self._search_block(queries[start : start + block], k, barred, among)
@@ -116,7 +125,7 @@ class ExactIndex:
         k = found.labels.shape[1]
         if len(queries) * len(self.labels) > BLOCK_ELEMENTS:
             return merge([found, self.search(queries, k, allowed)], k)
-        prepared = distances.prepare(self.spec.metric, queries)
+        prepared = prepare(self.spec.metric, queries)
         rough = self._rough(prepared, None if allowed is None else ~allowed)
         last = found.distances[:, -1].astype(np.float64)
         squares = np.vecdot(prepared, prepared, dtype=np.float64)
@@ -126,7 +135,7 @@ class ExactIndex:
             return merge([found, self.search(queries, k, allowed)], k)
         if not len(row):
             return found
-        apart = distances.between(self.spec.metric, prepared[query], self.vectors[row][:, None, :])
+        apart = between(self.spec.metric, prepared[query], self.vectors[row][:, None, :])
         owner = np.concatenate([np.repeat(np.arange(len(queries)), k), query])
         names = np.concatenate([found.labels.ravel(), self.labels[row]])
         values = np.concatenate([found.distances.ravel(), apart[:, 0]])
@@ -189,7 +198,7 @@ class ExactIndex:
         else:
             rows = np.broadcast_to(np.arange(count), (len(queries), count))
         places = among[rows]
-        apart = distances.between(self.spec.metric, queries, self._rows(places))
+        apart = between(self.spec.metric, queries, self._rows(places))
         found = best(self.labels[places], apart, k)
         if taken < allowed:
             self._settle(queries, k, rough, rows, among, found)
@@ -212,10 +221,7 @@ class ExactIndex:
             again = among[np.flatnonzero(rough[query] <= limit[query])]
             one = queries[query : query + 1]
             pieces = np.split(again, range(WIDE_ROWS, len(again), WIDE_ROWS))
-            nearby = [
-                distances.between(self.spec.metric, one, self.vectors[piece][None])
-                for piece in pieces
-            ]
+            nearby = [between(self.spec.metric, one, self.vectors[piece][None]) for piece in pieces]
             settled = best(self.labels[again][None], np.concatenate(nearby, axis=1), k)
             found.labels[query] = settled.labels[0]
             found.distances[query] = settled.distances[0]

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.gallery.search.aside import give_way
+from nobackfill.gallery.search.index import give_way
 
 Bytes = NDArray[np.uint8]
 

@@ -4,14 +4,18 @@ Distances are smaller for nearer vectors, everywhere: squared L2, or 1 - cosine.
 ordered by label. exact.py is the oracle of every other engine.
 """
 
+import os
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.spec import Metric, SpaceSpec
+from nobackfill.release.calibration import Scale
 from nobackfill.vectors import Vectors
 
 Labels = NDArray[np.int64]
@@ -162,3 +166,106 @@ def merge(parts: list[Neighbours], k: int) -> Neighbours:
         np.concatenate([part.distances for part in parts], axis=1),
         k,
     )
+
+
+# How engines hold vectors, and the distances that exact answers carry.
+#
+# Distances are computed in float64 and rounded once: the same numbers on every machine, and equal
+# distances for equal vectors.
+
+# Larger than what rounding leaves of a norm after one scaling.
+UNIT_TOLERANCE = 2.5e-7
+
+
+def prepare(metric: Metric, vectors: Vectors) -> Vectors:
+    """Vectors [n, dim] as engines hold them: with the cosine metric at norm 1 (zero stays zero)."""
+    if metric == "squared_l2":
+        return vectors
+    norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
+    if (np.abs(norms - 1) <= UNIT_TOLERANCE).all():
+        return vectors
+    # What was prepared once stays as it is, bit for bit.
+    norms[np.abs(norms - 1) <= UNIT_TOLERANCE] = 1
+    scaled: Vectors = vectors / np.maximum(norms, 1e-30)[:, None].astype(np.float32)
+    return scaled
+
+
+def between(metric: Metric, queries: Vectors, candidates: Vectors) -> Vectors:
+    """Distances float32 [q, c] from queries [q, dim] to candidates [q, c, dim], both prepared."""
+    if metric == "squared_l2":
+        apart = np.subtract(candidates, queries[:, None, :], dtype=np.float64)
+        found = np.vecdot(apart, apart)
+    else:
+        wide = candidates.astype(np.float64)
+        # Norms of 1 are rounded, too: a vector is at distance 0 from itself, not below it.
+        found = np.maximum(1 - np.vecdot(wide, queries.astype(np.float64)[:, None, :]), 0)
+    rounded: Vectors = found.astype(np.float32)
+    return rounded
+
+
+def to_one(metric: Metric, query: Vectors, vectors: Vectors) -> Vectors:
+    """Distances float32 [n] from one query [1, dim] to vectors [n, dim], as they were stored."""
+    found: Vectors = between(metric, prepare(metric, query), prepare(metric, vectors)[None])[0]
+    return found
+
+
+# One ranking of the carried and the native vectors of a space, whose distances do not compare.
+#
+# A new query is nearer to what an upgrade has carried than to what its own model made, on average:
+# sorted as they are, distances let a gallery answer worse half-way than at either end. So each
+# origin gives its nearest, and a release's scale says where carried ones stand (docs/adr/0024).
+
+# Which of labels (increasing) may be found: bool, one for each.
+Allowed = Callable[[Labels], Mask]
+# The same of labels that were carried, and of those that were not.
+Origins = Callable[[Labels], tuple[Mask, Mask]]
+
+
+def search_origins(
+    nearest: Callable[[Allowed], Neighbours],
+    origins: Origins,
+    scale: Scale,
+    k: int,
+    allowed: Allowed | None = None,
+) -> Neighbours:
+    """The `k` best of those that are `allowed`; `nearest` gives the `k` nearest of some."""
+    # Asked once: what is embedded again meanwhile is found once, too.
+    known: dict[int, tuple[Mask, Mask]] = {}
+
+    def of(origin: int) -> Neighbours:
+        def chosen(labels: Labels) -> Mask:
+            mask = known.setdefault(id(labels), origins(labels))[origin]
+            return mask if allowed is None else mask & allowed(labels)
+
+        return nearest(chosen)
+
+    return join_origins(of(0), of(1), scale, k)
+
+
+def join_origins(carried: Neighbours, native: Neighbours, scale: Scale, k: int) -> Neighbours:
+    """The `k` best of both, distances as they are."""
+    both = Neighbours(
+        np.concatenate([carried.labels, native.labels], axis=1),
+        np.concatenate([carried.distances, native.distances], axis=1),
+    )
+    found = rank_origins(both, np.arange(both.labels.shape[1]) < carried.labels.shape[1], scale)
+    return Neighbours(found.labels[:, :k], found.distances[:, :k])
+
+
+def rank_origins(found: Neighbours, carried: Mask, scale: Scale) -> Neighbours:
+    """The same in the order of the distances at which native vectors would be as likely; equal ones
+    by their own distances, then by label. `carried`: of which labels [q, c] or columns [c]."""
+    apart = np.where(carried, scale(found.distances), found.distances)
+    order = np.lexsort((found.labels, found.distances, apart), axis=1)
+    query = np.arange(len(order))[:, None]
+    return Neighbours(found.labels[query, order], found.distances[query, order])
+
+
+_NICE = 10
+
+
+def give_way() -> None:
+    """Let searches go before this thread, and before the processes that it starts from now on."""
+    # Who is nicer already may not take it back.
+    nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

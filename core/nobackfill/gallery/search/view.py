@@ -4,17 +4,18 @@
 """
 
 import contextlib
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery.reading import Stored
-from nobackfill.gallery.search import distances
-from nobackfill.gallery.search.compiled_search import CompiledSearch
+from nobackfill.gallery.search import graph_memory
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import (
     Content,
@@ -26,13 +27,198 @@ from nobackfill.gallery.search.index import (
     Picked,
     Rows,
     merge,
+    prepare,
     rows_of,
 )  # fmt: skip
-from nobackfill.gallery.search.query_sample import Asked
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import Change, Store
 from nobackfill.gallery.tables import find_space
 from nobackfill.vectors import Vectors, check_vectors
+
+# Searching in compiled code, one call that lets go of the interpreter's lock once; see `native/`.
+#
+# It is an extra: where it was not built, or a graph's memory cannot be seen, `Snapshot.search` does
+# the same in Python. What a snapshot reads never changes and is held by it; who searches holds the
+# snapshot.
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.search import _native
+    from nobackfill.gallery.search._native import Curves
+else:
+    try:
+        from nobackfill.gallery.search import _native
+    except ImportError:
+        _native = None
+
+
+# A SearchRequest's bytes to gallery, space, values, k and max_distance (infinity: none); by image,
+# the space is None and the values are its bytes. None: it is another than by one of these alone, or
+# none. Itself None where nothing was compiled.
+parse = None if _native is None else _native.parse
+# Labels and vectors in PostgreSQL's binary form, checked as the query is: the nearest to it, as
+# distances.py and index.best rank them; None: Python is to. Itself None where nothing was compiled.
+ranked = None if _native is None else _native.ranked
+
+
+def graph_of(
+    spec: SpaceSpec, graph: Any, held: Rows, labels: Labels, elements: Rows | None
+) -> "_native.Graph | None":
+    """A graph as it is searched. `held`: the row in `labels` of each element, -1: nobody's;
+    `elements`: the element of each row, None: the same."""
+    if _native is None or (found := graph_memory.addresses(graph)) is None:
+        return None
+    cosine = spec.metric == "cosine"
+    count = graph.element_count
+    return _native.Graph(graph, cosine, spec.dim, graph.M, count, found, held, labels, elements)
+
+
+class GraphIndex(Protocol):
+    """What is asked of `hnsw.HnswIndex`, which a device cannot load."""
+
+    graph: Any
+    compiled: "_native.Graph | None"
+
+    def walked(self, k: int, ef: int) -> int | None: ...
+
+
+class CompiledSearch:
+    """Of one snapshot."""
+
+    def __init__(self, index: GraphIndex, snapshot: "_native.Snapshot") -> None:
+        """`snapshot` reads the graph of `index`, among others."""
+        self._index = index
+        self._snapshot = snapshot
+        # The graph's ef does not change while it is searched.
+        self._walked: dict[int, int | None] = {}
+
+    @classmethod
+    def of(
+        cls, spec: SpaceSpec, base: Index, base_live: Mask | None, delta: Index,
+        delta_live: Mask | None,
+    ) -> "CompiledSearch | None":  # fmt: skip
+        """Make one of two indexes and which of their rows are alive (bool [n]; None: all).
+
+        None: they are searched in Python only.
+        """
+        # Asked for by name: of the class, see GraphIndex.
+        graph = getattr(base, "compiled", None)
+        if graph is None:
+            return None
+        graphed = cast(GraphIndex, base)
+        made = _native.Snapshot(
+            graph, spec.unit, int(graphed.graph.ef), base_live, np.asarray(delta.vectors),
+            delta.labels, delta_live,
+        )  # fmt: skip
+        return cls(graphed, made)
+
+    def search(
+        self, query: Vectors, k: int, ef: int, base: Mask | None, beside: Mask | None
+    ) -> Neighbours | None:
+        """Of one checked query [1, dim]; `base` and `beside`: rows of the graph and of the delta
+        that are allowed. None: compare every row."""
+        asked = self._index.walked(k, ef)
+        found = None if asked is None else self._snapshot.search(query, k, asked, base, beside)
+        return None if found is None else Neighbours(*found)
+
+    def answers(
+        self,
+        queries: Sequence[tuple[bytes, int, float]],
+        exact: bool,
+        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
+        curves: "Curves",
+        end: bytes,
+    ) -> list[bytes | None]:
+        """A SearchResponse to each of `queries` (values, k, farthest): the hits that are `known` by
+        label (server/galleries/hosted_file.py), no farther than `farthest`, then `end`. None: one
+        is not known, or it is searched otherwise.
+        """
+        walks = []
+        for values, k, farthest in queries:
+            asked = self._walks(k)
+            if asked is None:
+                return [None] * len(queries)
+            walks.append((values, k, asked, farthest))
+        return self._snapshot.answers(walks, exact, known, curves, end)
+
+    def route(
+        self,
+        gallery: str,
+        space: str,
+        usual_k: int,
+        most_k: int,
+        exact: bool,
+        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
+        curves: "Curves",
+        end: bytes,
+    ) -> Callable[[list[bytes]], list[bytes | None]]:
+        """From SearchRequests to what `answers` answers, in one call: of those by one embedding in
+        `space` of `gallery` for at most `most_k` hits (0: `usual_k`), if `answers` was asked for
+        as many before. None for all others."""
+        return _native.Route(
+            self._snapshot, gallery, space, usual_k, most_k, exact, self._walked, known,
+            curves, end,
+        ).answers  # fmt: skip
+
+    def _walks(self, k: int) -> int | None:
+        if k not in self._walked:
+            self._walked[k] = self._index.walked(k, 0)
+        return self._walked[k]
+
+
+def curves_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]]) -> "Curves | None":
+    """Distances and probabilities of calibrations, by origin as the wire names it."""
+    return None if _native is None else _native.Curves(curves)
+
+
+# Queries that are kept.
+SAMPLE_QUERIES = 64
+# Once so many are kept, one in so many takes another's place: the last thousand count.
+_SHARE = 16
+
+
+class QuerySample:
+    """Queries at random, later ones likelier. In memory only: what people look for is written
+    nowhere. Safe to use from many threads."""
+
+    def __init__(self, dim: int) -> None:
+        self._lock = threading.Lock()
+        self._vectors = np.empty((0, dim), np.float32)
+        self._seen = self._kept = 0
+
+    @property
+    def seen(self) -> int:
+        """How many queries came by."""
+        return self._seen
+
+    def see(self, queries: Vectors) -> None:
+        """Queries [q, dim] that were checked and answered."""
+        self.keep(queries[self.chosen(len(queries))])
+
+    def chosen(self, count: int) -> list[int]:
+        """Count queries that were checked and answered; which of them are to be kept."""
+        # No secret hangs on it: which queries an index is tuned on. Two threads may count as one.
+        seen, self._seen = self._seen, self._seen + count
+        return [
+            number
+            for number in range(count)
+            if seen + number < SAMPLE_QUERIES or random.random() * _SHARE < 1  # noqa: S311
+        ]
+
+    def keep(self, queries: Vectors) -> None:
+        """Those of them [q, dim]."""
+        with self._lock:
+            if not len(self._vectors):
+                self._vectors = np.empty((SAMPLE_QUERIES, queries.shape[1]), np.float32)
+            for query in queries:
+                filled = self._kept >= SAMPLE_QUERIES
+                self._vectors[random.randrange(SAMPLE_QUERIES) if filled else self._kept] = query  # noqa: S311
+                self._kept += not filled
+
+    def sample(self) -> Vectors:
+        """Those that are kept, a copy, float32 [at most SIZE, dim]."""
+        with self._lock:
+            return self._vectors[: self._kept].copy()
+
 
 # Which of an index's labels (increasing) may be found: bool, one for each.
 Allowed = Callable[[Labels], Mask]
@@ -43,7 +229,7 @@ Opener = Callable[[SpaceSpec, Labels, Content], tuple[Index, Rows]]
 
 
 @dataclass(frozen=True)
-class Part:
+class IndexPart:
     """An index, which of its rows are alive (bool [n]; None: all) and how many are not: counted as
     they die, for every search asks."""
 
@@ -54,7 +240,7 @@ class Part:
     def __len__(self) -> int:
         return len(self.index.labels) - self.dead
 
-    def less(self, labels: Labels) -> "Part":
+    def less(self, labels: Labels) -> "IndexPart":
         """The same with tombstones for `labels`."""
         rows = np.unique(rows_of(self.index.labels, labels))
         if self.live is not None:
@@ -63,7 +249,7 @@ class Part:
             return self
         live = np.ones(len(self.index.labels), np.bool_) if self.live is None else self.live.copy()
         live[rows] = False
-        return Part(self.index, live, self.dead + len(rows))
+        return IndexPart(self.index, live, self.dead + len(rows))
 
     def mask(self, allowed: Allowed | None) -> Mask | None:
         """Rows that are alive and allowed; None: all."""
@@ -98,8 +284,8 @@ class Snapshot:
     """One state of one space of a gallery. `base` and `delta` share no live label."""
 
     spec: SpaceSpec
-    base: Part
-    delta: Part
+    base: IndexPart
+    delta: IndexPart
 
     def __len__(self) -> int:
         return len(self.base) + len(self.delta)
@@ -168,7 +354,7 @@ class Snapshot:
 def snapshot_of(spec: SpaceSpec, base: Index) -> Snapshot:
     """A base alone."""
     nothing = ExactIndex(spec, np.empty(0, np.int64), np.empty((0, spec.dim), np.float32))
-    return Snapshot(spec, Part(base), Part(nothing))
+    return Snapshot(spec, IndexPart(base), IndexPart(nothing))
 
 
 def _exact(store: Store, spec: SpaceSpec) -> Snapshot:
@@ -185,7 +371,7 @@ def _begun(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | No
         stored = Stored(connection, find_space(connection, spec.space))
         base, rest = begin(spec, stored.labels, stored)
         delta = ExactIndex(spec, stored.labels[rest], stored[rest])
-        return replace(snapshot_of(spec, base), delta=Part(delta))
+        return replace(snapshot_of(spec, base), delta=IndexPart(delta))
     return None
 
 
@@ -201,21 +387,19 @@ def changed(snapshot: Snapshot, change: Change) -> Snapshot:
     return replace(snapshot, delta=_with(snapshot.delta, labels[order], vectors[order]))
 
 
-def _with(delta: Part, labels: Labels, vectors: Vectors) -> Part:
+def _with(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
     """A delta with more rows, of increasing labels that are not alive in it."""
     index, live = delta.index, delta.live
     assert isinstance(index, ExactIndex), "a delta is searched exactly"
     if not len(index.labels) or labels[0] > index.labels[-1]:
         if live is not None:
             live = np.concatenate([live, np.ones(len(labels), np.bool_)])
-        return Part(index.extended(labels, vectors), live, delta.dead)
+        return IndexPart(index.extended(labels, vectors), live, delta.dead)
     old_labels, old_vectors = delta.content()
     labels = np.concatenate([old_labels, labels])
-    vectors = np.concatenate(
-        [np.asarray(old_vectors), distances.prepare(index.spec.metric, vectors)]
-    )
+    vectors = np.concatenate([np.asarray(old_vectors), prepare(index.spec.metric, vectors)])
     order = np.argsort(labels)
-    return Part(ExactIndex(index.spec, labels[order], vectors[order]))
+    return IndexPart(ExactIndex(index.spec, labels[order], vectors[order]))
 
 
 class LiveView:
@@ -233,7 +417,7 @@ class LiveView:
         self._log: list[Change] | None = []
         self._snapshot: Snapshot | None = None
         self._store = store
-        self.asked = Asked(self.spec.dim)
+        self.asked = QuerySample(self.spec.dim)
         store.subscribe(self._apply)
         try:
             self._swap(_begun(store, self.spec, begin) or _exact(store, self.spec))

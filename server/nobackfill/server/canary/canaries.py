@@ -19,7 +19,7 @@ from nobackfill.errors import (
     NobackfillError,
     NoEncoderError,
 )
-from nobackfill.gallery.search.aside import give_way
+from nobackfill.gallery.search.index import give_way
 from nobackfill.server.canary.comparison import (
     NOTHING,
     Caller,

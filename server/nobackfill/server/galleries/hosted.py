@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill.errors import ConfigurationError, ItemQuotaError, few
-from nobackfill.gallery.change import Change
+from nobackfill.gallery.filters import Filtering, Matches
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.matches import Filtering, Matches
+from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
-from nobackfill.gallery.stored_vectors import Item
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import Change, NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries import locks
 from nobackfill.server.galleries.locks import Level, Users, WriteLock

@@ -10,12 +10,11 @@ import numpy as np
 import structlog
 
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, NotFoundError
-from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.search import origins
-from nobackfill.gallery.search.index import Neighbours
+from nobackfill.gallery.filters import Matches
+from nobackfill.gallery.reading import Item
+from nobackfill.gallery.search.index import Neighbours, rank_origins
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, space_of
-from nobackfill.gallery.stored_vectors import Item
-from nobackfill.gallery.writing import NewVectors
+from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted import EXACT, NOTE, ROLLOUT, Allowance, Hosted
 from nobackfill.server.galleries.plan import Filling, Plan, PlanPart
 from nobackfill.server.state import OutdatedError
@@ -221,7 +220,7 @@ class HostedInDatabase(Hosted):
             items = self.items(flat.tolist(), part.space)
             carried = np.array([one is not None and one.origin == "upgraded" for one in items])
             of_carried = carried.reshape(found.labels.shape)
-            found = origins.ranked(found, of_carried, part.scale)
+            found = rank_origins(found, of_carried, part.scale)
         return Neighbours(found.labels[:, :k], found.distances[:, :k])
 
     def _table(self, space: str, without: str | None = None) -> Table:

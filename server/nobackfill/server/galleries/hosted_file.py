@@ -19,19 +19,19 @@ import structlog
 
 from nobackfill import durable
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
-from nobackfill.gallery.carried import Carried
-from nobackfill.gallery.change import Change
+from nobackfill.gallery.connections import Residents
 from nobackfill.gallery.filter_engine import FilterEngine
-from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.residents import Residents
-from nobackfill.gallery.search import hnsw, origins
+from nobackfill.gallery.filters import Matches
+from nobackfill.gallery.listing import CarriedLabels
+from nobackfill.gallery.reading import Item
+from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.hnsw import HnswIndex
-from nobackfill.gallery.search.index import Content, Index, Labels, Neighbours, Rows
+from nobackfill.gallery.search.index import Content, Index, Labels, Neighbours, Rows, search_origins
 from nobackfill.gallery.search.view import LiveView, Opener, Snapshot
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.stored_vectors import Item
+from nobackfill.gallery.store import Change
 from nobackfill.gallery.upgrade import Carrying
 from nobackfill.server.galleries import locks
 from nobackfill.server.galleries.hosted import Hosted
@@ -321,7 +321,7 @@ class HostedInFile(Hosted):
         carried = self.origins.mixed(part, len(snapshot))
         if carried is None or part.scale is None:
             return snapshot.search(queries, k, mask, ef)
-        return origins.search(
+        return search_origins(
             lambda chosen: snapshot.search(queries, k, chosen, ef),
             carried.origins, part.scale, k, mask,
         )  # fmt: skip
@@ -504,13 +504,13 @@ class Origins:
     def __init__(self, store: SqliteGallery) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._carried: Mapping[str, Carried] = {}
+        self._carried: Mapping[str, CarriedLabels] = {}
 
     def known(self, part: PlanPart) -> bool:
         """Whether `mixed` answers without reading the file."""
         return part.scale is None or part.space in self._carried
 
-    def mixed(self, part: PlanPart, vectors: int) -> Carried | None:
+    def mixed(self, part: PlanPart, vectors: int) -> CarriedLabels | None:
         """What tells the origins of the `vectors` of a part; None where their distances rank them:
         without a scale, and while they are all of one origin."""
         if part.scale is None:
@@ -520,11 +520,11 @@ class Origins:
             carried = self._read(part.space)
         return carried if 0 < len(carried) < vectors else None
 
-    def _read(self, space: str) -> Carried:
+    def _read(self, space: str) -> CarriedLabels:
         with self._lock:
             carried = self._carried.get(space)
             if carried is None:
-                carried = Carried(self._store, space)
+                carried = CarriedLabels(self._store, space)
                 try:
                     carried.load()
                 except BaseException:

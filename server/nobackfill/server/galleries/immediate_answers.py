@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.search.compiled_search import curves_of, parse
-from nobackfill.gallery.search.view import LiveView, Snapshot
-from nobackfill.gallery.store import Item
+from nobackfill.gallery.reading import Item
+from nobackfill.gallery.search.view import LiveView, Snapshot, curves_of, parse
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.image_queue import ImageQueue, QueuedImage
 from nobackfill.server.galleries.galleries import GalleryRegistry

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nobackfill.gallery.search.aside import give_way
 from nobackfill.gallery.search.hnsw import HnswIndex
-from nobackfill.gallery.search.index import Index
+from nobackfill.gallery.search.index import Index, give_way
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile, due, tuned

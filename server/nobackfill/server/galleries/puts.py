@@ -19,7 +19,7 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.gallery.spec import Metadata
-from nobackfill.gallery.writing import MAX_ID_CHARACTERS, NewVectors, check_batch
+from nobackfill.gallery.store import MAX_ID_CHARACTERS, NewVectors, check_batch
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import no_vector
 from nobackfill.release.routes import RouteRunner

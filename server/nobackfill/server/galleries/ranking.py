@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nobackfill.gallery.reading import Item
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Origin
-from nobackfill.gallery.store import Item
 from nobackfill.release.calibration import Scale, Scorer
 from nobackfill.server.galleries.plan import PlanPart
 from nobackfill.vectors import Vectors
@@ -134,7 +134,7 @@ def _by_score(hit: RankedHit) -> tuple[float, float, int]:
 
 
 def _along(scale: Scale, hit: RankedHit) -> tuple[float, float, int]:
-    """As nobackfill.gallery.search.origins ranks."""
+    """As nobackfill.gallery.search.index ranks."""
     apart = float(scale(hit.distance)) if hit.origin == "upgraded" else hit.distance
     return apart, hit.distance, hit.item.label
 

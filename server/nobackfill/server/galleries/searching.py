@@ -15,9 +15,8 @@ from nobackfill.errors import (
     NotFoundError,
     ReleaseRetiredError,
 )
-from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.search import distances
+from nobackfill.gallery.filters import Filter, Matches
+from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
@@ -252,7 +251,7 @@ def _apart(
     """Those of `labels` (increasing) that have a vector there, their distances to a query [1, dim],
     and which of them were carried."""
     stored = hosted.store.stored(labels, part.space)
-    apart = distances.to_one(part.query.embedder.metric, query, stored.embedding)
+    apart = index.to_one(part.query.embedder.metric, query, stored.embedding)
     return stored.labels, apart, np.array([one == "upgraded" for one in stored.origins], np.bool_)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
-from nobackfill.gallery.store import Item
+from nobackfill.gallery.reading import Item
 from nobackfill.items.reembedding import EmbeddingCost, Reembedding, Resting, today
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest

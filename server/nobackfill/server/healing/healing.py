@@ -27,12 +27,11 @@ from nobackfill.errors import (
     NotFoundError,
     UnavailableError,
 )
-from nobackfill.gallery.matches import Matches
-from nobackfill.gallery.search import distances
-from nobackfill.gallery.search.aside import give_way
-from nobackfill.gallery.search.index import Neighbours
+from nobackfill.gallery.filters import Matches
+from nobackfill.gallery.reading import Item, StoredVectors
+from nobackfill.gallery.search import index
+from nobackfill.gallery.search.index import Neighbours, give_way
 from nobackfill.gallery.spec import space_of
-from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.items.reembedding import EmbeddingCost
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
@@ -120,7 +119,7 @@ def found(question: Question, near: Candidates, stored: StoredVectors) -> Search
     hosted, part = question.hosted, question.parts[0]
     spec = space_of(hosted.spaces(), part.space).spec
     rows = np.flatnonzero(np.isin(stored.labels, list(near)))
-    apart = distances.to_one(spec.metric, question.vectors[0], stored.embedding[rows])
+    apart = index.to_one(spec.metric, question.vectors[0], stored.embedding[rows])
     order = np.lexsort((stored.labels[rows], apart))
     labels = stored.labels[rows][order]
     origins = {int(stored.labels[row]): stored.origins[row] for row in rows.tolist()}

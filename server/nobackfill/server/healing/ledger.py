@@ -13,8 +13,8 @@ from typing import Protocol
 
 from nobackfill.durable import transaction
 from nobackfill.errors import DamagedError, NotFoundError
-from nobackfill.gallery.carried import Carried
-from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.filters import Matches
+from nobackfill.gallery.listing import CarriedLabels
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.store import Store
 from nobackfill.items import claims
@@ -69,7 +69,7 @@ class HealingLedger(Protocol):
 class _Native:
     """The native ones among `allowed`, or among all; see Matches."""
 
-    def __init__(self, carried: Carried, allowed: Matches | None) -> None:
+    def __init__(self, carried: CarriedLabels, allowed: Matches | None) -> None:
         self._carried, self._allowed = carried, allowed
 
     def labels(self) -> Labels:
@@ -91,7 +91,7 @@ class FileLedger:
         self._path = folder / FILE
         self._lock = threading.Lock()
         self._closed = False
-        self._carried = Carried(store, space)
+        self._carried = CarriedLabels(store, space)
         try:
             self._connection = _open(self._path)
         except BaseException:

@@ -19,7 +19,7 @@ from nobackfill.errors import (
     UnavailableError,
     VerificationError,
 )
-from nobackfill.gallery.search.aside import give_way
+from nobackfill.gallery.search.index import give_way
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.catalog import Catalog

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from nobackfill.errors import InvalidInputError, PreconditionError, few
-from nobackfill.gallery.store import Item
+from nobackfill.gallery.reading import Item
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, size_of
 from nobackfill.server.galleries.hosted import Hosted

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nobackfill.errors import InvalidInputError, ReleaseRetiredError
-from nobackfill.gallery.groups import Group
+from nobackfill.gallery.listing import MetadataGroup
 from nobackfill.gallery.spec import MetadataValue
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
@@ -77,7 +77,7 @@ class _Measuring:
         }
         self._old = {older[max(older)]} if older else set[str]()
 
-    def group(self, group: Group) -> Subgroup:
+    def group(self, group: MetadataGroup) -> Subgroup:
         # An item that is alone has no other to find.
         share = min(len(group.labels), self._most) if len(group.labels) > 1 else 0
         places = np.linspace(0, len(group.labels) - 1, share).astype(int)

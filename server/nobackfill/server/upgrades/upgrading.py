@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 
 from nobackfill.errors import PreconditionError
-from nobackfill.gallery.neighbours import neighbours_kept
 from nobackfill.gallery.search import hnsw
-from nobackfill.gallery.search.aside import give_way
 from nobackfill.gallery.search.hnsw import HnswIndex
+from nobackfill.gallery.search.index import give_way
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.upgrade import Outcome, Progress, Runner, run_upgrade
+from nobackfill.gallery.staging import neighbours_kept
+from nobackfill.gallery.upgrade import (
+    Runner,
+    UpgradeOutcome,
+    UpgradeProgress,
+    run_upgrade,
+)
 from nobackfill.release.manifest import Manifest, Upgrade
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, RouteRunner, open_route, plan_route
@@ -286,7 +291,7 @@ class Upgrading:
         on_progress: Callable[[int], None] = lambda _done: None,
         *,
         here: bool = False,
-    ) -> Outcome:
+    ) -> UpgradeOutcome:
         """Fill the target's space, from where an earlier run ended, until it is full, paused or
         stopped; in this thread where there are no workers, or it has to be `here`. `on_progress`
         gets the number of items done.
@@ -303,7 +308,7 @@ class Upgrading:
         # How many were done when the neighbours were last looked at.
         looked: int | None = None
 
-        def on_chunk(progress: Progress) -> None:
+        def on_chunk(progress: UpgradeProgress) -> None:
             rate = progress.written / progress.seconds if progress.seconds > 0 else 0.0
             self._update(
                 hosted.name, done=progress.done, total=progress.total, items_per_second=rate

@@ -9,8 +9,8 @@ from nobackfill.errors import InvalidInputError, NotFoundError, TooLargeError
 from nobackfill.gallery import edits
 from nobackfill.gallery.edits import Chosen
 from nobackfill.gallery.filters import check
-from nobackfill.gallery.listing import Place
-from nobackfill.gallery.store import Item
+from nobackfill.gallery.listing import ListingPlace
+from nobackfill.gallery.reading import Item
 from nobackfill.server.galleries.galleries import CREATED, GalleryRegistry
 from nobackfill.server.galleries.hosted import NOTE, Hosted
 from nobackfill.server.galleries.indexing import searched
@@ -69,7 +69,9 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
         raise InvalidInputError(f"order: expected a known one, got {request.order}")
     least_certain = request.order == pb.ITEM_ORDER_LEAST_CERTAIN
     after = (
-        Place.read(request.page_token, least_certain=least_certain) if request.page_token else None
+        ListingPlace.read(request.page_token, least_certain=least_certain)
+        if request.page_token
+        else None
     )
     filtered = from_filter(request.filter)
     allowed = None if filtered is None else hosted.filtering.passing(filtered)

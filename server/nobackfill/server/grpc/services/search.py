@@ -7,8 +7,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from nobackfill.errors import InvalidInputError, TooLargeError
-from nobackfill.gallery.search.compiled_search import parse
 from nobackfill.gallery.search.index import EVERY
+from nobackfill.gallery.search.view import parse
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.sessions import Kind
 from nobackfill.server.galleries.galleries import GalleryRegistry

@@ -23,7 +23,7 @@ from nobackfill.gallery.filters import (
     TimeRange,
 )
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.gallery.writing import storable
+from nobackfill.gallery.store import storable
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.collections import MOST, Collections
 from nobackfill.server.stores.milvus.columns import (

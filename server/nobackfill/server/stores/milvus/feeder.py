@@ -10,8 +10,8 @@ import numpy as np
 import structlog
 
 from nobackfill.errors import BusyError, NobackfillError, NotFoundError, UnavailableError
-from nobackfill.gallery.change import Change
 from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.store import Change
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.candidates import too_many_pending
 from nobackfill.server.stores.milvus.collections import Collections

@@ -27,7 +27,7 @@ from nobackfill.gallery.filters import (
     microseconds,
 )
 from nobackfill.gallery.spec import Metadata
-from nobackfill.gallery.writing import storable
+from nobackfill.gallery.store import storable
 
 _LOWER, _UPPER = ("at_least", "greater_than"), ("less_than", "at_most")
 # Values that are looked for one by one, in an index.

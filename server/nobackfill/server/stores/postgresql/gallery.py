@@ -9,20 +9,19 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from nobackfill.errors import IncompatibleSpaceError
-from nobackfill.gallery.change import Change
 from nobackfill.gallery.edits import described
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.reading import item_of
+from nobackfill.gallery.reading import Item, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.staging import check_doubt
-from nobackfill.gallery.stored_vectors import Item
-from nobackfill.gallery.writing import (
+from nobackfill.gallery.store import (
+    Change,
     Checked,
     NewVectors,
     PutResult,
-    check,
     check_batch,
+    check_new,
     put_change,
 )
 from nobackfill.server.state import OutdatedError
@@ -156,7 +155,7 @@ class PostgresqlGallery(Reads):
     ) -> list[Checked]:
         spaces = self.spaces()
         try:
-            return [check(space_of(spaces, new.space), new, count) for new in vectors]
+            return [check_new(space_of(spaces, new.space), new, count) for new in vectors]
         except IncompatibleSpaceError as error:
             if outdated:
                 raise OutdatedError("another gateway has dropped a space; try again") from error
@@ -216,7 +215,7 @@ class PostgresqlGallery(Reads):
         uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
     ) -> Labels:  # fmt: skip
         new = NewVectors(space, embedding, side, origin)
-        checked = check(self.space(space), new, len(labels))
+        checked = check_new(self.space(space), new, len(labels))
         doubt = check_doubt(uncertainty, len(labels))
         good, kept = self._shared(
             lambda connection: spaces.write(

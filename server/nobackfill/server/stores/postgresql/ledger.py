@@ -4,7 +4,7 @@ and what a day has cost. Tables of the gallery's schema, made at the first use."
 import time
 from collections.abc import Collection, Sequence
 
-from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.filters import Matches
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.schema import table_of

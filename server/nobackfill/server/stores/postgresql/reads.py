@@ -8,15 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from nobackfill.gallery.estimate import Estimate
-from nobackfill.gallery.groups import Group, group_of
-from nobackfill.gallery.listing import Place
-from nobackfill.gallery.matches import Matches
+from nobackfill.gallery.filters import Matches
+from nobackfill.gallery.listing import ListingPlace, MetadataGroup, group_of
+from nobackfill.gallery.reading import Item, StoredVectors, Window
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.stored_vectors import Item, StoredVectors, Window
+from nobackfill.gallery.staging import Estimate
+from nobackfill.gallery.store import storable
 from nobackfill.gallery.upgrade import Runner
-from nobackfill.gallery.writing import storable
 from nobackfill.release.models import CHUNK
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.bulk import among, copy_in, copy_out
@@ -106,13 +105,18 @@ class Reads:
                 yield Window(items, stored)
 
     def page(
-        self, space: str, limit: int, *, after: Place | None = None, allowed: Matches | None = None,
+        self,
+        space: str,
+        limit: int,
+        *,
+        after: ListingPlace | None = None,
+        allowed: Matches | None = None,
         least_certain: bool = False,
-    ) -> tuple[list[tuple[Item, Place]], Place | None]:  # fmt: skip
+    ) -> tuple[list[tuple[Item, ListingPlace]], ListingPlace | None]:
         condition = _condition(allowed)
         if least_certain:
             table = self._table(space)
-            last = Place(0, float("inf")) if after is None else after
+            last = ListingPlace(0, float("inf")) if after is None else after
             query = (
                 f"SELECT v.label, v.uncertainty FROM {table} v JOIN {self.schema}.items i"
                 f" USING (label) WHERE v.uncertainty IS NOT NULL AND ({condition.text})"
@@ -128,7 +132,7 @@ class Reads:
             values = [0 if after is None else after.label, *condition.values, limit]
         places = self.database.read(
             lambda connection: [
-                Place(*row)
+                ListingPlace(*row)
                 for row in run(connection, query, values, filters=condition is not EVERYTHING)
             ]
         )
@@ -136,7 +140,7 @@ class Reads:
         found = [(item, place) for item, place in zip(items, places, strict=True) if item]
         return found, places[-1] if len(places) == limit else None
 
-    def groups(self, key: str, space: str) -> list[Group]:
+    def groups(self, key: str, space: str) -> list[MetadataGroup]:
         if not storable(key):
             return []
         query = (

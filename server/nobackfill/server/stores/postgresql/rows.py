@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from nobackfill.errors import NotFoundError
-from nobackfill.gallery import drawing
-from nobackfill.gallery.reading import item_of
+from nobackfill.gallery import reading
+from nobackfill.gallery.reading import Item, StoredVectors, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
-from nobackfill.gallery.stored_vectors import Item, StoredVectors
 from nobackfill.server.stores.postgresql.bulk import from_binary
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.schema import table_of
@@ -113,7 +112,7 @@ def random_labels(connection: Connection, table: str, count: int) -> Labels:
         return label_column(run(connection, query, [count]))
 
     bounds = run(connection, f"SELECT min(label), max(label) FROM {table}").fetchone()
-    return drawing.random_labels(bounds, count, following, shuffled)
+    return reading.draw_labels(bounds, count, following, shuffled)
 
 
 def epoch_of(connection: Connection, number: int) -> int:

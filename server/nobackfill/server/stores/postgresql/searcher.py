@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.search import compiled_search, distances
+from nobackfill.gallery.search import index, view
 from nobackfill.gallery.search.index import Labels, Neighbours, best
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.postgresql.bulk import from_binary
@@ -235,16 +235,16 @@ def _settled(rows: list[Any], k: int, scale: float) -> bool:
 
 def ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
     """The `k` nearest to one query [dim] of rows of label and vector: Neighbours of one row."""
-    if compiled_search.ranked is not None:
-        found = compiled_search.ranked(spec.metric == "cosine", query, rows, k)
+    if view.ranked is not None:
+        found = view.ranked(spec.metric == "cosine", query, rows, k)
         if found is not None:
             return Neighbours(*found)
     if not rows:
         return best(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32), k)
     labels = np.array([row[0] for row in rows], np.int64)
-    vectors = distances.prepare(spec.metric, from_binary([row[1] for row in rows], spec.dim))
-    prepared = distances.prepare(spec.metric, query[None])
-    return best(labels[None], distances.between(spec.metric, prepared, vectors[None]), k)
+    vectors = index.prepare(spec.metric, from_binary([row[1] for row in rows], spec.dim))
+    prepared = index.prepare(spec.metric, query[None])
+    return best(labels[None], index.between(spec.metric, prepared, vectors[None]), k)
 
 
 def _together(rows: list[Neighbours], k: int) -> Neighbours:

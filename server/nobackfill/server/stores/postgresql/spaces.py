@@ -9,7 +9,7 @@ from nobackfill.errors import NotFoundError
 from nobackfill.gallery.search.index import Labels, rows_of
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import ensure_active_may_go, ensure_same, ensure_whole
-from nobackfill.gallery.writing import Checked
+from nobackfill.gallery.store import Checked
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.frontier import left_behind, make_frontiers

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.writing import Batch, Checked, PutResult, kept_and_replaced
+from nobackfill.gallery.store import Batch, Checked, PutResult, kept_and_replaced
 from nobackfill.server.stores.postgresql.bulk import copy_in
 from nobackfill.server.stores.postgresql.conditions import facets
 from nobackfill.server.stores.postgresql.database import Connection, run

@@ -14,7 +14,7 @@ import numpy as np
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.upgrade import Outcome, Progress, carry
+from nobackfill.gallery.upgrade import UpgradeOutcome, UpgradeProgress, carry
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, open_route
 from nobackfill.server.stores.postgresql.database import Database
@@ -178,8 +178,8 @@ class ByWorkers:
 
     def run(
         self, store: GalleryStore, route: Route, target: SpaceSpec,
-        on_progress: Callable[[Progress], None], should_stop: Callable[[], bool],
-    ) -> Outcome:  # fmt: skip
+        on_progress: Callable[[UpgradeProgress], None], should_stop: Callable[[], bool],
+    ) -> UpgradeOutcome:  # fmt: skip
         """Fill `target` from the active space of a gallery in PostgreSQL; as run_by_workers."""
         assert isinstance(store, PostgresqlGallery), "workers are refused beside a folder"
         work = UpgradeWork(
@@ -196,8 +196,8 @@ class ByWorkers:
 
 def run_by_workers(
     store: PostgresqlGallery, workers: Workers, work: UpgradeWork, *,
-    on_progress: Callable[[Progress], None], should_stop: Callable[[], bool],
-) -> Outcome:  # fmt: skip
+    on_progress: Callable[[UpgradeProgress], None], should_stop: Callable[[], bool],
+) -> UpgradeOutcome:  # fmt: skip
     """As gallery.upgrade.run_upgrade does in one thread. Raises what it raises, UnavailableError
     where no worker is left."""
     store.begin(work.target)
@@ -226,9 +226,11 @@ def run_by_workers(
                 untold.difference_update(labels.tolist())
                 store.written_elsewhere(labels)
                 done = before + written
-                on_progress(Progress(done, max(total, done), written, time.monotonic() - started))
+                on_progress(
+                    UpgradeProgress(done, max(total, done), written, time.monotonic() - started)
+                )
     finally:
         # A worker that ends half-way has written what neither it nor who repeats the piece tells.
         if untold:
             store.written_elsewhere(np.array(sorted(untold), np.int64))
-    return Outcome(written, store.left_behind(work.target.space), stopped)
+    return UpgradeOutcome(written, store.left_behind(work.target.space), stopped)
