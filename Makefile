@@ -20,7 +20,7 @@ SWIFT_READY := build/swift/.ready
 NODE_READY := build/node/.ready
 ADOPTION := build/adoption
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
-CODE := core adopt server client training demo bench manual tests protos/generate.py
+CODE := core adopt server client training research demo bench manual tests protos/generate.py
 
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
@@ -59,7 +59,7 @@ demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life o
 DOCS := tests/manual tests/packaging $(wildcard tests/pages/test_*_in_browser.py) $(filter-out tests/scale/%, \
 	$(wildcard tests/*/test_*docs.py tests/*/test_*_doc.py)) tests/e2e/test_quick_start.py
 # What imports torch: one process does, and none of those beside it.
-TORCH := $(addprefix tests/,training quality adopt/test_image_processors.py adopt/test_pixels.py \
+TORCH := $(addprefix tests/,training research quality adopt/test_image_processors.py adopt/test_pixels.py \
 	adopt/test_sentence_transformers.py base/test_framing.py client/test_notes.py \
 	e2e/test_ranking_along_the_scale.py e2e/test_text_life.py release/test_tokenizers.py \
 	faults/test_healing_kills.py server/test_canary_blame.py server/test_texts.py)

@@ -18,7 +18,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "python training/train.py": ("nobackfill.training.cli.train", "app"),
     "python training/export.py": ("nobackfill.training.cli.export", "app"),
     "python training/evaluate.py": ("nobackfill.training.cli.evaluate", "app"),
-    "python training/compare.py": ("nobackfill.training.cli.compare", "app"),
+    "python training/compare.py": ("nobackfill.research.compare", "app"),
     "python -m nobackfill.training.data.cifar100": ("nobackfill.training.data.cifar100", "app"),
     "python -m nobackfill.report": ("nobackfill.report.__main__", "command"),
     "python -m demo.life": ("demo.life", "command"),

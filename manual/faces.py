@@ -13,7 +13,7 @@ ROOMS = (
     "gallery.search", "release", "release.publishing", "release.trust", "metrics", "quality",
     "report", "pages", "training", "training.data", "training.networks", "training.losses",
     "training.side_info", "training.methods", "training.loop", "training.export",
-    "training.comparison", "training.protocols", "server",
+    "training.protocols", "research", "server",
 )  # fmt: skip
 
 

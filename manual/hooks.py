@@ -7,8 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from manual import commands, faces, notebooks, protocol
-from nobackfill.training.comparison.curve import draw, points
-from nobackfill.training.comparison.results import read_results
+from nobackfill.research.results import draw, points, read_results
 
 ROOT = Path(__file__).parents[1]
 CURVE = "methods-digits.svg"

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Rooms with the longest files: begun first, so that no worker is left alone with one at the end.
-LONGEST = ("e2e", "training", "faults", "packaging", "bench", "lives", "manual", "quality")
+LONGEST = (
+    "e2e", "training", "research", "faults", "packaging", "bench", "lives", "manual", "quality",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

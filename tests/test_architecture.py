@@ -28,6 +28,7 @@ ROOTS = {
     "server": ("server",),
     "client": ("client",),
     "training": ("training",),
+    "research": ("research",),
     "protos": ("v1",),
 }
 # Modules of the namespace itself: what every room may import, and what they import of each other.
@@ -67,6 +68,7 @@ ARROWS = {
     "wire": {"gallery", "release", "v1"},
     "quality": {"release", "gallery", "metrics"},
     "training": {"quality", "release", "gallery", "metrics"},
+    "research": {"training", "quality", "release", "metrics"},
     "items": set[str](),
     "server": {"gallery", "release", "metrics", "wire", "pages", "items", "v1"},
     "client": {"gallery", "release", "wire", "pages", "v1"},
@@ -187,7 +189,7 @@ def test_doors_hold_no_code() -> None:
     """What `python training/train.py` runs is in the package; the door stays at the top."""
     doors = sorted((ROOT / "training").glob("*.py"))
     assert [door.stem for door in doors] == ["compare", "evaluate", "export", "train"]
-    assert all(len(door.read_text("utf-8").splitlines()) < 10 for door in doors)
+    assert all(len(door.read_text("utf-8").splitlines()) < 15 for door in doors)
 
 
 def test_the_parts_of_the_server_import_one_way() -> None:
@@ -218,9 +220,9 @@ def test_commands_are_the_top_of_the_client() -> None:
         assert not above, f"{path.relative_to(ROOT)} imports {sorted(above)}"
 
 
-def test_only_training_imports_torch() -> None:
+def test_only_training_and_research_import_torch() -> None:
     torch_family = {"torch", "torchvision", "lightning_fabric", "pytorch_metric_learning"}
-    for path in sources(*(set(ARROWS) - {"training"})):
+    for path in sources(*(set(ARROWS) - {"training", "research"})):
         assert not packages(path) & torch_family, path.relative_to(ROOT)
 
 

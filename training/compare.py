@@ -1,6 +1,12 @@
-"""`python training/compare.py`: nobackfill.training.cli.compare."""
+"""`python training/compare.py`: nobackfill.research.compare, or why it is not there."""
 
-from nobackfill.training.cli.compare import app
+from importlib.util import find_spec
+
+from nobackfill.training.cli.compare import refuse
 
 if __name__ == "__main__":
+    if find_spec("nobackfill.research") is None:
+        refuse()
+    from nobackfill.research.compare import app
+
     app()

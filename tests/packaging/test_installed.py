@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.packaging.conftest import ROOT
 from tests.packaging.environments import Environment
 from tests.support import blocks, edge
 from tests.support.waiting import wait_until
@@ -127,11 +128,21 @@ def test_training_needs_what_it_declares(training: Environment, tmp_path: Path) 
     there = {path.name.split(".")[0] for path in training.site_packages.iterdir()}
     for room in ("training", "quality", "report"):
         for path in sources(room):
-            # compare.py asks for the extra `ray` where it is told to, --weights for public models.
-            optional = {"ray", "timm", "open_clip"}
+            # --weights asks for public models.
+            optional = {"timm", "open_clip"}
             assert packages(path) - optional <= there | sys.stdlib_module_names, path.name
     names = ["training.cli.train", "training.loop.training"]
     assert "torch" in import_all(training, names, tmp_path)
+
+
+def test_the_comparison_stays_in_checkouts(training: Environment, tmp_path: Path) -> None:
+    assert not (training.site_packages / "nobackfill" / "research").exists()
+    for door in (
+        [str(ROOT / "training" / "compare.py")],
+        ["-m", "nobackfill.training.cli.compare"],
+    ):
+        said = training.run("python", *door, "--data", "digits", cwd=tmp_path, code=78).stderr
+        assert said.startswith("compare.py: nobackfill.research is not installed")
 
 
 def test_commands_say_what_they_need(base: Environment, tmp_path: Path) -> None:

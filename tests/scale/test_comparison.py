@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from nobackfill.training.cli.compare import compare
-from tests.training.comparison.test_compare import FEW, SHORT
-from tests.training.comparison.test_compare import digits as digits
+from nobackfill.research.compare import compare
+from tests.research.test_compare import FEW, SHORT
+from tests.research.test_compare import digits as digits
 
 
 @pytest.mark.filterwarnings("default")

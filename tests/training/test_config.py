@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.training.comparison.presets import PRESETS as PRESETS_OF_COMPARE
+from nobackfill.research.presets import PRESETS as PRESETS_OF_COMPARE
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig, load_config, parse_config
 
 PRESETS = sorted(Path("configs").rglob("*.yaml"))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nobackfill.class_folders import Images, list_images
-from nobackfill.training.comparison.cells import Cells, read_cells, write_cells
+from nobackfill.research.cells import Cells, read_cells, write_cells
 from nobackfill.training.data.pictures import Listed, Reading
 from nobackfill.training.networks.frozen import FrozenEncoder, features
 from tests.training.life import SIZE

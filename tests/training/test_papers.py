@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.training.comparison.catalogue import rows_of
-from nobackfill.training.comparison.presets import DIGITS
-from nobackfill.training.comparison.recipe import Place
+from nobackfill.research.catalogue import rows_of
+from nobackfill.research.presets import DIGITS
+from nobackfill.research.rows import ComparisonPlace
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def test_every_loss_module_is_named() -> None:
 
 
 def test_rows_that_it_names_exist(tmp_path: Path) -> None:
-    place = Place(DIGITS, DIGITS.splits[0], 0, tmp_path, tmp_path)
+    place = ComparisonPlace(DIGITS, DIGITS.splits[0], 0, tmp_path, tmp_path)
     rows = {row.name for row in rows_of(place, DIGITS.groups)}
     named = set(re.findall(r"`((?:fct|bct|dmu|independent)\w*)`", TEXT))
     assert named and named <= rows

@@ -1,7 +1,8 @@
 """Training embedders, side-information and upgrades: torch lives here and nowhere else.
 
-The doors are `python training/train.py`, `evaluate.py`, `compare.py` and `export.py`, in an install
+The doors are `python training/train.py`, `evaluate.py` and `export.py`, in an install
 `python -m nobackfill.training.cli.train` and so on. Needs the extra `training`.
+`nobackfill.research`, which a checkout has, compares methods.
 
 >>> from nobackfill.training import load_config
 >>> from nobackfill.training.config import configs

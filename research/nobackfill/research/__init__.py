@@ -1,0 +1,34 @@
+"""The comparison of methods: what `python training/compare.py` trains and measures.
+
+Presets, rows of the table, cells and claims. It runs in a checkout; no wheel has it.
+
+>>> from nobackfill.research import preset_named
+>>> [(split.name, split.old, split.new) for split in preset_named("digits").splits]
+[('main', 5, 10), ('unseen', 3, 7)]
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.research.catalogue import rows_of as rows_of
+    from nobackfill.research.cells import Cells as Cells
+    from nobackfill.research.presets import (
+        Preset as Preset,
+        Split as Split,
+        preset_named as preset_named,
+    )
+    from nobackfill.research.results import Results as Results
+    from nobackfill.research.rows import MethodRow as MethodRow
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "catalogue": "rows_of",
+            "cells": "Cells",
+            "presets": "Preset Split preset_named",
+            "results": "Results",
+            "rows": "MethodRow",
+        },
+    )

@@ -1,0 +1,516 @@
+"""Every row of the comparison, by group. A row's name is the method's name in the table."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.research.presets import Preset, Values
+from nobackfill.research.rows import ComparisonPlace, MethodRow, Name, Shared, TrainingRun, within
+from nobackfill.research.settings import (
+    allocations,
+    chains,
+    disjoint,
+    foreign,
+    limits,
+    long_chain,
+    new_data,
+    noise,
+)
+from nobackfill.training.config import parse_config
+
+# How often an epoch of the rows `_upweighted` draws an image of a class new to the old model.
+UNSEEN_COPIES = 4
+
+
+def sizes(shared: Shared) -> list[MethodRow]:
+    """FCT's h against its own width (Table 11; a quarter is `fct_small`) and the size of the
+    side-information, in numbers and in bits (appendix G).
+    """
+    preset, simclr = shared.place.preset, shared.side("simclr")
+    dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
+    assert isinstance(dim, int) and isinstance(inner, int)
+    others = {
+        Name.FCT_SIDE_QUARTER: ("simclr", dim // 4),
+        "fct_side_half": ("simclr", dim // 2),
+        Name.FCT_SIDE_DOUBLE: ("simclr", 2 * dim),
+        "fct_bits_double": ("binary_simclr", 2 * dim),
+        Name.FCT_BITS_FOURFOLD: ("binary_simclr", 4 * dim),
+    }
+    return [
+        shared.upgrade_row(Name.FCT_SIMCLR, "fct", simclr),
+        shared.upgrade_row("fct_width_half", "fct", simclr, inner_dim=inner // 2),
+        shared.upgrade_row("fct_width_double", "fct", simclr, inner_dim=2 * inner),
+        shared.upgrade_row(Name.FCT_BINARY_SIMCLR, "fct", shared.side("binary_simclr")),
+        *(
+            shared.upgrade_row(name, "fct", shared.side(kind, width))
+            for name, (kind, width) in others.items()
+        ),
+    ]
+
+
+def parts(shared: Shared) -> list[MethodRow]:
+    """Ours without one of its parts, in smaller sizes, on labels and the rivals' views; rivals on
+    ours; and parts that neither has.
+    """
+    simclr, preset = shared.side("simclr"), shared.place.preset
+    inner = preset.upgrade["inner_dim"]
+    assert isinstance(inner, int)
+    small = shared.upgrade_row(Name.RESIDUAL_SMALL, "residual", simclr, inner_dim=inner // 4)
+    published, preset_ours = preset.upgrade, preset.ours
+    upweighted = _at_equal_steps(shared, published)
+    ours_upweighted = _at_equal_steps(shared, preset_ours)
+    as_ours = _views_and_steps(shared, preset_ours)
+    labelled = _views_and_steps(shared, published) | {"options": {"classification": 1.0}}
+    return [
+        shared.upgrade_row(
+            Name.RESIDUAL_NO_LISTWISE, "residual", simclr, options={"listwise": 0.0}
+        ),
+        shared.upgrade_row(Name.RESIDUAL_ONE_VIEW, "residual", simclr, mixed_views=0),
+        small,
+        MethodRow("residual_small_int8", small.old, small.new, small.route, simclr, int8=True),
+        shared.upgrade_row(Name.FCT_SIMCLR_BEST, "fct", simclr, keep_best=True),
+        shared.upgrade_row(Name.RESIDUAL_BEST, "residual", simclr, keep_best=True),
+        shared.upgrade_row(Name.FCT_NONE_UPWEIGHTED, "fct", **upweighted),
+        shared.upgrade_row(Name.FCT_SIMCLR_UPWEIGHTED, "fct", simclr, **upweighted),
+        shared.upgrade_row(Name.RESIDUAL_NONE_UPWEIGHTED, "residual", **ours_upweighted),
+        shared.upgrade_row(Name.RESIDUAL_UPWEIGHTED, "residual", simclr, **ours_upweighted),
+        shared.upgrade_row(Name.RESIDUAL_LABELLED, "residual", simclr, **labelled),
+        shared.upgrade_row(Name.RESIDUAL_THREE, "residual", simclr, options={"members": 3}),
+        shared.upgrade_row(Name.RESIDUAL_CHOSEN, "residual", simclr, choose=("share",)),
+        shared.upgrade_row(Name.FCT_MIXED, "fct", simclr, **as_ours),
+        shared.upgrade_row(Name.AFFINE_MIXED, "affine", simclr, **as_ours),
+    ]
+
+
+def _views_and_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
+    """What a recipe shows an upgrade, and how long."""
+    values = {"mixed_views": 0, **recipe, **shared.place.changes.get("upgrade", {})}
+    return {key: values[key] for key in ("views", "mixed_views", "epochs", "warmup_epochs")}
+
+
+def _at_equal_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
+    """More copies an epoch, so many fewer epochs: rivals take the same number of steps."""
+    place, split = shared.place, shared.split
+    values = {**recipe, **place.changes.get("upgrade", {})}
+    epochs, warmup = values["epochs"], values["warmup_epochs"]
+    assert isinstance(epochs, int) and isinstance(warmup, int | float)
+    longer = 1 + (UNSEEN_COPIES - 1) * (split.new - split.old) / split.new
+    return {
+        "unseen_copies": UNSEEN_COPIES,
+        "epochs": round(epochs / longer),
+        "warmup_epochs": warmup / longer,
+    }
+
+
+# Only linear layers are trained.
+_TRAINING: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.0}
+
+
+def adapted(shared: Shared) -> list[MethodRow]:
+    """New models that keep the independent one and meet the old space besides; ours on top of each.
+
+    BT2, with a quarter more dimensions than the independent model's (the paper's 32 beside 128),
+    and lambda-orthogonality: as they meet stored vectors, and with ours from old to adapted space.
+    """
+    dim = shared.place.preset.embedder["embedding_dim"]
+    assert isinstance(dim, int)
+    bt2 = shared.adapted(Name.BT2, "bt2", embedding_dim=dim + dim // 4, **_TRAINING)
+    nearly = shared.adapted(Name.LAMBDA_ORTHOGONAL, "lambda_orthogonal", **_TRAINING)
+    return [
+        MethodRow(Name.BT2, shared.old, bt2),
+        shared.on_top(Name.BT2_RESIDUAL, bt2),
+        MethodRow(Name.LAMBDA_ORTHOGONAL, shared.old, nearly),
+        shared.on_top(Name.LAMBDA_ORTHOGONAL_RESIDUAL, nearly),
+    ]
+
+
+# Backbones of the old and of the new model, by what the rows' names begin with.
+PAIRS: Mapping[str, tuple[str, str]] = {
+    "resnet_to_vit": ("small_resnet", "small_vit"),
+    "resnet_to_swin": ("small_resnet", "small_swin"),
+    "mobilenet_to_resnet": ("small_mobilenet", "small_resnet"),
+}
+_TRANSFORMERS = ("small_vit", "small_swin")
+
+
+def architectures(shared: Shared) -> list[MethodRow]:
+    """Old and new model of different architecture: ResNet to transformers, MobileNet to ResNet.
+
+    Each pair on its own, by the strongest compatible methods, by rivals and by ours.
+
+    The networks are those for small images (`nobackfill.training.networks.backbones`), so that a
+    comparison on a processor can train them. DMU's appendix B goes from a CNN to a transformer.
+    """
+    return [row for pair in PAIRS for row in _pair(shared, pair)]
+
+
+def _pair(shared: Shared, pair: str) -> list[MethodRow]:
+    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    before, after = PAIRS[pair]
+    old = place.embedder(f"old-{before}", classes=split.old, role="old", **_settings(place, before))
+
+    def new(name: str, **values: Any) -> TrainingRun:
+        return place.embedder(
+            name, classes=split.new, role="new", **_settings(place, after), **values
+        )
+
+    def compatible(method: str, **options: Any) -> TrainingRun:
+        return new(f"{pair}-{method}", old=old, method=method, options=options)
+
+    own = new(f"new-{after}")
+
+    def carried(name: str, method: str) -> MethodRow:
+        run = place.upgrade(
+            f"upgrade-{pair}-{name}", old, own, classes=split.new, side=simclr, method=method
+        )
+        return MethodRow(within(pair, name), old, own, (run,), simclr)
+
+    dmu = compatible("dmu", hidden_dim=place.preset.dmu_hidden_dim)
+    return [
+        MethodRow(within(pair, Name.INDEPENDENT), old, own),
+        MethodRow(within(pair, Name.BCT_SYS), old, compatible("bct_sys")),
+        MethodRow(within(pair, Name.DMU), old, dmu, (dmu,)),
+        carried(Name.AFFINE_SIMCLR, "affine"),
+        carried(Name.FCT_SIMCLR, "fct"),
+        carried(Name.RESIDUAL_SIMCLR, "residual"),
+    ]
+
+
+def _settings(place: ComparisonPlace, backbone: str) -> dict[str, Any]:
+    """Transformers learn by Adam and in twice the epochs; by the presets' settings they end below
+    the old ResNet. Chosen on a development seed of digits.
+    """
+    if backbone not in _TRANSFORMERS:
+        return {"backbone": backbone}
+    values = {**place.preset.embedder, **place.changes.get("embedder", {})}
+    epochs, warmup = values["epochs"], values.get("warmup_epochs", 0.0)
+    assert isinstance(epochs, int) and isinstance(warmup, int | float)
+    return {
+        "backbone": backbone,
+        "optimizer": "adam",
+        "lr": 0.003,
+        "weight_decay": 0.0,
+        "epochs": 2 * epochs,
+        "warmup_epochs": 2 * warmup,
+    }
+
+
+SIDE = "side"
+BYTES = (32, 64, 128)
+# Bytes of a number, as `nobackfill.research.serve.stored` counts them.
+OBJECTIVES: Mapping[str, float] = {
+    "simclr": 4,
+    "autoencoder": 4,
+    "vicreg": 4,
+    "distilled": 4,
+    "alternate": 4,
+    "binary_simclr": 1 / 8,
+}
+
+
+def side_information(shared: Shared) -> list[MethodRow]:
+    """Which side-information keeps most of what an unknown future model needs, for its bytes: rows
+    `side:OBJECTIVE_BYTES`, and `side:none`, the old embedding alone.
+
+    Each objective has 32, 64 and 128 bytes an item. A closed-form map reads them, so that rows
+    differ by what psi kept and not by how well a network was trained.
+    """
+    return [
+        _row(shared, within(SIDE, "none")),
+        *(
+            _row(shared, within(SIDE, f"{kind}_{stored}"), kind, round(stored / size))
+            for kind, size in OBJECTIVES.items()
+            for stored in BYTES
+        ),
+    ]
+
+
+def _row(shared: Shared, name: str, kind: str | None = None, width: int = 0) -> MethodRow:
+    """Through the map `affine`, on the views that ours is shown."""
+    ours = {"mixed_views": 0, **shared.place.preset.ours, **shared.place.changes.get("upgrade", {})}
+    views = {key: ours[key] for key in ("views", "mixed_views")}
+    side = None if kind is None else shared.side(kind, width)
+    row = shared.upgrade_row(name.replace(":", "-"), "affine", side, **views)
+    return replace(row, name=name)
+
+
+# Method and options by row.
+COMPATIBLE: Mapping[str, tuple[str, Values]] = {
+    "l2": ("l2", {}),
+    "lwf": ("lwf", {}),
+    "regress": ("regress", {}),
+    "contrastive": ("contrastive", {}),
+    Name.BCT: ("bct", {}),
+    Name.BCT_KD: ("bct_kd", {}),
+    Name.BCT_SYS: ("bct_sys", {}),
+    Name.UNIBCT_VANILLA: ("unibct", {"prototypes": "vanilla"}),
+    "unibct_drop": ("unibct", {"prototypes": "drop"}),
+    Name.UNIBCT: ("unibct", {}),
+    "focal": ("focal", {}),
+    "mixbct": ("mixbct", {}),
+}
+# Options of DMU by row.
+DMU: Mapping[str, Values] = {
+    Name.DMU: {},
+    "dmu_selective": {"forward": False},
+    "dmu_forward": {"measure": "uniform"},
+    "dmu_confidence": {"measure": "confidence"},
+    "dmu_regression": {"regularizer": "regression"},
+    # Weights that differ: what Eq. 9 gives on cosines times ArcFace's usual scale.
+    "dmu_sharp": {"entropy_scale": 16.0, "weight_temperature": 0.25},
+}
+VARIANTS = (Name.BCT_WIDE, Name.BCT_RELU, Name.BCT_SOFTMAX_TO_COSINE)
+
+
+def compatible(shared: Shared) -> list[MethodRow]:
+    """Independent training, BCT's and UniBCT's methods and their baselines."""
+    rows = [MethodRow(Name.INDEPENDENT, shared.old, shared.new)]
+    for name, (method, options) in COMPATIBLE.items():
+        rows.append(MethodRow(name, shared.old, shared.compatible(name, method, **options)))
+    return rows
+
+
+def dmu(shared: Shared) -> list[MethodRow]:
+    """DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7), half and twice
+    the width of psi (Table 5).
+    """
+    rows = []
+    for name, options in DMU.items():
+        run = shared.compatible(name, "dmu", **options)
+        forward = options.get("forward", True) is True
+        rows.append(MethodRow(name, shared.old, run, (run,) if forward else ()))
+    width = shared.place.preset.dmu_hidden_dim
+    for name, own in (("dmu_width_half", width // 2), ("dmu_width_double", 2 * width)):
+        run = shared.compatible(name, "dmu", hidden_dim=own)
+        rows.append(MethodRow(name, shared.old, run, (run,)))
+    return rows
+
+
+def arcface(shared: Shared) -> list[MethodRow]:
+    """FCT D.7: old and new under ArcFace, whose spaces hold directions; so h's output is normalised
+    in training, too.
+    """
+    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    head: dict[str, Any] = {
+        "head": "arcface",
+        "margin": 0.3,
+        "scale": place.preset.embedder.get("scale"),
+    }
+    old = place.embedder("old-arcface", classes=split.old, role="old", **head)
+    new = place.embedder("new-arcface", classes=split.new, role="new", **head)
+
+    def row(name: str, method: str) -> MethodRow:
+        run = place.upgrade(
+            f"upgrade-arcface-{name}", old, new, classes=split.new, side=simclr, method=method
+        )
+        return MethodRow(within("arcface", name), old, new, (run,), simclr)
+
+    return [
+        MethodRow(within("arcface", Name.INDEPENDENT), old, new),
+        row(Name.AFFINE_SIMCLR, "affine"),
+        row(Name.FCT_SIMCLR, "fct"),
+        row(Name.RESIDUAL_SIMCLR, "residual"),
+    ]
+
+
+def variants(shared: Shared) -> list[MethodRow]:
+    """BCT Table 3: twice the dimension, and the two failures that it reports."""
+    place, split = shared.place, shared.split
+    dim = place.preset.embedder["embedding_dim"]
+    assert isinstance(dim, int)
+
+    def bct(name: str, old: TrainingRun, **values: Any) -> MethodRow:
+        run = place.embedder(name, classes=split.new, role="new", old=old, method="bct", **values)
+        return MethodRow(name, old, run)
+
+    softmax = place.embedder(
+        "old-softmax", classes=split.old, role="old", head="softmax", margin=None, scale=None
+    )
+    return [
+        bct(Name.BCT_WIDE, shared.old, embedding_dim=2 * dim),
+        bct(Name.BCT_RELU, shared.old, last_nonlin=True),
+        bct(Name.BCT_SOFTMAX_TO_COSINE, softmax, head="cosface", margin=0.2, scale=16),
+    ]
+
+
+def maps(shared: Shared) -> list[MethodRow]:
+    """Closed-form maps, and the control that prints class centres."""
+    simclr = shared.side("simclr")
+    control = {"classes": shared.split.new}
+    return [
+        shared.upgrade_row("procrustes", "procrustes"),
+        shared.upgrade_row("low_rank", "low_rank"),
+        shared.upgrade_row(Name.AFFINE, "affine"),
+        shared.upgrade_row(Name.AFFINE_SIMCLR, "affine", simclr),
+        shared.upgrade_row("soft_prototypes", "soft_prototypes", options=control),
+        shared.upgrade_row(Name.SOFT_PROTOTYPES_SIMCLR, "soft_prototypes", simclr, options=control),
+    ]
+
+
+def transforms(shared: Shared) -> list[MethodRow]:
+    """FCT with every kind of side-information, other losses and sizes, rivals, and beyond."""
+    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+    inner = place.preset.upgrade["inner_dim"]
+    assert isinstance(inner, int)
+    unlabelled = place.side_encoder("side-unlabelled", classes=split.new, kind="simclr")
+    rows = [
+        shared.upgrade_row(Name.FCT_NONE, "fct"),
+        *(
+            shared.upgrade_row(Name(f"fct_{kind}"), "fct", shared.side(kind))
+            for kind in ("autoencoder", "alternate", "mixup", "simclr", "binary_simclr")
+        ),
+        shared.upgrade_row(Name.FCT_SIMCLR_UNLABELLED, "fct", unlabelled),
+        shared.upgrade_row(Name.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
+        _doubled(shared),
+        shared.upgrade_row(Name.FCT_SMALL, "fct", simclr, inner_dim=inner // 4),
+        shared.upgrade_row(Name.KL, "kl", simclr),
+        shared.upgrade_row(Name.REVERSED_KL, "reversed_kl", simclr),
+        shared.upgrade_row(Name.LCE, "lce", simclr),
+        shared.upgrade_row(Name.RBT, "rbt"),
+        shared.upgrade_row(Name.FASTFILL_JOINT, "fastfill", simclr, options={"joint": True}),
+    ]
+    # Where the preset's own SimCLR has small crops, the row would be fct_simclr again.
+    if "small_crops" not in place.preset.side_encoder:
+        crops = place.side_encoder(
+            "side-multicrop", classes=split.old, kind="simclr", small_crops=2
+        )
+        rows.append(shared.upgrade_row(Name.FCT_MULTICROP, "fct", crops))
+    return rows + best(shared)
+
+
+def best(shared: Shared) -> list[MethodRow]:
+    """FastFill and ours, with and without side-information; DMU first and ours on top; int8."""
+    simclr = shared.side("simclr")
+    residual = shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", simclr)
+    return [
+        shared.upgrade_row("fastfill_none", "fastfill"),
+        shared.upgrade_row(Name.FASTFILL_SIMCLR, "fastfill", simclr),
+        shared.upgrade_row(Name.RESIDUAL_NONE, "residual"),
+        residual,
+        MethodRow(
+            Name.RESIDUAL_INT8, residual.old, residual.new, residual.route, simclr, int8=True
+        ),
+        shared.on_top(Name.DMU_RESIDUAL, shared.compatible(Name.DMU, "dmu")),
+    ]
+
+
+def core(shared: Shared) -> list[MethodRow]:
+    """What a machine without an accelerator compares on CIFAR-100 within hours."""
+    simclr = shared.side("simclr")
+    wanted = {Name.INDEPENDENT, Name.BCT, Name.BCT_SYS, Name.UNIBCT}
+    return [
+        *(row for row in compatible(shared) if row.name in wanted),
+        *(row for row in dmu(shared) if row.name == Name.DMU),
+        *maps(shared),
+        shared.upgrade_row(Name.FCT_NONE, "fct"),
+        shared.upgrade_row(Name.FCT_ALTERNATE, "fct", shared.side("alternate")),
+        shared.upgrade_row(Name.FCT_SIMCLR, "fct", simclr),
+        shared.upgrade_row(Name.FCT_SIDE_ONLY, "fct", simclr, reads_embedding=False),
+        *best(shared),
+    ]
+
+
+def core_unseen(shared: Shared) -> list[MethodRow]:
+    """Of `core` what needs no second training of an image model."""
+    wanted = {
+        Name.INDEPENDENT,
+        Name.AFFINE,
+        Name.AFFINE_SIMCLR,
+        Name.SOFT_PROTOTYPES_SIMCLR,
+        Name.FCT_NONE,
+        Name.FCT_SIMCLR,
+        Name.FASTFILL_SIMCLR,
+        Name.RESIDUAL_SIMCLR,
+    }
+    return [row for row in core(shared) if row.name in wanted]
+
+
+def core_unseen_compatible(shared: Shared) -> list[MethodRow]:
+    """Of `core` what `core_unseen` leaves out: new models that learn beside the old one."""
+    wanted = {Name.BCT, Name.BCT_SYS, Name.UNIBCT, Name.DMU}
+    return [row for row in core(shared) if row.name in wanted]
+
+
+def _doubled(shared: Shared) -> MethodRow:
+    """FCT A.1: as many more numbers in the old embedding as side-information would take."""
+    place, split = shared.place, shared.split
+    dim, side_dim = (
+        place.preset.embedder["embedding_dim"],
+        place.preset.side_encoder["side_info_dim"],
+    )
+    assert isinstance(dim, int) and isinstance(side_dim, int)
+    old = place.embedder("old-doubled", classes=split.old, role="old", embedding_dim=dim + side_dim)
+    run = place.upgrade(
+        f"upgrade-{Name.FCT_DOUBLED}", old, shared.new, classes=split.new, method="fct"
+    )
+    return MethodRow(Name.FCT_DOUBLED, old, shared.new, (run,))
+
+
+GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
+    "core": core,
+    "core_unseen": core_unseen,
+    "core_unseen_compatible": core_unseen_compatible,
+    "bct_family": compatible,
+    "dmu_family": dmu,
+    "adapted": adapted,
+    "variants": variants,
+    "new_data": new_data,
+    "arcface": arcface,
+    "architectures": architectures,
+    "maps": maps,
+    "transforms": transforms,
+    "chains": chains,
+    "noise": noise,
+    "allocations": allocations,
+    "long_chain": long_chain,
+    "foreign": foreign,
+    "disjoint": disjoint,
+    "side_information": side_information,
+    "sizes": sizes,
+    "parts": parts,
+    "limits": limits,
+}
+
+
+def rows_of(place: ComparisonPlace, wanted: Sequence[str]) -> list[MethodRow]:
+    """The rows of the named groups and methods, each once, in the catalogue's order.
+
+    Raises ConfigurationError for a name that is neither.
+    """
+    shared = Shared(place)
+    groups = {name: make(shared) for name, make in GROUPS.items()}
+    known = {row.name for rows in groups.values() for row in rows}
+    unknown = [name for name in wanted if name not in GROUPS and name not in known]
+    # Chains and allocations exist on the main split alone.
+    if unknown and place.split.first_of_chain is not None:
+        raise ConfigurationError(
+            f"unknown method {unknown[0]!r}; groups: {', '.join(GROUPS)}; methods: "
+            f"{', '.join(sorted(known))}"
+        )
+    chosen: dict[str, MethodRow] = {}
+    for group, rows in groups.items():
+        for row in rows:
+            if group in wanted or row.name in wanted:
+                chosen.setdefault(row.name, row)
+    return list(chosen.values())
+
+
+def digest_of_rows(preset: Preset, rows: Mapping[str, Iterable[str]]) -> str:
+    """SHA-256 of the configurations of every training behind the named rows, by split.
+
+    Places and seeds of the tables are left out. Raises ConfigurationError for a row that the
+    catalogue does not have (any more).
+    """
+    trained = {}
+    for split in preset.splits:
+        here = ComparisonPlace(preset, split, 0, Path("data", split.name), Path("runs", split.name))
+        for row in rows_of(here, tuple(rows.get(split.name, ()))):
+            for run in row.runs:
+                config = parse_config(dict(run.values), preset.name)
+                trained[run.folder] = config.model_dump(mode="json", exclude_unset=True)
+    content = json.dumps([trained[folder] for folder in sorted(trained)], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()

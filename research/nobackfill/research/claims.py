@@ -1,0 +1,270 @@
+"""What the papers claim, and what we do, of the rows of a comparison."""
+
+from nobackfill.research.catalogue import BYTES, COMPATIBLE, DMU, OBJECTIVES, PAIRS, SIDE, VARIANTS
+from nobackfill.research.cells import KNOWN_CLASSES, NEW_CLASSES
+from nobackfill.research.images import SHIFTS
+from nobackfill.research.rows import OURS, Name, within
+from nobackfill.research.settings import DISJOINT, HOPS
+from nobackfill.research.summary import Claim
+from nobackfill.training.data.allocations import ALLOCATIONS
+
+BACKWARD = (
+    *(*COMPATIBLE, Name.LWF_NEW_DATA, *DMU, *VARIANTS, Name.BCT_CHAIN, Name.DMU_CHAIN),
+    *(Name.BT2, Name.LAMBDA_ORTHOGONAL),
+)
+# Whichever serves best: a rival of BCT is held to the best that BCT can do.
+BCT = (Name.BCT, Name.BCT_KD, Name.BCT_SYS)
+
+
+def _criterion(row: str) -> Claim:
+    return Claim(f"{row} meets the criterion (BCT Eq. 2)", (row, "new/old"), (row, "old/old"))
+
+
+SERVED = "new/served"
+# Those of UniBCT where the new training set is another than the old one.
+_ALLOCATIONS = tuple(name for name in ALLOCATIONS if name != "identical-data")
+_SIDE, _OURS = (Name.FCT_SIMCLR, SERVED), (OURS, SERVED)
+CLAIMS = (
+    Claim(
+        "independent models are incompatible",
+        (Name.INDEPENDENT, "old/old"),
+        (Name.INDEPENDENT, "new/old"),
+    ),
+    *(_criterion(row) for row in BACKWARD),
+    Claim("BCT loses new/new", (Name.INDEPENDENT, "new/new"), (Name.BCT, "new/new")),
+    *(
+        Claim(
+            f"BCT loses new/new on {part} (FCT appendix C)",
+            (Name.INDEPENDENT, f"new/new, {part}"),
+            (Name.BCT, f"new/new, {part}"),
+        )
+        for part in (KNOWN_CLASSES, NEW_CLASSES)
+    ),
+    *(
+        Claim(
+            f"DMU > BCT with synthesized classifiers on {cell}",
+            (Name.DMU, cell),
+            (Name.BCT_SYS, cell),
+        )
+        for cell in ("new/new", "new/old")
+    ),
+    *(
+        Claim(
+            f"{text}, {pair.replace('_', ' ')}",
+            (within(pair, better), better_cell),
+            (within(pair, worse), worse_cell),
+        )
+        for pair in PAIRS
+        for text, better, better_cell, worse, worse_cell in (
+            ("FCT > BCT", Name.FCT_SIMCLR, SERVED, Name.BCT_SYS, "new/old"),
+            ("DMU as served > BCT", Name.DMU, SERVED, Name.BCT_SYS, "new/old"),
+            ("ours > FCT", OURS, SERVED, Name.FCT_SIMCLR, SERVED),
+            ("ours > the old model", OURS, SERVED, OURS, "old/old"),
+        )
+    ),
+    Claim("DMU's psi(old) > its raw old", (Name.DMU, SERVED), (Name.DMU, "new/old")),
+    Claim(
+        "DMU > BCT on new/new, two updates in a row",
+        (Name.DMU_CHAIN, "new/new"),
+        (Name.BCT_CHAIN, "new/new"),
+    ),
+    Claim(
+        "DMU > BCT as served, two updates in a row",
+        (Name.DMU_CHAIN, SERVED),
+        (Name.BCT_CHAIN, SERVED),
+    ),
+    Claim("FCT with SimCLR > the strongest BCT", _SIDE, (BCT, "new/old")),
+    Claim(
+        "FCT without side-information > the strongest BCT",
+        (Name.FCT_NONE, SERVED),
+        (BCT, "new/old"),
+    ),
+    Claim("side-information > none", _SIDE, (Name.FCT_NONE, SERVED)),
+    Claim("SimCLR > alternate", _SIDE, (Name.FCT_ALTERNATE, SERVED)),
+    Claim("alternate > autoencoder", (Name.FCT_ALTERNATE, SERVED), (Name.FCT_AUTOENCODER, SERVED)),
+    Claim(
+        "SimCLR on unlabelled new data > on old data",
+        (Name.FCT_SIMCLR_UNLABELLED, SERVED),
+        _SIDE,
+    ),
+    *(
+        Claim(
+            f"SimCLR > {rival} in {stored} bytes, by an affine map",
+            (within(SIDE, f"simclr_{stored}"), SERVED),
+            (within(SIDE, f"{rival}_{stored}"), SERVED),
+        )
+        for stored in BYTES
+        for rival in OBJECTIVES
+        if rival != "simclr"
+    ),
+    Claim("SimCLR with multi-crop > without", (Name.FCT_MULTICROP, SERVED), _SIDE),
+    Claim(
+        "side-information > a doubled old embedding",
+        _SIDE,
+        (Name.FCT_DOUBLED, SERVED),
+    ),
+    Claim("direct >= two-hop", (Name.DIRECT, SERVED), (Name.TWO_HOP, SERVED), or_equal=True),
+    Claim(
+        "two-hop with side-information > without",
+        (Name.TWO_HOP, SERVED),
+        (Name.TWO_HOP_NONE, SERVED),
+    ),
+    Claim("squared L2 > KL", _SIDE, (Name.KL, SERVED)),
+    Claim("KL > reversed KL", (Name.KL, SERVED), (Name.REVERSED_KL, SERVED)),
+    Claim("FCT > LCE", _SIDE, (Name.LCE, SERVED)),
+    Claim("FCT > RBT, both without side-information", (Name.FCT_NONE, SERVED), (Name.RBT, SERVED)),
+    Claim(
+        "FCT > affine, both without side-information",
+        (Name.FCT_NONE, SERVED),
+        (Name.AFFINE, SERVED),
+    ),
+    Claim("FCT > affine, both with SimCLR", _SIDE, (Name.AFFINE_SIMCLR, SERVED)),
+    Claim("FCT > class centres alone", _SIDE, (Name.SOFT_PROTOTYPES_SIMCLR, SERVED)),
+    Claim("FastFill > FCT", (Name.FASTFILL_SIMCLR, SERVED), _SIDE),
+    Claim(
+        "FastFill with h and variance apart > trained jointly",
+        (Name.FASTFILL_SIMCLR, SERVED),
+        (Name.FASTFILL_JOINT, SERVED),
+    ),
+    Claim(
+        "FastFill > FCT over the backfill curve (by uncertainty, at random)",
+        (Name.FASTFILL_SIMCLR, "backfill uncertainty"),
+        (Name.FCT_SIMCLR, "backfill random"),
+    ),
+    *(
+        Claim(
+            f"{order} > {other} order of backfill, {text}",
+            (row, f"backfill {order}"),
+            (row, f"backfill {other}"),
+        )
+        for text, row in (("FastFill", Name.FASTFILL_SIMCLR), ("ours", OURS))
+        for order, other in (
+            ("uncertainty", "random"),
+            ("gain", "random"),
+            ("gain", "uncertainty"),
+        )
+    ),
+    *(
+        Claim(
+            f"scores by origin > distances, {order} order of backfill, {text}",
+            (row, f"backfill {order}, calibrated"),
+            (row, f"backfill {order}"),
+        )
+        for text, row in (("FastFill", Name.FASTFILL_SIMCLR), ("ours", OURS))
+        for order in ("random", "uncertainty", "gain")
+    ),
+    *(
+        Claim(
+            f"uncertainty > random order of backfill, both by scores of origin, {text}",
+            (row, "backfill uncertainty, calibrated"),
+            (row, "backfill random, calibrated"),
+        )
+        for text, row in (("FastFill", Name.FASTFILL_SIMCLR), ("ours", OURS))
+    ),
+    Claim("ours > FastFill", _OURS, (Name.FASTFILL_SIMCLR, SERVED)),
+    Claim("ours > FCT", _OURS, _SIDE),
+    Claim("ours > affine, both with SimCLR", _OURS, (Name.AFFINE_SIMCLR, SERVED)),
+    Claim("ours > affine without side-information", _OURS, (Name.AFFINE, SERVED)),
+    Claim("ours > FCT on the same views and steps", _OURS, (Name.FCT_MIXED, SERVED)),
+    Claim("ours > affine on the same views", _OURS, (Name.AFFINE_MIXED, SERVED)),
+    Claim("ours without labels > with", _OURS, (Name.RESIDUAL_LABELLED, SERVED)),
+    Claim("three networks > one, ours", (Name.RESIDUAL_THREE, SERVED), _OURS),
+    Claim("the network's share chosen > the whole, ours", (Name.RESIDUAL_CHOSEN, SERVED), _OURS),
+    Claim("ours > class centres alone", _OURS, (Name.SOFT_PROTOTYPES_SIMCLR, SERVED)),
+    Claim("FCT > FCT at a quarter of the width", _SIDE, (Name.FCT_SMALL, SERVED)),
+    Claim("ours > ours at a quarter of the width", _OURS, (Name.RESIDUAL_SMALL, SERVED)),
+    Claim("ours > ours without the listwise loss", _OURS, (Name.RESIDUAL_NO_LISTWISE, SERVED)),
+    Claim("cached views > one view", _OURS, (Name.RESIDUAL_ONE_VIEW, SERVED)),
+    Claim("DMU first and ours on top > ours", (Name.DMU_RESIDUAL, SERVED), _OURS),
+    Claim("BT2 first and ours on top > ours", (Name.BT2_RESIDUAL, SERVED), _OURS),
+    Claim(
+        "lambda-orthogonality first and ours on top > ours",
+        (Name.LAMBDA_ORTHOGONAL_RESIDUAL, SERVED),
+        _OURS,
+    ),
+    *(
+        Claim(f"best held-out epoch > last, {row}", (best, SERVED), (row, SERVED))
+        for row, best in (
+            (Name.FCT_SIMCLR, Name.FCT_SIMCLR_BEST),
+            (Name.RESIDUAL_SIMCLR, Name.RESIDUAL_BEST),
+        )
+    ),
+    *(
+        Claim(f"new classes up-weighted > not, {row}", (upweighted, SERVED), (row, SERVED))
+        for row, upweighted in (
+            (Name.FCT_NONE, Name.FCT_NONE_UPWEIGHTED),
+            (Name.FCT_SIMCLR, Name.FCT_SIMCLR_UPWEIGHTED),
+            (Name.RESIDUAL_NONE, Name.RESIDUAL_NONE_UPWEIGHTED),
+            (Name.RESIDUAL_SIMCLR, Name.RESIDUAL_UPWEIGHTED),
+        )
+    ),
+    Claim("as much side-information > a quarter", _SIDE, (Name.FCT_SIDE_QUARTER, SERVED)),
+    Claim("twice the side-information > as much", (Name.FCT_SIDE_DOUBLE, SERVED), _SIDE),
+    Claim("side-information in floats > in bits", _SIDE, (Name.FCT_BINARY_SIMCLR, SERVED)),
+    Claim(
+        "four times the bits > once",
+        (Name.FCT_BITS_FOURFOLD, SERVED),
+        (Name.FCT_BINARY_SIMCLR, SERVED),
+    ),
+    Claim("ours in int8 < in float32", _OURS, (Name.RESIDUAL_INT8, SERVED)),
+    *(
+        Claim(f"{text} > the old model", (row, SERVED), (row, "old/old"))
+        for text, row in (
+            ("five small updates with side-information", within(Name.LONG_CHAIN, HOPS)),
+            ("five small updates without side-information", within(Name.LONG_CHAIN_NONE, HOPS)),
+            ("FCT with SimCLR, disjoint objectives", within(DISJOINT, Name.FCT_SIMCLR)),
+            *(
+                (f"FCT with SimCLR, {domain} images", within(domain, Name.FCT_SIMCLR))
+                for domain in SHIFTS
+            ),
+        )
+    ),
+    Claim("direct > five small updates", _SIDE, (within(Name.LONG_CHAIN, HOPS), SERVED)),
+    Claim(
+        "five small updates with side-information > without",
+        (within(Name.LONG_CHAIN, HOPS), SERVED),
+        (within(Name.LONG_CHAIN_NONE, HOPS), SERVED),
+    ),
+    Claim(
+        "side-information > none, disjoint objectives",
+        (within(DISJOINT, Name.FCT_SIMCLR), SERVED),
+        (within(DISJOINT, Name.FCT_NONE), SERVED),
+    ),
+    *(
+        Claim(
+            f"{text}, {domain} images",
+            (within(domain, better), SERVED),
+            (within(domain, worse), SERVED),
+        )
+        for domain in SHIFTS
+        for text, better, worse in (
+            ("side-information > none", Name.FCT_SIMCLR, Name.FCT_NONE),
+            ("SimCLR > alternate", Name.FCT_SIMCLR, Name.FCT_ALTERNATE),
+            ("alternate > autoencoder", Name.FCT_ALTERNATE, Name.FCT_AUTOENCODER),
+        )
+    ),
+    Claim(
+        "refined > vanilla prototypes", (Name.UNIBCT, "new/old"), (Name.UNIBCT_VANILLA, "new/old")
+    ),
+    Claim(
+        "refined > vanilla prototypes at 20 % wrong labels",
+        (Name.NOISY_UNIBCT, "new/old"),
+        (Name.NOISY_UNIBCT_VANILLA, "new/old"),
+    ),
+    *(
+        Claim(
+            f"refined > vanilla prototypes, {allocation}",
+            (within(allocation, Name.REFINED), "new/old"),
+            (within(allocation, Name.VANILLA), "new/old"),
+        )
+        for allocation in _ALLOCATIONS
+    ),
+    *(
+        Claim(
+            f"UniBCT meets the criterion, {allocation}",
+            (within(allocation, Name.REFINED), "new/old"),
+            (within(allocation, Name.REFINED), "old/old"),
+        )
+        for allocation in _ALLOCATIONS
+    ),
+)

@@ -1,0 +1,266 @@
+"""`python training/compare.py`: every method on the same splits and metrics."""
+
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from numpy.typing import NDArray
+
+from nobackfill.class_folders import list_images
+from nobackfill.durable import lock, write_file
+from nobackfill.errors import BusyError, ConfigurationError
+from nobackfill.research.catalogue import digest_of_rows, rows_of
+from nobackfill.research.cells import by_range, known_to_old, read_cells
+from nobackfill.research.claims import CLAIMS
+from nobackfill.research.images import (
+    check_classes,
+    development_of,
+    place_images,
+    require_same_images,
+    seeds_of,
+    write_digits,
+)
+from nobackfill.research.pages import refresh, whole
+from nobackfill.research.presets import (
+    DIGITS,
+    PRESETS,
+    Preset,
+    Split,
+    Values,
+    folder_preset,
+    preset_named,
+)
+from nobackfill.research.results import MAIN, Made, Results, draw, points, write_results
+from nobackfill.research.rows import ComparisonPlace
+from nobackfill.research.serve import costs
+from nobackfill.research.summary import MeasuredRow, summarise
+from nobackfill.research.tasks import Planned, cells_path, do, images_of
+from nobackfill.training.cli.command import command_app
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def machine() -> str:
+    """Processor, cores, accelerator and torch's version; never the machine's own name."""
+    told = _CPUINFO.read_text("utf-8") if _CPUINFO.is_file() else ""
+    model = re.search(r"^model name\s*: (.+)$", told, re.MULTILINE)
+    name = model[1].strip() if model else platform.machine()
+    beside = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return f"{name}, {os.cpu_count()} cores{beside}, torch {torch.__version__}"
+
+
+_EPILOG = """
+Trains every model and measures every row of the table, --jobs of them at a time. What is done is
+kept below OUT and not done again, so an interrupted comparison goes on where it stopped; remove a
+folder to train it anew. OUT/NAME belongs to the images it was begun with; others are refused.
+
+Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
+core_unseen, core_unseen_compatible, bct_family, dmu_family, variants, new_data, arcface,
+architectures, maps, transforms, chains, noise, allocations, long_chain, foreign, disjoint,
+side_information, sizes, parts, limits.
+
+--development leaves the tables' test images and unseen classes alone: choose there, and fill a
+table with what was chosen. Its seeds are not the table's.
+
+--page writes the tables of README.md and its like from results that are there, and trains nothing.
+
+Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 75 another compare.py
+works in OUT, 78 wrong configuration.
+"""
+
+
+def main(
+    data: Annotated[
+        str | None,
+        typer.Option(help="digits, cifar100-cpu, cifar100, or a folder of class folders; required"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="number of seeds")] = 3,
+    methods: Annotated[
+        str | None, typer.Option(help="groups and methods, with commas; the preset's own if absent")
+    ] = None,
+    once: Annotated[
+        str | None, typer.Option(help="further groups and methods, for the first seed alone")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="folder with train and test, for cifar100 and cifar100-cpu")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder of the results")] = Path("build/compare"),
+    jobs: Annotated[int, typer.Option(min=1, help="processes")] = min(2, os.cpu_count() or 1),
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="do it on this Ray cluster: auto or HOST:PORT; its nodes share the folders"
+        ),
+    ] = None,
+    development: Annotated[
+        bool, typer.Option("--development", help="the images and classes to choose by")
+    ] = False,
+    page: Annotated[
+        list[Path] | None,
+        typer.Option(help="write this page's tables, or those of this JSON; train nothing"),
+    ] = None,
+) -> None:
+    """Train and evaluate the methods on the same splits; print the table and the claims."""
+    if page:
+        for one in page:
+            for file in refresh(one):
+                print(f"{one}: {file}")
+        return
+    if data is None:
+        raise ConfigurationError(
+            "expected --data: digits, cifar100-cpu, cifar100 or a folder of class folders. A whole "
+            "comparison takes hours; begin with: "
+            "python training/compare.py --data digits --seeds 1 --methods core"
+        )
+    folder = Path(data)
+    if data != DIGITS.name and folder.is_dir():
+        preset, images = folder_preset(len(list_images(folder).class_names)), folder
+    else:
+        preset = preset_named(data)
+    if development:
+        preset = development_of(preset)
+    results = compare(
+        preset,
+        images,
+        out,
+        seeds_of(preset, seeds),
+        methods.split(",") if methods else None,
+        jobs,
+        once=once.split(",") if once else (),
+        command=_command(preset, seeds, methods, once),
+        cluster=ray,
+    )
+    _write(out, preset, results)
+
+
+def _write(out: Path, preset: Preset, results: Results) -> None:
+    text = whole(results)
+    write_results(out / f"{preset.title}.json", results)
+    write_file(out / f"{preset.title}.md", text.encode(), 0o644)
+    drawing = draw(points(results), f"Quality and cost on {preset.title}")
+    write_file(out / f"{preset.title}.svg", drawing, 0o644)
+    print(text)
+
+
+def _command(preset: Preset, seeds: int, methods: str | None, once: str | None) -> str:
+    """What was asked for, without the places of this machine."""
+    named = preset.name if preset.name in PRESETS else "FOLDER"
+    words = ["python training/compare.py", f"--data {named} --seeds {seeds}"]
+    words += [f"--methods {methods}"] if methods else []
+    words += [f"--once {once}"] if once else []
+    words += ["--images FOLDER"] if preset.test_share is None else []
+    words += ["--development"] if preset.development else []
+    return " ".join(words)
+
+
+def compare(
+    preset: Preset,
+    images: Path | None,
+    out: Path,
+    seeds: Sequence[int],
+    wanted: Sequence[str] | None,
+    jobs: int,
+    changes: Mapping[str, Values] | None = None,
+    once: Sequence[str] = (),
+    command: str = "compare()",
+    cluster: str | None = None,
+) -> Results:
+    """Train and measure the wanted groups and methods, the preset's own where None; those of `once`
+    with the first seed alone.
+
+    `changes` replace keys of the preset's configurations, by kind. `jobs` and `cluster`: as do.
+    Raises BusyError where another compares in `out`, and what the parts raise.
+    """
+    if cluster is not None:
+        # Nodes work elsewhere.
+        out, images = out.resolve(), images and images.resolve()
+    root = out / preset.title
+    with _alone(root):
+        source = _source(preset, images, root)
+        planned = []
+        for seed in seeds:
+            for split in preset.splits:
+                place = _place(preset, split, seed, root, source, changes or {})
+                own = preset.groups if split.name == MAIN else preset.unseen_groups
+                further = once if seed == seeds[0] else ()
+                planned.append((place, rows_of(place, (*(wanted or own), *further))))
+        started = time.monotonic()
+        do(planned, jobs, cluster)
+        print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
+    # Of the first place: seeds and splits differ in weights, not in cost.
+    told, rows = costs(planned[0][1]), _collect(planned)
+    made = Made(command=command, machine=machine(), configured=digest_of_rows(preset, rows))
+    return summarise(preset.title, preset.metric, seeds, made, rows, CLAIMS, told)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Of two that train the same run one would write over what the other has finished."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock(root / "lock"))
+        except BusyError as error:
+            raise BusyError(
+                f"another compare.py works in {root}; wait for it, or choose another --out"
+            ) from error
+        yield
+
+
+def _source(preset: Preset, images: Path | None, root: Path) -> Path:
+    if preset.name == DIGITS.name:
+        write_digits(root / "digits")
+        return root / "digits"
+    if images is None:
+        raise ConfigurationError(
+            f"--data {preset.name} needs --images, a folder with train and test in it"
+        )
+    needed = max(split.new for split in preset.splits)
+    check_classes(images if preset.test_share is not None else images / "train", needed)
+    require_same_images(images, preset.test_share, root)
+    return images
+
+
+def _place(
+    preset: Preset,
+    split: Split,
+    seed: int,
+    root: Path,
+    source: Path,
+    changes: Mapping[str, Values],
+) -> ComparisonPlace:
+    images = place_images(preset, source, root, seed)
+    return ComparisonPlace(preset, split, seed, images, root / f"seed-{seed}" / split.name, changes)
+
+
+def _collect(planned: Planned) -> dict[str, dict[str, MeasuredRow]]:
+    """By split and row, in the order of the first seed."""
+    found: dict[str, dict[str, MeasuredRow]] = {}
+    for place, of_place in planned:
+        # Rows share their old models and tests: each folder is read once.
+        known: dict[tuple[Path, str], NDArray[np.bool_]] = {}
+        for row in of_place:
+            cells = read_cells(cells_path(place, row))
+            assert cells is not None
+            ends = (row.old.folder, row.tested)
+            if ends not in known:
+                known[ends] = known_to_old(row, images_of(place, row))
+            split = found.setdefault(place.split.name, {})
+            split.setdefault(row.name, MeasuredRow(row, [])).runs.append(
+                by_range(cells, known[ends])
+            )
+    return found
+
+
+app = command_app("compare.py", main, _EPILOG)
+
+if __name__ == "__main__":
+    app()

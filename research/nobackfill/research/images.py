@@ -1,0 +1,266 @@
+"""The images of a comparison, as folders of class folders: train and test, the development split,
+and copies that are divided, spoiled or shifted.
+
+Copies are links to the images where they lie. Every folder is made whole under another name and
+then renamed, so a folder that exists is complete.
+
+The development split is what hyper-parameters, weights and defaults are chosen on, and nothing of
+what the tables report. A table tests images that no partition of its seeds trains on, and classes
+that no model knows. The development split is made of the tables' training images of the classes
+that the tables' models know: divided anew, classes in another order, by each seed. Its seeds are
+not the tables' either.
+
+Images of another domain are not photographs from elsewhere, as in FCT appendix B (ImageNet's models
+on Places): the comparison's own test images, shifted, so that it needs no second data set. Classes
+and pairs stay the same.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageFilter, ImageOps
+
+from nobackfill.class_folders import Listing, digest, list_images
+from nobackfill.durable import make_dir, write_file
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.research.presets import Preset, Split
+from nobackfill.training.data.allocations import allocate
+from nobackfill.training.data.folders import hold_out
+
+
+def write_digits(folder: Path) -> None:
+    """scikit-learn's 1,797 scanned digits (8 x 8, 17 greys) as FOLDER/DIGIT/NUMBER.png.
+
+    Its 13 test writers are not labelled, so that no partition can keep writers apart.
+    """
+    if folder.is_dir():
+        return
+    # Imported where used: it takes seconds.
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    whole = begin(folder)
+    for number, (pixels, digit) in enumerate(zip(digits.images, digits.target, strict=True)):
+        path = whole / str(digit) / f"{number:04d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((pixels * (255 / 16)).astype(np.uint8)).save(path)
+    whole.rename(folder)
+
+
+def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> None:
+    """Make INTO/train and INTO/test: of each class `share` of the images, drawn by seed, are
+    tested.
+
+    With no share, IMAGES holds `train` and `test` itself. Raises NotFoundError where it does not.
+    """
+    listings = _listed(images, share)
+    if share is not None:
+        (whole,) = listings
+        listings = [whole.select(rows) for rows in hold_out(whole, share, seed)]
+    for part, listing in zip(_PARTS, listings, strict=True):
+        link(listing, (f"{name}" for name in _class_of(listing)), into / part)
+
+
+_PARTS = ("train", "test")
+
+
+def _listed(images: Path, share: float | None) -> list[Listing]:
+    """All images; with no share, those of `train` and those of `test`."""
+    if share is not None:
+        return [list_images(images)]
+    for part in _PARTS:
+        if not (images / part).is_dir():
+            raise NotFoundError(f"expected folders train and test in {images}")
+    return [list_images(images / part) for part in _PARTS]
+
+
+def require_same_images(images: Path, share: float | None, root: Path) -> None:
+    """Raise ConfigurationError where ROOT is the comparison of other images than those of IMAGES,
+    whose links and results would pass for theirs; `share` and errors as in `train_and_test`.
+
+    ROOT/images.json says which they are; without it, as older versions left it, they are taken to
+    be these.
+    """
+    note = root / "images.json"
+    told = json.dumps([_identity(listing) for listing in _listed(images, share)], indent=1)
+    if not note.is_file():
+        make_dir(root)
+        write_file(note, told.encode())
+    elif note.read_bytes() != told.encode():
+        raise ConfigurationError(
+            f"{root} holds a comparison of other images than those of {images} (their names, "
+            f"lengths or contents are not those of {note}); choose another --out, or remove {root}"
+        )
+
+
+def _identity(listing: Listing) -> dict[str, int | str]:
+    """Which images these are, wherever they lie: all names and lengths, and the content of one of
+    each class, as small images of equal length are common. Raises InvalidInputError for a file
+    that is not there.
+    """
+    known = hashlib.sha256()
+    before = -1
+    for path, label in zip(listing.paths, listing.labels.tolist(), strict=True):
+        file = listing.root / path
+        content = digest(file) if label != before else ""
+        before = label
+        try:
+            line = f"{path}\0{file.stat().st_size}\0{content}\n"
+        except OSError as error:
+            raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
+        known.update(line.encode("utf-8", "surrogateescape"))
+    return {
+        "classes": len(listing.class_names),
+        "images": len(listing),
+        "sha256": known.hexdigest(),
+    }
+
+
+def allocated(train: Path, name: str, into: Path, seed: int) -> None:
+    """Make INTO/old and INTO/new by one of UniBCT's allocations, INTO named after it."""
+    listing = list_images(train)
+    allocation = allocate(name, listing.labels, seed=seed)
+    for part, rows in (("old", allocation.old), ("new", allocation.new)):
+        chosen = listing.select(rows)
+        link(chosen, _class_of(chosen), into / part)
+
+
+def with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
+    """A copy of TRAIN in which `share` of the images lie in a wrong class, drawn evenly."""
+    listing = list_images(train)
+    rng = np.random.default_rng(seed)
+    wrong = rng.permutation(len(listing))[: round(share * len(listing))]
+    labels = listing.labels.copy()
+    classes = len(listing.class_names)
+    # A shift by 1 to classes - 1: never the true class.
+    labels[wrong] = (labels[wrong] + rng.integers(1, classes, len(wrong))) % classes
+    link(listing, [listing.class_names[label] for label in labels], into)
+
+
+def later_classes(images: Path, into: Path, first: int) -> None:
+    """A copy of IMAGES without its first `first` classes."""
+    listing = list_images(images)
+    chosen = listing.select(np.flatnonzero(listing.labels >= first))
+    link(chosen, _class_of(chosen), into)
+
+
+def link(listing: Listing, class_names: Iterable[str], into: Path) -> None:
+    """Make the folder INTO with a link to each image below its class's name."""
+    if into.is_dir():
+        return
+    whole = begin(into)
+    for path, class_name in zip(listing.paths, class_names, strict=True):
+        target = whole / class_name / f"{path.replace('/', '__')}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to((listing.root / path).resolve())
+    whole.rename(into)
+
+
+def _class_of(listing: Listing) -> list[str]:
+    return [listing.class_names[label] for label in listing.labels]
+
+
+def begin(folder: Path) -> Path:
+    """An empty folder beside FOLDER, to be renamed to it when it is whole."""
+    whole = folder.with_name(f"{folder.name}.part")
+    if whole.exists():
+        shutil.rmtree(whole)
+    whole.mkdir(parents=True)
+    return whole
+
+
+def check_classes(images: Path, needed: int) -> None:
+    """Raise InvalidInputError where there are fewer classes than a preset asks for."""
+    found = len(list_images(images).class_names)
+    if found < needed:
+        raise InvalidInputError(f"{images}: expected {needed} class folders, got {found}")
+
+
+# Seeds from here on fill tables, those below it choose: results of seeds 0 to 9 were looked at
+# while methods were made.
+TABLE_SEEDS = 1000
+# Chooses the tables' test images where the data has no test folder: one partition for all seeds.
+TABLE_PARTITION = 1000
+# Share of the tables' training images that the development split tests.
+TEST_SHARE = 0.3
+
+
+def seeds_of(preset: Preset, count: int) -> range:
+    """`count` seeds of a table, or of its development split."""
+    return range(count) if preset.development else range(TABLE_SEEDS, TABLE_SEEDS + count)
+
+
+def development_of(preset: Preset) -> Preset:
+    """The comparison on which choices for `preset` are made; rows and hyper-parameters as there."""
+    # The others are the tables' unseen ones.
+    known = min(split.new for split in preset.splits)
+    unseen = max(2, known // 5)
+    new = known - unseen
+    half = known // 2
+    splits = (
+        Split("main", half, known, 0, known, max(2, known // 4), half),
+        Split("unseen", (new + 1) // 2, new, new, known),
+    )
+    return replace(preset, splits=splits, development=True)
+
+
+def development_images(train: Path, into: Path, classes: int, seed: int) -> None:
+    """Make INTO/train and INTO/test from TRAIN, a table's training images, its first `classes`.
+
+    Classes are named by their place in an order drawn by `seed`, so that each seed has other old,
+    new and unseen classes.
+    """
+    listing = list_images(train, classes)
+    order = np.random.default_rng(seed).permutation(classes)
+    names = [f"{order[label]:04d}-{name}" for label, name in enumerate(listing.class_names)]
+    for part, rows in zip(("train", "test"), hold_out(listing, TEST_SHARE, seed), strict=True):
+        chosen = listing.select(rows)
+        link(chosen, [names[label] for label in chosen.labels], into / part)
+
+
+def known_names(classes: NDArray[np.str_]) -> NDArray[np.str_]:
+    """The names that the classes of `development_images` have in all seeds: without their place."""
+    return np.array([name.partition("-")[2] for name in classes.tolist()])
+
+
+def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
+    """The folder below ROOT with the images of a seed, `train` and `test`, made where it is not.
+
+    Errors are those of `train_and_test`.
+    """
+    table = root / f"data-{TABLE_PARTITION}"
+    train_and_test(source, table, preset.test_share, TABLE_PARTITION)
+    if not preset.development:
+        return table
+    own = root / f"data-{seed}"
+    development_images(table / "train", own, max(split.new for split in preset.splits), seed)
+    return own
+
+
+def blurred(image: Image.Image) -> Image.Image:
+    """Each pixel the mean of its neighbourhood: 3 x 3 up to 32 pixels, wider in larger images."""
+    return image.filter(ImageFilter.BoxBlur(max(1, image.width // 32)))
+
+
+SHIFTS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
+    "blurred": blurred,
+    "negative": ImageOps.invert,
+}
+
+
+def write_foreign(test: Path, into: Path) -> None:
+    """Write the images of TEST, shifted as INTO's name says, as PNG in the same class folders."""
+    shift, listing = SHIFTS[into.name], list_images(test)
+    whole = begin(into)
+    for path in listing.paths:
+        target = (whole / path).with_suffix(".png")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with Image.open(test / path) as image:
+            shift(image.convert("RGB")).save(target)
+    whole.rename(into)

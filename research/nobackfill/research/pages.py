@@ -1,0 +1,391 @@
+"""Results as Markdown: the whole table beside a file of results, and shortened tables in pages that
+people read.
+
+A mark in a page is a comment of its own line, `<!-- results: PATH -->` or
+`<!-- results: PATH in brief -->`, PATH relative to the page; what follows it, up to
+`<!-- end of results -->`, is written by `refresh`. In brief: only the rows that are always shown,
+and no claims.
+"""
+
+import re
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from nobackfill.durable import write_file
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.metrics.bootstrap import FEWEST_CLASSES
+from nobackfill.research.catalogue import digest_of_rows
+from nobackfill.research.cells import KNOWN_CLASSES, NEW_CLASSES, RANGED
+from nobackfill.research.presets import PRESETS
+from nobackfill.research.results import MAIN, UNSEEN, ClaimOutcome, Results, RowResult, read_results
+from nobackfill.research.rows import OURS, Name
+from nobackfill.research.settings import LIMIT
+from nobackfill.research.summary import FEWEST_SEEDS, FIGURES
+
+ENDS = ("old/old", "new/old", "new/new", "new/served")
+TITLES = (*ENDS[:3], "served", "kept", "flips")
+UNSEEN_TITLES = ("unseen old/old", "unseen new/new", "unseen served", "unseen kept")
+WITHDRAWN = (
+    "The claims are withdrawn: their verdicts took queries of one class as independent, and no "
+    "figures by query are kept to draw classes from. `compare.py` decides them when it is run "
+    "again."
+)
+FEW_CLASSES = (
+    f"Fewer than {FEWEST_CLASSES} classes are no sample of others: claims on them are undecided."
+)
+FIGURE_NAMES = {"cmc1": "CMC-1", "map": "mAP"}
+
+
+def whole(results: Results) -> str:
+    """The page beside a JSON file."""
+    lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
+    lines += _further(results)
+    for split, part in results.splits.items():
+        lines += ["", f"## Claims, {split} classes", "", *_said_of(part.claims)]
+        lines += claims_table(part.claims)
+    return "\n".join(lines) + "\n"
+
+
+def head(*titles: str) -> list[str]:
+    """The first two lines of a table of methods."""
+    return [f"| {' | '.join(('method', *titles))} |", "|---" * (len(titles) + 1) + "|"]
+
+
+def pair(row: RowResult | None, cell: str) -> str:
+    """CMC-1 / mAP of a cell in percent, with mAP's deviation where there is one."""
+    if row is None or cell not in row.cells:
+        return "-"
+    (cmc1, _), (map_, deviation) = (row.cells[cell][figure] for figure in FIGURES)
+    spread = "" if deviation is None else f" ± {100 * deviation:.1f}"
+    return f"{100 * cmc1:.1f} / {100 * map_:.1f}{spread}"
+
+
+def kept(row: RowResult | None) -> str:
+    """What is kept of the best new/new, CMC-1 / mAP in percent."""
+    if row is None or not row.held_to:
+        return "-"
+    return " / ".join(f"{100 * row.extras[f'kept_{figure}']:.1f}" for figure in FIGURES)
+
+
+def named(name: str, row: RowResult | None, results: Results) -> str:
+    """The row's name, with its seeds where they are fewer than the table's."""
+    if row is None or row.seeds == len(results.seeds):
+        return name
+    return f"{name} ({row.seeds} seed{'s' if row.seeds > 1 else ''})"
+
+
+def seeds_line(results: Results) -> str:
+    """How many, and what one of them is worth."""
+    count = len(results.seeds)
+    if count < FEWEST_SEEDS:
+        return f"One seed ({results.seeds[0]}): no deviation, and no claim is decided."
+    first, last = results.seeds[0], results.seeds[-1]
+    between = last - first + 1 == count
+    named = f"{first} to {last}" if between else ", ".join(map(str, results.seeds))
+    return f"{count} seeds ({named}), ± the standard deviation of mAP."
+
+
+def bars(results: Results) -> str:
+    """What `kept` is held to in the rows that share the old model."""
+    told = []
+    for split, part in results.splits.items():
+        row = next((r for r in part.rows.values() if r.shared and r.held_to), None)
+        if row is None:
+            continue
+        best = [row.held_to[figure] for figure in FIGURES]
+        names = [f"`{bar.row}` by {FIGURE_NAMES[f]}" for f, bar in zip(FIGURES, best, strict=True)]
+        who = f"`{best[0].row}`" if best[0].row == best[1].row else " and ".join(names)
+        values = " / ".join(f"{100 * bar.value:.1f}" for bar in best)
+        told.append(f"{who} on {split} classes ({values})")
+    return ", ".join(told)
+
+
+def _about(results: Results) -> list[str]:
+    return [
+        f"{seeds_line(results)} Distance: {results.metric}; CMC-1 / mAP in percent, means over "
+        "seeds. *Served* is what a user gets: the gallery as it is for backward-compatible models, "
+        "carried over for transforms. *Kept* is its share of the best new/new of all rows that "
+        f"learned the same: {bars(results) or 'there is none'}. *Flips*: queries answered by the "
+        "old model alone and no longer. *Unseen*: tested on classes that no model trained on."
+        f"{_limits(results)}",
+        "",
+        f"`{results.made.command}`, {results.made.machine}.",
+    ]
+
+
+def _limits(results: Results) -> str:
+    """What the bounds are, where there are any."""
+    if not any(name.startswith(f"{LIMIT}:") for name, _, _ in _both(results)):
+        return ""
+    return (
+        f" *{LIMIT}*: no methods, bounds on what any transform of the stored vectors can reach: an "
+        "affine map solved on the tested items themselves, and on unseen classes ours trained on "
+        "other images of them."
+    )
+
+
+def _table(results: Results) -> list[str]:
+    lines = head(*TITLES, *UNSEEN_TITLES)
+    for name, row, unseen in _both(results):
+        fields = [pair(row, cell) for cell in ENDS]
+        flips = None if row is None else row.extras["negative_flips"]
+        fields += [kept(row), _percent(flips)]
+        fields += [pair(unseen, cell) for cell in ("old/old", "new/new", "new/served")]
+        told = named(name, row or unseen, results)
+        lines.append(f"| {told} | {' | '.join((*fields, kept(unseen)))} |")
+    return lines
+
+
+def _both(results: Results) -> list[tuple[str, RowResult | None, RowResult | None]]:
+    """Every row by name, on main and on unseen classes; a bound may be on the latter alone."""
+    main, other = results.main.rows, results.splits.get(UNSEEN)
+    names = dict.fromkeys((*main, *(other.rows if other else ())))
+    return [(name, main.get(name), results.unseen(name)) for name in names]
+
+
+def _further(results: Results) -> list[str]:
+    cells = (
+        "served/served",
+        *(f"{cell}, {part}" for cell in RANGED for part in (KNOWN_CLASSES, NEW_CLASSES)),
+    )
+    lines = [
+        "",
+        "## Further figures, main classes",
+        "",
+        "mAP in percent. *Known* classes trained the old model, *new* ones did not (FCT appendix "
+        "C). *Held to*: the row with the best new/new by mAP. CKA: how alike the old embedding and "
+        "the side-information are (0 to 1). Bytes: the old embedding and the side-information of "
+        "an item, float32 or a bit a number; the gallery keeps float32 for either. µs: the "
+        "transform of an item, the exported file, one thread.",
+        "",
+        *head(*cells, "held to", "CKA", "bytes", "µs"),
+    ]
+    for name, row in results.main.rows.items():
+        fields = [_percent(row.mean(cell, "map")) for cell in cells]
+        fields.append(row.held_to["map"].row if row.held_to else "-")
+        fields.append(f"{row.extras['cka']:.2f}" if "cka" in row.extras else "-")
+        cost = results.costs[name]
+        fields += [f"{cost.stored:.0f}", f"{cost.microseconds:.2f}"]
+        lines.append(f"| {name} | {' | '.join(fields)} |")
+    return lines
+
+
+def _said_of(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
+    """Sentences that a reader of the claims must know first."""
+    if is_withdrawn(claims):
+        return [WITHDRAWN, ""]
+    few = any(one.bounds is None for figures in claims.values() for one in figures.values())
+    return [FEW_CLASSES, ""] if few else []
+
+
+def is_withdrawn(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> bool:
+    """Whether the claims were judged before classes were drawn; see Outcome."""
+    outcomes = (one for figures in claims.values() for one in figures.values())
+    return any(one.verdict == "withdrawn" for one in outcomes)
+
+
+def claims_table(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
+    """Each claim's verdict by CMC-1 and by mAP, with the difference in percentage points."""
+    lines = ["| claim | CMC-1 | difference | mAP | difference |", "|---|---|---|---|---|"]
+    for text, figures in claims.items():
+        fields = [field for figure in FIGURES for field in _outcome(figures.get(figure))]
+        lines.append(f"| {text}{_against(figures)} | {' | '.join(fields)} |")
+    return lines
+
+
+def _outcome(outcome: ClaimOutcome | None) -> tuple[str, str]:
+    if outcome is None:
+        return "-", "-"
+    difference = f"{100 * outcome.difference:+.2f}"
+    if outcome.bounds is None:
+        few = "" if outcome.classes is None else f" [{outcome.classes} classes]"
+        return outcome.verdict, f"{difference}{few}"
+    low, high = outcome.bounds
+    return outcome.verdict, f"{difference} [{100 * low:+.2f}, {100 * high:+.2f}]"
+
+
+def _against(figures: Mapping[str, ClaimOutcome]) -> str:
+    rivals = dict.fromkeys(outcome.rival for outcome in figures.values() if outcome.rival)
+    return f" ({', '.join(rivals)})" if rivals else ""
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+SERVED, ALONE = "new/served", "old/old"
+# Shown whatever they reach.
+SHOWN = (
+    Name.INDEPENDENT,
+    Name.BCT,
+    Name.BCT_SYS,
+    Name.UNIBCT,
+    Name.DMU,
+    Name.AFFINE_SIMCLR,
+    Name.SOFT_PROTOTYPES_SIMCLR,
+    Name.FCT_SIMCLR,
+    Name.FASTFILL_SIMCLR,
+    OURS,
+)
+_END = "<!-- end of results -->"
+_MARKED = re.compile(rf"(?m)^<!-- results: (\S+)( in brief)? -->\n(?s:.*?)^{_END}$")
+
+
+def refresh(page: Path) -> list[Path]:
+    """Write every marked table of a page anew, and the whole tables beside the results; or, of a
+    file of results, the table beside it.
+
+    Returns the results' files. Raises NotFoundError for a page or a file that is not there,
+    InvalidInputError for a page without a mark and for a file of other things.
+    """
+    if not page.is_file():
+        raise NotFoundError(f"{page}: no such page")
+    if page.suffix == ".json":
+        _write_whole(page)
+        return [page]
+    text = page.read_text("utf-8")
+    found: list[Path] = []
+
+    def written(mark: re.Match[str]) -> str:
+        file = page.parent / mark[1]
+        results = _write_whole(file)
+        found.append(file)
+        link = mark[1].removesuffix(".json") + ".md"
+        first = f"<!-- results: {mark[1]}{mark[2] or ''} -->"
+        return "\n".join([first, *shortened(results, link, brief=bool(mark[2])), _END])
+
+    text = _MARKED.sub(written, text)
+    if not found:
+        raise InvalidInputError(
+            f"{page}: expected a line `<!-- results: FILE.json -->` and a later line `{_END}`"
+        )
+    write_file(page, text.encode(), 0o644)
+    return found
+
+
+def _write_whole(file: Path) -> Results:
+    results = read_results(file)
+    write_file(file.with_suffix(".md"), whole(results).encode(), 0o644)
+    return results
+
+
+def shortened(results: Results, link: str, *, brief: bool = False) -> list[str]:
+    """The rows that are always shown, and, but in brief, all that beat or tie ours in any
+    column; below them what was measured, and, but in brief, the claims."""
+    lines = head("served", "kept", "flips", "unseen served", "unseen kept")
+    shown = rows_shown(results)
+    chosen = [name for name in shown if name in SHOWN] if brief else shown
+    for name in chosen:
+        row, unseen = results.main.rows[name], results.unseen(name)
+        told = f"**{named(name, row, results)}**" if name == OURS else named(name, row, results)
+        fields = [pair(row, SERVED), kept(row), f"{100 * row.extras['negative_flips']:.1f}"]
+        lines.append(f"| {told} | {' | '.join((*fields, pair(unseen, SERVED), kept(unseen)))} |")
+    left_out = len(results.main.rows) - len(shown)
+    caption = _rivals(results, link) if brief else _caption(results, link, left_out)
+    return [*lines, "", *caption, ""]
+
+
+def outdated(results: Results) -> bool:
+    """Whether rows were trained on other splits, or by other configurations, than today's. A
+    folder's are not known here.
+    """
+    if results.data not in PRESETS:
+        return False
+    rows = {split: tuple(part.rows) for split, part in results.splits.items()}
+    try:
+        return digest_of_rows(PRESETS[results.data], rows) != results.made.configured
+    except ConfigurationError:
+        return True
+
+
+def rows_shown(results: Results) -> list[str]:
+    """Names, in the table's order."""
+    chosen = {*SHOWN, *reaching(results)}
+    return [name for name in results.main.rows if name in chosen]
+
+
+def reaching(results: Results) -> dict[str, list[str]]:
+    """By row, the columns in which it beats or, as it is shown, ties ours."""
+    if OURS not in results.main.rows:
+        return {}
+    ours = _columns(results, OURS)
+    found = {}
+    for name, row in results.main.rows.items():
+        if name == OURS or not row.shared:
+            continue
+        its = _columns(results, name)
+        columns = [column for column in its if column in ours and its[column] >= ours[column]]
+        if columns:
+            found[name] = columns
+    return found
+
+
+def _columns(results: Results, name: str) -> dict[str, float]:
+    """The columns as they are shown, larger = better; what is kept goes with what is served."""
+    told = {}
+    for split, part in ((MAIN, results.main.rows[name]), (UNSEEN, results.unseen(name))):
+        for figure in FIGURES if part else ():
+            assert part is not None
+            told[f"{split} {FIGURE_NAMES[figure]}"] = part.cells[SERVED][figure][0]
+    told["flips"] = -results.main.rows[name].extras["negative_flips"]
+    return {column: round(1000 * value) for column, value in told.items()}
+
+
+def _caption(results: Results, link: str, left_out: int) -> list[str]:
+    told = [f"`{results.made.command}`, {results.made.machine}. {seeds_line(results)}"]
+    if outdated(results):
+        told.append("Measured by other splits or configurations than today's.")
+    if best := bars(results):
+        told.append(f"*Kept* is held to the best new/new: {best}.")
+    old = [part.rows[next(iter(part.rows))] for part in results.splits.values()]
+    told.append(f"The old model alone: {', on unseen classes '.join(pair(r, ALONE) for r in old)}.")
+    rest = (
+        f"{left_out} rows, below ours in each of these columns or in settings of their own, are "
+        f"left out: [the whole table]({link})"
+        if left_out
+        else f"[More figures]({link})"
+    )
+    told.append(f"{rest}, with every claim.")
+    points = [f"Rows that beat or tie ours: {_reaching_named(results)}.", *_claims(results)]
+    return [_wrapped(" ".join(told)), "", *(_wrapped(point, "- ") for point in points)]
+
+
+def _rivals(results: Results, link: str) -> list[str]:
+    told = (
+        f"{seeds_line(results)} Rows that beat or tie ours: {_reaching_named(results)}. "
+        f"[All rows, and every claim of the papers]({link})."
+    )
+    return [_wrapped(told)]
+
+
+def _reaching_named(results: Results) -> str:
+    rivals = [f"`{name}` ({', '.join(by)})" for name, by in reaching(results).items()]
+    return "; ".join(rivals) or "none"
+
+
+def _wrapped(text: str, mark: str = "") -> str:
+    return textwrap.fill(
+        mark + text,
+        118,
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _claims(results: Results) -> list[str]:
+    """By split and figure, how many claims hold, and which fail; or that they are withdrawn."""
+    if any(is_withdrawn(part.claims) for part in results.splits.values()):
+        return [WITHDRAWN]
+    lines = []
+    for split, part in results.splits.items() if len(results.seeds) >= FEWEST_SEEDS else ():
+        for figure in FIGURES:
+            found = {text: by[figure] for text, by in part.claims.items() if figure in by}
+            failed = [text for text, one in found.items() if one.verdict == "fails"]
+            holds = sum(one.verdict == "holds" for one in found.values())
+            undecided = len(found) - holds - len(failed)
+            told = [f"{holds} of {len(found)} claims hold", f"{undecided} are undecided"]
+            told.append(f"{len(failed)} fail" + (f": {'; '.join(failed)}" if failed else ""))
+            lines.append(f"On {split} classes by {FIGURE_NAMES[figure]} {', '.join(told)}.")
+    return lines

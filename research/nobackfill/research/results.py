@@ -1,0 +1,208 @@
+"""The results of a comparison as a JSON file: all that its tables, claims and picture show.
+
+The picture is mAP kept against bytes and microseconds an item, as one SVG.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from nobackfill.durable import write_file
+from nobackfill.errors import InvalidInputError, NotFoundError
+
+MAIN, UNSEEN = "main", "unseen"
+
+
+class _ResultPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# Mean and standard deviation over seeds, shares 0..1; one seed has no deviation.
+Figure = tuple[float, float | None]
+
+
+class Made(_ResultPart):
+    """How the results came about, so that a reader can have them again. `configured`: the digest
+    of configured.py.
+    """
+
+    command: str
+    machine: str
+    configured: str
+
+
+class HeldTo(_ResultPart):
+    """The row whose new/new is the largest of all that learned the same, over the same seeds."""
+
+    row: str
+    value: float
+
+
+class RowResult(_ResultPart):
+    """A row of one split.
+
+    `cells`: by query/gallery and figure (cmc1, cmc5, map). `held_to`: by figure; empty where no
+    row is there to be held to. `extras`: shares and gains of mAP unless their names say CMC-1, and
+    what cells.py measures. `shared`: it serves the vectors of the old model that the table's rows
+    share, on the split's own test, by what it learned elsewhere: it may be ranked with them.
+    """
+
+    seeds: int
+    shared: bool
+    cells: dict[str, dict[str, Figure]]
+    held_to: dict[str, HeldTo]
+    extras: dict[str, float]
+
+    def mean(self, cell: str, figure: str) -> float | None:
+        """None where the row has no such cell."""
+        return self.cells[cell][figure][0] if cell in self.cells else None
+
+
+class ClaimOutcome(_ResultPart):
+    """One figure of a claim: the mean difference with the bounds of its interval over `classes`
+    classes, None where these are too few. `rival`: the row that a superlative ("the strongest
+    BCT") turned out to be.
+
+    An outcome without `classes` was written before classes were drawn: its interval took queries
+    of one class as independent, so its verdict is withdrawn.
+    """
+
+    rival: str | None = None
+    seeds: int
+    difference: float
+    bounds: tuple[float, float] | None
+    verdict: Literal["holds", "fails", "undecided", "withdrawn"]
+    classes: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _withdrawn(cls, told: dict[str, Any]) -> dict[str, Any]:
+        if told.get("classes") is None:
+            return {**told, "bounds": None, "verdict": "withdrawn"}
+        return told
+
+
+class SplitResult(_ResultPart):
+    """Rows by name, claims by text and figure."""
+
+    rows: dict[str, RowResult]
+    claims: dict[str, dict[str, ClaimOutcome]]
+
+
+class CostResult(_ResultPart):
+    """Bytes stored and microseconds of transform an item."""
+
+    stored: float
+    microseconds: float
+
+
+class Results(_ResultPart):
+    """`splits`: `main` and, where it was measured, `unseen`."""
+
+    data: str
+    metric: str
+    seeds: tuple[int, ...]
+    made: Made
+    splits: dict[str, SplitResult]
+    costs: dict[str, CostResult]
+
+    @property
+    def main(self) -> SplitResult:
+        """The split whose test holds every class."""
+        return self.splits[MAIN]
+
+    def unseen(self, row: str) -> RowResult | None:
+        """The row where it is tested on classes that no model trained on."""
+        split = self.splits.get(UNSEEN)
+        return None if split is None else split.rows.get(row)
+
+
+def write_results(path: Path, results: Results) -> None:
+    """Write the JSON file whole or not at all."""
+    write_file(path, (results.model_dump_json(indent=1) + "\n").encode(), 0o644)
+
+
+def read_results(path: Path) -> Results:
+    """Raises NotFoundError for no file, InvalidInputError for one that holds other things."""
+    if not path.is_file():
+        raise NotFoundError(f"{path}: no such file; compare.py writes it as OUT/NAME.json")
+    try:
+        return Results.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidInputError(
+            f"{path}: expected results of compare.py, but {where or 'the file'}: {first['msg']}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """A way to serve an old gallery. `kept`: its mAP over the best new/new, 0..1."""
+
+    name: str
+    stored: float
+    microseconds: float
+    kept: float
+
+
+def points(results: Results) -> list[CostPoint]:
+    """The rows that serve the shared old model's vectors, all that have something to be held to."""
+    return [
+        CostPoint(name, cost.stored, cost.microseconds, row.extras["kept_map"])
+        for name, row in results.main.rows.items()
+        if row.shared and row.held_to and (cost := results.costs[name])
+    ]
+
+
+def front(points: Sequence[CostPoint], cost: str) -> list[CostPoint]:
+    """Those that no other point beats: none costs as little and keeps more, or costs less and keeps
+    as much. Ascending by cost.
+    """
+    chosen: list[CostPoint] = []
+    for point in sorted(points, key=lambda p: (getattr(p, cost), -p.kept)):
+        if not chosen or point.kept > chosen[-1].kept:
+            chosen.append(point)
+    return chosen
+
+
+_PANELS: Mapping[str, str] = {
+    "stored": "bytes stored for an item",
+    "microseconds": "microseconds of transform an item, one thread",
+}
+
+
+def draw(points: Sequence[CostPoint], title: str) -> bytes:
+    """All points in grey; those of the front are joined, coloured and named, the cheapest first."""
+    # Imported here: only compare.py's last step draws.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (cost, label) in zip(panels, _PANELS.items(), strict=True):
+
+        def place(shown: Sequence[CostPoint], cost: str = cost) -> tuple[list[float], list[float]]:
+            return [getattr(p, cost) for p in shown], [100 * p.kept for p in shown]
+
+        best = front(points, cost)
+        axes.plot(*place(points), ".", color="#c8ccd0")
+        axes.plot(*place(best), drawstyle="steps-post", color="#c8ccd0", zorder=1)
+        for point in best:
+            told = f"{point.name}: {getattr(point, cost):.3g}, {100 * point.kept:.1f} %"
+            axes.plot(*place([point]), "o", label=told)
+        axes.legend(loc="lower right", fontsize=8)
+        axes.set_xlabel(label)
+    # From 0, which a gallery searched as it is costs, over tenths to tens.
+    panels[1].set_xscale("symlog", linthresh=0.1)
+    panels[0].set_ylabel("mAP kept of embedding everything again, %")
+    image = io.BytesIO()
+    # The same bytes for the same points.
+    with rc_context({"svg.hashsalt": "nobackfill"}):
+        figure.savefig(image, format="svg", metadata={"Date": None})
+    return image.getvalue()

@@ -1,0 +1,362 @@
+"""The rows of a comparison's table: their names, and the trainings and models behind each.
+
+All rows of a table share one old model; methods differ in nothing but what they are about. A
+training is described here (its configuration and its needs) and run by `ensure`. Rivals for one
+role have paired seeds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from nobackfill.research.presets import Preset, Split, Values
+from nobackfill.training.config import parse_config
+from nobackfill.training.loop.loop import ProgressBars
+from nobackfill.training.loop.training import train
+
+
+class Name(StrEnum):
+    """A row's name in the table is its member's, in small letters."""
+
+    INDEPENDENT = auto()
+    BCT = auto()
+    BCT_KD = auto()
+    UNIBCT_VANILLA = auto()
+    UNIBCT = auto()
+    BCT_SYS = auto()
+    DMU = auto()
+    LWF_NEW_DATA = auto()
+    BCT_WIDE = auto()
+    BCT_RELU = auto()
+    BCT_SOFTMAX_TO_COSINE = auto()
+    BCT_CHAIN = auto()
+    DMU_CHAIN = auto()
+    AFFINE = auto()
+    AFFINE_SIMCLR = auto()
+    SOFT_PROTOTYPES_SIMCLR = auto()
+    FCT_NONE = auto()
+    FCT_AUTOENCODER = auto()
+    FCT_ALTERNATE = auto()
+    FCT_MIXUP = auto()
+    FCT_SIMCLR = auto()
+    FCT_BINARY_SIMCLR = auto()
+    FCT_SIMCLR_UNLABELLED = auto()
+    FCT_MULTICROP = auto()
+    FCT_SIDE_ONLY = auto()
+    FCT_DOUBLED = auto()
+    FCT_SMALL = auto()
+    FCT_SIDE_QUARTER = auto()
+    FCT_SIDE_DOUBLE = auto()
+    FCT_BITS_FOURFOLD = auto()
+    FCT_SIMCLR_BEST = auto()
+    FCT_NONE_UPWEIGHTED = auto()
+    FCT_SIMCLR_UPWEIGHTED = auto()
+    KL = auto()
+    REVERSED_KL = auto()
+    LCE = auto()
+    RBT = auto()
+    FASTFILL_SIMCLR = auto()
+    FASTFILL_JOINT = auto()
+    RESIDUAL_NONE = auto()
+    RESIDUAL_SIMCLR = auto()
+    RESIDUAL_INT8 = auto()
+    RESIDUAL_SMALL = auto()
+    RESIDUAL_NO_LISTWISE = auto()
+    RESIDUAL_ONE_VIEW = auto()
+    RESIDUAL_BEST = auto()
+    RESIDUAL_LABELLED = auto()
+    RESIDUAL_THREE = auto()
+    RESIDUAL_CHOSEN = auto()
+    FCT_MIXED = auto()
+    AFFINE_MIXED = auto()
+    RESIDUAL_NONE_UPWEIGHTED = auto()
+    RESIDUAL_UPWEIGHTED = auto()
+    DMU_RESIDUAL = auto()
+    BT2 = auto()
+    BT2_RESIDUAL = auto()
+    LAMBDA_ORTHOGONAL = auto()
+    LAMBDA_ORTHOGONAL_RESIDUAL = auto()
+    DIRECT = auto()
+    TWO_HOP = auto()
+    TWO_HOP_NONE = auto()
+    NOISY_UNIBCT = auto()
+    NOISY_UNIBCT_VANILLA = auto()
+    LONG_CHAIN = auto()
+    LONG_CHAIN_NONE = auto()
+    # Of UniBCT's allocations.
+    VANILLA = auto()
+    REFINED = auto()
+
+
+# The default recipe.
+OURS = Name.RESIDUAL_SIMCLR
+
+
+def within(setting: str, row: str | int) -> str:
+    """The name of a row in another domain, allocation or length of a chain."""
+    return f"{setting}:{row}"
+
+
+# The method that the default recipe trains.
+OUR_METHOD = "residual"
+# Roles of the models between the first and the last of a long chain of updates.
+STEPS = ("step1", "step2", "step3", "step4")
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training: its configuration's values, and the trainings that it reads."""
+
+    values: Values
+    needs: tuple["TrainingRun", ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        folder = self.values["run_dir"]
+        assert isinstance(folder, Path)
+        return folder
+
+
+@dataclass(frozen=True)
+class ComparisonPlace:
+    """One seed and split of a comparison: where its images and runs lie."""
+
+    preset: Preset
+    split: Split
+    seed: int
+    images: Path
+    runs: Path
+    # Keys that a test or a trial shortens, over those of the preset, by kind.
+    changes: Mapping[str, Values] = field(default_factory=dict)
+
+    def embedder(
+        self,
+        name: str,
+        *,
+        classes: int | None,
+        role: str,
+        old: TrainingRun | None = None,
+        begun: TrainingRun | None = None,
+        images: Path | None = None,
+        **values: Any,
+    ) -> TrainingRun:
+        """An embedder. `role` sets its random seed: rivals for one role start alike, from the
+        weights of `begun` where that is given.
+        """
+        chosen: dict[str, object] = {
+            **self._common("embedder", self.preset.embedder, name, role),
+            "images": images or self.images / "train",
+            "classes": classes,
+            **({"old": old.folder} if old else {}),
+            **({"init": begun.folder} if begun else {}),
+            **values,
+        }
+        return TrainingRun(chosen, tuple(run for run in (old, begun) if run))
+
+    def side_encoder(self, name: str, *, classes: int, kind: str, **values: Any) -> TrainingRun:
+        """A side encoder of the old model's time, unless `classes` say otherwise."""
+        base = _side_values(self.preset, kind)
+        return TrainingRun(
+            {
+                **self._common("side_encoder", base, name, "side"),
+                "images": self.images / "train",
+                "classes": classes,
+                "side_info": kind,
+                **values,
+            }
+        )
+
+    def upgrade(
+        self,
+        name: str,
+        old: TrainingRun,
+        new: TrainingRun,
+        *,
+        classes: int | None,
+        side: TrainingRun | None = None,
+        new_side: TrainingRun | None = None,
+        **values: Any,
+    ) -> TrainingRun:
+        """An upgrade on the new model's training images (FCT section 3.2: D_new only)."""
+        needs = [old, new]
+        base = self.preset.ours if values.get("method") == OUR_METHOD else self.preset.upgrade
+        chosen: dict[str, object] = {
+            **self._common("upgrade", base, name, "upgrade"),
+            "images": self.images / "train",
+            "classes": classes,
+            "old": old.folder,
+            "new": new.folder,
+        }
+        if side is not None:
+            needs.append(side)
+            chosen["old_side"] = side.folder
+        if new_side is not None:
+            needs.append(new_side)
+            chosen |= {"new_side": new_side.folder, "side": "maps"}
+        return TrainingRun({**chosen, **values}, tuple(needs))
+
+    def _common(self, kind: str, base: Values, name: str, role: str) -> dict[str, object]:
+        # Append only: a role's place is part of its seed.
+        roles = ("old", "new", "side", "upgrade", "first", "second", "other", *STEPS)
+        return {
+            "kind": kind,
+            **base,
+            **self.changes.get(kind, {}),
+            "run_dir": self.runs / name,
+            "seed": 100 * self.seed + roles.index(role),
+            # One for all: models of a comparison hold out the same images.
+            "split_seed": 0,
+        }
+
+
+def _side_values(preset: Preset, kind: str) -> Values:
+    """How a psi is trained: an alternate old model as the old one was (FCT section 5.1), so that
+    nothing but its randomness, and mixup, is new; an autoencoder (D.4.2) and VICReg by their own
+    rates.
+    """
+    if kind in ("alternate", "mixup"):
+        as_old = {key: value for key, value in preset.embedder.items() if key != "embedding_dim"}
+        return {**as_old, "side_info_dim": preset.side_encoder["side_info_dim"]}
+    if kind == "autoencoder":
+        views = {"augmentation": preset.embedder["augmentation"]}
+        return {**preset.side_encoder, **views, **preset.autoencoder}
+    if kind == "vicreg":
+        # Its terms weigh 25: by the rate of SimCLR's the first steps diverge.
+        return {**preset.side_encoder, "optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}
+    return preset.side_encoder
+
+
+def ensure(run: TrainingRun, done: set[Path]) -> None:
+    """Train `run` and what it needs, where they are not trained yet."""
+    if run.folder in done:
+        return
+    for needed in run.needs:
+        ensure(needed, done)
+    train(parse_config(dict(run.values), str(run.folder)), ProgressBars(visible=False))
+    done.add(run.folder)
+
+
+TEST = "test"
+
+
+@dataclass(frozen=True)
+class MethodRow:
+    """`new` queries a gallery of `old`, as it is or carried along `route`.
+
+    A step of the route is an upgrade, or an embedder whose own training made one (DMU's psi).
+    `side` made the side-information that is stored with the old embeddings. `int8`: through the
+    exported, quantised file. `tested`: the folder of the place's images that are query and gallery.
+    `limit`: its transform saw what is tested, so that it is a bound and not a method.
+    """
+
+    name: str
+    old: TrainingRun
+    new: TrainingRun
+    route: tuple[TrainingRun, ...] = ()
+    side: TrainingRun | None = None
+    int8: bool = False
+    tested: str = TEST
+    limit: bool = False
+
+    @property
+    def runs(self) -> tuple[TrainingRun, ...]:
+        """Everything that has to be trained for this row, each once."""
+        sides = () if self.side is None else (self.side,)
+        own = (self.old, self.new, *self.route, *sides)
+        return tuple({run.folder: run for run in own}.values())
+
+
+def learned(row: MethodRow) -> tuple[object, ...]:
+    """What a row's new model saw and is tested on: rows that are equal in it share one upper bound.
+
+    Another backbone is another bound; another width of the embedding is a variant (BCT Table 3).
+    """
+    new = row.new.values
+    return row.tested, new["images"], new["classes"], new["backbone"], new.get("width")
+
+
+class Shared:
+    """The models that rows have in common, described, not yet trained."""
+
+    def __init__(self, place: ComparisonPlace) -> None:
+        self.place, self.split = place, place.split
+
+    @cached_property
+    def old(self) -> TrainingRun:
+        """phi_old."""
+        return self.place.embedder("old", classes=self.split.old, role="old")
+
+    @cached_property
+    def new(self) -> TrainingRun:
+        """phi_new*, trained without a thought for phi_old."""
+        return self._new("new")
+
+    @cached_property
+    def _begun(self) -> TrainingRun | None:
+        """The shared warm-up of the new models."""
+        branch = self.place.preset.branch
+        if branch is None:
+            return None
+        return self.place.embedder(
+            "new-begun", classes=self.split.new, role="new", epochs=branch.shared_epochs
+        )
+
+    def _new(
+        self,
+        name: str,
+        old: TrainingRun | None = None,
+        begun: TrainingRun | None = None,
+        **values: Any,
+    ) -> TrainingRun:
+        branch = self.place.preset.branch
+        if branch is not None:
+            values["epochs"] = branch.own_epochs
+        return self.place.embedder(
+            name, classes=self.split.new, role="new", old=old, begun=begun or self._begun, **values
+        )
+
+    def side(self, kind: str, width: int | None = None) -> TrainingRun:
+        """psi of the old model's time, of a kind of FCT section 5.1; `width` where not the
+        preset's.
+        """
+        name, size = f"side-{kind}", {}
+        if width is not None:
+            name, size = f"{name}-{width}", {"side_info_dim": width}
+        return self.place.side_encoder(name, classes=self.split.old, kind=kind, **size)
+
+    def compatible(self, name: str, method: str, **options: Any) -> TrainingRun:
+        """A new model trained by a compatible method on all new classes."""
+        if method == "dmu":
+            options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
+        return self._new(name, self.old, method=method, options=options)
+
+    def adapted(self, name: str, method: str, **values: Any) -> TrainingRun:
+        """phi_new*, finished, as a method changes it to meet the old space."""
+        return self._new(name, self.old, self.new, method=method, **values)
+
+    def on_top(self, name: str, new: TrainingRun) -> MethodRow:
+        """Ours, from phi_old and SimCLR to a new model that was trained beside the old one."""
+        simclr = self.side("simclr")
+        run = self.place.upgrade(
+            f"upgrade-{name}", self.old, new, classes=self.split.new, side=simclr, method=OUR_METHOD
+        )
+        return MethodRow(name, self.old, new, (run,), simclr)
+
+    def upgrade_row(
+        self, name: str, method: str, side: TrainingRun | None = None, **values: Any
+    ) -> MethodRow:
+        """An upgrade from phi_old, and psi where there is one, to phi_new*."""
+        run = self.place.upgrade(
+            f"upgrade-{name}",
+            self.old,
+            self.new,
+            classes=self.split.new,
+            side=side,
+            method=method,
+            **values,
+        )
+        return MethodRow(name, self.old, self.new, (run,), side)

@@ -1,0 +1,221 @@
+"""A gallery of old vectors as a row serves it, as it is or carried along upgrades; and its cost.
+
+The cost of an item is the bytes stored for it, and the time that its route takes.
+"""
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nobackfill.class_folders import Listing
+from nobackfill.metrics.distances import Metric
+from nobackfill.onnx_runtime import onnxruntime
+from nobackfill.quality.embedded import Embedded
+from nobackfill.release.models import Upgraded
+from nobackfill.research.rows import MethodRow, TrainingRun
+from nobackfill.training.config import EmbedderConfig
+from nobackfill.training.export.drafting import UpgradeGraph
+from nobackfill.training.export.onnx_export import export_onnx, quantise
+from nobackfill.training.loop.run import load_part, read_finished
+from nobackfill.training.loop.upgrade import read_upgrade
+from nobackfill.training.method import UpgradeShape
+from nobackfill.training.methods import embedder_method
+from nobackfill.training.networks import transform
+from nobackfill.training.networks.frozen import load_encoder
+from nobackfill.training.networks.transform import UpgradeNetwork
+from nobackfill.vectors import Vectors
+
+_EXAMPLES = 8
+
+
+def exported(
+    step: UpgradeNetwork, old_dim: int, side_dim: int, *, int8: bool
+) -> onnxruntime.InferenceSession:
+    """A session on one thread; inputs `embedding` [n,old_dim] and, where it is read, `side`
+    [n,side_dim].
+    """
+    graph = UpgradeGraph(step)
+    inputs = {"embedding": torch.randn(_EXAMPLES, old_dim)}
+    if step.reads_side:
+        inputs["side"] = torch.randn(_EXAMPLES, side_dim)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    with tempfile.TemporaryDirectory() as folder:
+        file, small = Path(folder) / "model.onnx", Path(folder) / "model.int8.onnx"
+        export_onnx(graph, inputs, graph.outputs, file)
+        if int8:
+            quantise(file, small)
+        return onnxruntime.InferenceSession(
+            (small if int8 else file).read_bytes(), options, providers=["CPUExecutionProvider"]
+        )
+
+
+# A row's models, as releases are numbered.
+OLD, NEW = 1, 2
+
+
+class Trained(Embedded):
+    """Test images in the spaces of a row's models, and those of OLD carried along its route."""
+
+    def __init__(
+        self,
+        row: MethodRow,
+        listing: Listing,
+        metric: Metric,
+        vectors: Mapping[int, Vectors],
+        side: Vectors | None,
+    ) -> None:
+        """`vectors` by model [n,dim]; `side` [n,side_dim] is stored beside those of OLD."""
+        super().__init__(listing)
+        self._row, self._metric, self._vectors, self._side = row, metric, vectors, side
+        self._served: dict[bool, Upgraded] = {}
+
+    def native(self, release: int) -> Vectors:
+        """Of OLD or NEW."""
+        return self._vectors[release]
+
+    def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
+        """OLD's along the row's route; `int8`: through the exported, quantised files."""
+        if len(releases) == 1:
+            return Upgraded(self.native(releases[0]), None, None)
+        if int8 not in self._served:
+            self._served[int8] = serve(self._row, self.native(OLD), self._side, int8=int8)
+        return self._served[int8]
+
+    def metric(self, release: int) -> Metric:
+        """One for all."""
+        return self._metric
+
+
+def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> Upgraded:
+    """Carry `old` [n,dim] with `side` along the row's route."""
+    embedding, stored = torch.from_numpy(old), None if side is None else torch.from_numpy(side)
+    log_variance = None
+    for step in map(step_of, row.route):
+        if int8:
+            out = _quantised(step, embedding, stored)
+        else:
+            with torch.no_grad():
+                out = step(embedding, stored if step.reads_side else None)
+        embedding = out.embedding
+        stored = out.side if out.side is not None else stored
+        log_variance = out.log_variance
+    uncertainty = None if log_variance is None else np.exp(log_variance.numpy())
+    return Upgraded(embedding.numpy(), None, uncertainty)
+
+
+def step_of(run: TrainingRun) -> UpgradeNetwork:
+    """A step of a route: an upgrade, or the one that an embedder's own training made."""
+    if run.values["kind"] == "upgrade":
+        return read_upgrade(run.folder)[0]
+    encoder, checkpoint = load_encoder(run.folder)
+    config = checkpoint.config
+    old_dim = run.needs[0].values["embedding_dim"]
+    assert isinstance(config, EmbedderConfig) and isinstance(old_dim, int)
+    build = embedder_method(config.method).upgrade
+    assert build is not None
+    head = build(config, UpgradeShape(old_dim, 0, encoder.dim, 0, encoder.unit))
+    load_part(head, checkpoint, "upgrade")
+    return head.eval().requires_grad_(False)
+
+
+def _quantised(
+    step: UpgradeNetwork, embedding: Tensor, side: Tensor | None
+) -> transform.UpgradeOutput:
+    """The step through its exported int8 file."""
+    inputs = {"embedding": embedding.numpy()}
+    if step.reads_side:
+        assert side is not None
+        inputs["side"] = side.numpy()
+    side_dim = 0 if side is None else side.shape[1]
+    session = exported(step, embedding.shape[1], side_dim, int8=True)
+    (upgraded,) = session.run(["upgraded"], inputs)
+    return transform.UpgradeOutput(torch.from_numpy(upgraded), None, None)
+
+
+_BATCH, _REPEATS = 1024, 10
+# Of the numbers that Binarise writes: a bit each, where they are packed.
+_BITS = "binary_simclr"
+
+
+@dataclass(frozen=True)
+class RowCost:
+    """`stored`: bytes of the old embedding (float32) and the side-information (float32, or a bit a
+    number). `microseconds` an item, in batches of 1,024 on one thread; 0 without a transform.
+    """
+
+    stored: float
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class _RouteStep:
+    """One transform of a route, and what it reads."""
+
+    network: UpgradeNetwork
+    old_dim: int
+    side_dim: int
+    int8: bool
+
+    @property
+    def form(self) -> object:
+        """Equal for networks of equal cost."""
+        shapes = tuple((k, tuple(v.shape)) for k, v in self.network.state_dict().items())
+        return type(self.network.h), shapes, self.int8
+
+
+def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
+    """By row. Transforms of one form are exported and timed once."""
+    known: dict[object, float] = {}
+    found = {}
+    for row in rows:
+        total = 0.0
+        for step in _steps(row):
+            if step.form not in known:
+                known[step.form] = _microseconds(step)
+            total += known[step.form]
+        found[row.name] = RowCost(stored(row), total)
+    return found
+
+
+def stored(row: MethodRow) -> float:
+    """Bytes an item of the gallery keeps for a row."""
+    dim = row.old.values["embedding_dim"]
+    assert isinstance(dim, int)
+    if row.side is None:
+        return 4.0 * dim
+    side = row.side.values["side_info_dim"]
+    assert isinstance(side, int)
+    return 4.0 * dim + side * (1 / 8 if row.side.values["side_info"] == _BITS else 4)
+
+
+def _steps(row: MethodRow) -> list[_RouteStep]:
+    steps = []
+    for run in row.route:
+        # What a run reads first is its old model.
+        old_dim = run.needs[0].values["embedding_dim"]
+        assert isinstance(old_dim, int)
+        side_dim = read_finished(run.folder).facts.get("side_dim", 0)
+        steps.append(_RouteStep(step_of(run), old_dim, int(side_dim), row.int8))
+    return steps
+
+
+def _microseconds(step: _RouteStep) -> float:
+    """The least of some repeats: what the processor takes where nobody else uses it."""
+    session = exported(step.network, step.old_dim, step.side_dim, int8=step.int8)
+    rng = np.random.default_rng(0)
+    inputs = {"embedding": rng.normal(size=(_BATCH, step.old_dim)).astype(np.float32)}
+    if step.network.reads_side:
+        inputs["side"] = rng.normal(size=(_BATCH, step.side_dim)).astype(np.float32)
+    taken = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        session.run(None, inputs)
+        taken.append(time.perf_counter() - started)
+    return 1e6 * min(taken) / _BATCH

@@ -1,0 +1,302 @@
+"""Rows in settings of their own: updates in a row, wrong labels, UniBCT's allocations, other
+domains; and the limits of what the stored vectors could give.
+
+Settings exist on the main split alone, whose `first_of_chain` says so.
+
+Limits are transforms that saw what is tested: bounds, and no methods. A gallery's classes are
+unseen because nobody had their images when h was trained. What h loses there may be lost in (old,
+psi), or for want of images; the limits tell which.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nobackfill.research.images import (
+    SHIFTS,
+    allocated,
+    later_classes,
+    with_label_noise,
+    write_foreign,
+)
+from nobackfill.research.rows import (
+    STEPS,
+    TEST,
+    ComparisonPlace,
+    MethodRow,
+    Name,
+    Shared,
+    TrainingRun,
+    within,
+)
+from nobackfill.training.data.allocations import ALLOCATIONS, NEW_SHARES, SHARE
+
+# Folders of the images of tested classes, made on demand below the place's own.
+TESTED = "tested"
+LIMIT = "limit"
+
+
+def limits(shared: Shared) -> list[MethodRow]:
+    """An affine map of the tested items themselves, and, where the tested classes are unseen, ours
+    trained on other images of them.
+    """
+    place, split, simclr = shared.place, shared.split, shared.side("simclr")
+
+    def row(method: str, name: Name, part: str) -> MethodRow:
+        folder = place.images / TESTED if split.tested_first else place.images
+        run = place.upgrade(
+            f"upgrade-limit-{name}",
+            shared.old,
+            shared.new,
+            classes=None if split.tested_first else split.new,
+            side=simclr,
+            method=method,
+            images=folder / part,
+            held_out=0.0,
+        )
+        return MethodRow(within(LIMIT, name), shared.old, shared.new, (run,), simclr, limit=True)
+
+    own = row("affine", Name.AFFINE_SIMCLR, TEST)
+    if not split.tested_first:
+        return [own]
+    return [own, row("residual", Name.RESIDUAL_SIMCLR, "train")]
+
+
+NOISE = 0.2
+# Folders of images that are made on demand, below the place's own.
+FOREIGN, DISJOINT = "foreign", "disjoint"
+# Updates of the long chain.
+HOPS = len(STEPS) + 1
+
+
+def chains(shared: Shared) -> list[MethodRow]:
+    """v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU one on the other."""
+    split = shared.split
+    if split.first_of_chain is None or split.second_of_chain is None:
+        return []
+    place, v3 = shared.place, shared.new
+    v1 = place.embedder("v1", classes=split.first_of_chain, role="first")
+    v2 = place.embedder("v2", classes=split.second_of_chain, role="second")
+    psi1 = place.side_encoder("v1-side", classes=split.first_of_chain, kind="simclr")
+    psi2 = place.side_encoder("v2-side", classes=split.second_of_chain, kind="simclr")
+
+    def hop(
+        name: str, old: TrainingRun, new: TrainingRun, classes: int, **sides: TrainingRun
+    ) -> TrainingRun:
+        return place.upgrade(f"upgrade-{name}", old, new, classes=classes, **sides)
+
+    second, third = split.second_of_chain, split.new
+    first_hop = hop("1-2", v1, v2, second, side=psi1, new_side=psi2)
+    second_hop = hop("2-3", v2, v3, third, side=psi2)
+    plain = hop("1-2-none", v1, v2, second), hop("2-3-none", v2, v3, third)
+    return [
+        MethodRow(Name.TWO_HOP, v1, v3, (first_hop, second_hop), psi1),
+        MethodRow(Name.DIRECT, v1, v3, (hop("1-3", v1, v3, third, side=psi1),), psi1),
+        MethodRow(Name.TWO_HOP_NONE, v1, v3, plain),
+        MethodRow("direct_none", v1, v3, (hop("1-3-none", v1, v3, third),)),
+        *(_trained_in_a_row(shared, method, v1) for method in ("bct", "dmu")),
+    ]
+
+
+def _trained_in_a_row(shared: Shared, method: str, v1: TrainingRun) -> MethodRow:
+    """phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table 6).
+
+    DMU's gallery evolves with each of them, along psi_2 and then psi_3 (Figure 3).
+    """
+    place, split = shared.place, shared.split
+    options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
+
+    def step(name: str, classes: int | None, role: str, old: TrainingRun) -> TrainingRun:
+        return place.embedder(
+            name, classes=classes, role=role, old=old, method=method, options=options
+        )
+
+    second = step(f"{method}-v2", split.second_of_chain, "second", v1)
+    third = step(f"{method}-v3", split.new, "new", second)
+    return MethodRow(f"{method}_chain", v1, third, (second, third) if method == "dmu" else ())
+
+
+def long_chain(shared: Shared) -> list[MethodRow]:
+    """FCT appendix H: five small updates from the old to the new classes, h of h of h, with the
+    side-information that g carries along, and without. One row a number of updates.
+    """
+    split, place = shared.split, shared.place
+    if split.first_of_chain is None:
+        return []
+    classes = [split.old + (split.new - split.old) * hop // HOPS for hop in range(HOPS + 1)]
+    between = [
+        place.embedder(f"chain-{count}", classes=count, role=role)
+        for count, role in zip(classes[1:-1], STEPS, strict=True)
+    ]
+    models = [shared.old, *between, shared.new]
+    sides = [shared.side("simclr")]
+    for count in classes[1:-1]:
+        side = place.side_encoder(f"chain-side-{count}", classes=count, kind="simclr")
+        sides.append(side)
+    route: tuple[TrainingRun, ...] = ()
+    plain: tuple[TrainingRun, ...] = ()
+    rows = []
+    for hop in range(HOPS):
+        old, new, count = models[hop], models[hop + 1], classes[hop + 1]
+        name = f"upgrade-chain-{count}"
+        # The last side-information has no next update to serve.
+        carried = {} if hop + 1 == HOPS else {"new_side": sides[hop + 1]}
+        route += (place.upgrade(name, old, new, classes=count, side=sides[hop], **carried),)
+        plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
+        rows += [
+            MethodRow(within(Name.LONG_CHAIN, hop + 1), shared.old, new, route, sides[0]),
+            MethodRow(within(Name.LONG_CHAIN_NONE, hop + 1), shared.old, new, plain),
+        ]
+    return rows
+
+
+def foreign(shared: Shared) -> list[MethodRow]:
+    """FCT appendix B: the models as they are, in domains that none of them trained on."""
+    if shared.split.first_of_chain is None:
+        return []
+    rows = [
+        MethodRow(Name.INDEPENDENT, shared.old, shared.new),
+        shared.upgrade_row(Name.FCT_NONE, "fct"),
+        *(
+            shared.upgrade_row(Name(f"fct_{kind}"), "fct", shared.side(kind))
+            for kind in ("autoencoder", "alternate", "simclr")
+        ),
+        shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", shared.side("simclr")),
+    ]
+    return [
+        replace(row, name=within(domain, row.name), tested=f"{FOREIGN}/{domain}")
+        for domain in SHIFTS
+        for row in rows
+    ]
+
+
+def disjoint(shared: Shared) -> list[MethodRow]:
+    """FCT appendix I: phi_new, h and the test know only classes that phi_old and psi never saw."""
+    place, split = shared.place, shared.split
+    if split.first_of_chain is None:
+        return []
+    images = place.images / DISJOINT / "train"
+    new = place.embedder("disjoint-new", classes=None, role="new", images=images)
+
+    def row(name: str, side: TrainingRun | None) -> MethodRow:
+        run = place.upgrade(
+            f"upgrade-disjoint-{name}", shared.old, new, classes=None, side=side, images=images
+        )
+        return MethodRow(
+            within(DISJOINT, name), shared.old, new, (run,), side, tested=f"{DISJOINT}/{TEST}"
+        )
+
+    alone = MethodRow(
+        within(DISJOINT, Name.INDEPENDENT), shared.old, new, tested=f"{DISJOINT}/{TEST}"
+    )
+    return [alone, row(Name.FCT_NONE, None), row(Name.FCT_SIMCLR, shared.side("simclr"))]
+
+
+def new_data(shared: Shared) -> list[MethodRow]:
+    """LwF as BCT publishes it (Table 1): only the images of classes that phi_old does not know
+    train phi_new. Row `lwf` of the comparison has all images, as its rivals have.
+    """
+    place, split = shared.place, shared.split
+    if split.first_of_chain is None:
+        return []
+    images = place.images / DISJOINT / "train"
+    new = place.embedder(
+        Name.LWF_NEW_DATA, classes=None, role="new", old=shared.old, images=images, method="lwf"
+    )
+    return [MethodRow(Name.LWF_NEW_DATA, shared.old, new)]
+
+
+def noise(shared: Shared) -> list[MethodRow]:
+    """UniBCT's prototypes where a fifth of the new training set's labels are wrong."""
+    if shared.split.first_of_chain is None:
+        return []
+    place = shared.place
+    images = place.images / "noisy"
+
+    def row(name: str, prototypes: str) -> MethodRow:
+        run = place.embedder(
+            name,
+            classes=shared.split.new,
+            role="new",
+            old=shared.old,
+            images=images,
+            method="unibct",
+            options={"prototypes": prototypes},
+        )
+        return MethodRow(name, shared.old, run)
+
+    return [row(Name.NOISY_UNIBCT, "refined"), row(Name.NOISY_UNIBCT_VANILLA, "vanilla")]
+
+
+def allocations(shared: Shared) -> list[MethodRow]:
+    """UniBCT Table 2: five allocations, each with its rivals; an old and an independent new model
+    of their own. Each takes as many steps as a training on all images would: a third of the images
+    is not a third of the training.
+    """
+    if shared.split.first_of_chain is None:
+        return []
+    place = shared.place
+
+    def steps(share: float) -> dict[str, Any]:
+        values = {**place.preset.embedder, **place.changes.get("embedder", {})}
+        epochs, warmup = values["epochs"], values.get("warmup_epochs", 0.0)
+        assert isinstance(epochs, int) and isinstance(warmup, int | float)
+        return {"epochs": round(epochs / share), "warmup_epochs": warmup / share}
+
+    methods: dict[str, tuple[str, dict[str, object]]] = {
+        Name.INDEPENDENT: ("independent", {}),
+        "regress": ("regress", {}),
+        "contrastive": ("contrastive", {}),
+        Name.VANILLA: ("unibct", {"prototypes": "vanilla"}),
+        Name.REFINED: ("unibct", {}),
+    }
+    rows = []
+    for allocation in ALLOCATIONS:
+        images = place.images / allocation
+        kind = "class" if allocation.endswith("class") else "data"
+        # Allocations by data share their old training set, and so do those by class.
+        old = place.embedder(
+            f"old-{kind}",
+            classes=None,
+            role="old",
+            images=place.images / f"open-{kind}" / "old",
+            **steps(SHARE),
+        )
+        for name, (method, options) in methods.items():
+            new = place.embedder(
+                f"{allocation}-{name}",
+                classes=None,
+                role="new",
+                old=None if method == "independent" else old,
+                images=images / "new",
+                method=method,
+                options=options,
+                **steps(NEW_SHARES[allocation]),
+            )
+            rows.append(MethodRow(within(allocation, name), old, new))
+    return rows
+
+
+def prepare(place: ComparisonPlace, rows: list[MethodRow]) -> None:
+    """Make the images that `rows` train and are tested on and that are not there."""
+    for row in rows:
+        folders = [run.values["images"] for run in row.runs]
+        for images in (*folders, place.images / row.tested):
+            assert isinstance(images, Path)
+            if not images.is_dir():
+                _make(place, images)
+
+
+def _make(place: ComparisonPlace, images: Path) -> None:
+    train, test = place.images / "train", place.images / TEST
+    group = images.parent.name
+    if images.name == "noisy":
+        with_label_noise(train, images, NOISE, place.seed)
+    elif group == FOREIGN:
+        write_foreign(test, images)
+    elif group == DISJOINT:
+        later_classes(place.images / images.name, images, place.split.old)
+    elif group == TESTED:
+        later_classes(place.images / images.name, images, place.split.tested_first)
+    else:
+        allocated(train, group, images.parent, place.seed)

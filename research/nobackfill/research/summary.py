@@ -1,0 +1,264 @@
+"""Results of a comparison from the cells of its rows: means over seeds, what is kept, and claims,
+which are judged by the paired bootstrap, by CMC-1 and by mAP, each on its own.
+
+A claim is that one figure is larger than another on the same queries of the same seeds. Verdicts:
+holds (the whole interval above 0; for a claim of >=, none of it below), fails (all of it below 0),
+undecided. Classes are drawn, as queries of one class are not independent; fewer than 10 decide
+nothing. Nor does one seed: its interval leaves the choice of weights out.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from nobackfill.metrics.bootstrap import Difference, Verdict, paired_bootstrap
+from nobackfill.metrics.compatibility import (
+    degradation,
+    gap_closed,
+    negative_flips,
+    share_kept,
+    upgrade_gain,
+)
+from nobackfill.metrics.retrieval import PerQuery, mean
+from nobackfill.research.cells import Cells
+from nobackfill.research.results import (
+    ClaimOutcome,
+    CostResult,
+    Figure,
+    HeldTo,
+    Made,
+    Results,
+    RowResult,
+    SplitResult,
+)
+from nobackfill.research.rows import TEST, MethodRow, learned
+from nobackfill.research.serve import RowCost
+
+FIGURES = ("cmc1", "map")
+# Fewer leave the training's randomness out of the interval.
+FEWEST_SEEDS = 2
+
+Rows = Mapping[str, Sequence[Cells]]
+# A row and a cell; of several rows, the one with the largest figure.
+Side = tuple[str | tuple[str, ...], str]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`better` > `worse`, figure by figure and query by query; `better` >= `worse` with
+    `or_equal`.
+    """
+
+    text: str
+    better: Side
+    worse: Side
+    or_equal: bool = False
+
+
+@dataclass(frozen=True)
+class JudgedClaim:
+    """One figure of a claim: the difference that was found over `seeds`. `rival`: which of several
+    rows `worse` turned out to be.
+    """
+
+    rival: str | None
+    difference: Difference
+    seeds: int
+    or_equal: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        """Holds, fails or undecided."""
+        if self.seeds < FEWEST_SEEDS or self.difference.of_these_classes:
+            return "undecided"
+        if not self.or_equal:
+            return self.difference.verdict
+        if self.difference.low >= 0:
+            return "holds"
+        return "fails" if self.difference.high < 0 else "undecided"
+
+
+def judge(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, JudgedClaim]]:
+    """Each claim whose rows are there, by its text and figure.
+
+    `rows` holds a row's cells of each seed, the same seeds in the same order for all rows; a row of
+    fewer seeds is compared on those that it has.
+    """
+    judged = {claim.text: _judge(claim, rows) for claim in claims}
+    return {text: figures for text, figures in judged.items() if figures}
+
+
+def _judge(claim: Claim, rows: Rows) -> dict[str, JudgedClaim]:
+    found = {}
+    for figure in FIGURES:
+        sides = [_strongest(side, rows, figure) for side in (claim.better, claim.worse)]
+        if not all(runs for _, runs in sides):
+            continue
+        seeds = min(len(runs) for _, runs in sides)
+        (better, ours), (worse, theirs) = sides
+        rival = None if isinstance(claim.worse[0], str) else worse
+        classes = [run.classes for run in rows[better][:seeds]]
+        difference = paired_bootstrap(ours[:seeds], theirs[:seeds], classes=classes)
+        found[figure] = JudgedClaim(rival, difference, seeds, claim.or_equal)
+    return found
+
+
+def _strongest(side: Side, rows: Rows, figure: str) -> tuple[str, list[PerQuery]]:
+    """The side's row with the largest mean, and its figures by seed; none where it has none."""
+    names, cell = side
+    found: dict[str, list[PerQuery]] = {}
+    for name in (names,) if isinstance(names, str) else names:
+        runs = [run.by_query[cell][figure] for run in rows.get(name, ()) if cell in run.by_query]
+        if runs:
+            found[name] = runs
+    if not found:
+        return "", []
+    most = max(len(runs) for runs in found.values())
+    whole = {name: runs for name, runs in found.items() if len(runs) == most}
+    name = max(whole, key=lambda name: sum(mean(run) for run in whole[name]))
+    return name, whole[name]
+
+
+Figures = Mapping[str, Mapping[str, Figure]]
+
+
+@dataclass(frozen=True)
+class MeasuredRow:
+    """A row with its cells, one entry a seed."""
+
+    row: MethodRow
+    runs: list[Cells]
+
+
+# By split and name, in the table's order.
+Splits = Mapping[str, Mapping[str, MeasuredRow]]
+
+
+def summarise(
+    data: str,
+    metric: str,
+    seeds: Sequence[int],
+    made: Made,
+    splits: Splits,
+    claims: Sequence[Claim],
+    costs: Mapping[str, RowCost],
+) -> Results:
+    """All that is told of a comparison."""
+    return Results(
+        data=data,
+        metric=metric,
+        seeds=tuple(seeds),
+        made=made,
+        splits={name: _split(rows, claims) for name, rows in splits.items()},
+        costs={name: CostResult(**asdict(cost)) for name, cost in costs.items()},
+    )
+
+
+def _split(rows: Mapping[str, MeasuredRow], claims: Sequence[Claim]) -> SplitResult:
+    bars = {name: held_to(name, rows) for name in rows}
+    first = next(iter(rows.values()), None)
+    told = {
+        name: RowResult(
+            seeds=len(one.runs),
+            shared=first is not None and _shares(one.row, first.row),
+            cells=_cells(one.runs),
+            held_to=bars[name],
+            extras=_extras(one.runs, bars[name]),
+        )
+        for name, one in rows.items()
+    }
+    runs = {name: one.runs for name, one in rows.items()}
+    judged = judge(claims, runs)
+    return SplitResult(rows=told, claims={text: outcomes(by) for text, by in judged.items()})
+
+
+def _shares(row: MethodRow, first: MethodRow) -> bool:
+    return row.old == first.old and row.tested == TEST and not row.limit
+
+
+def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, HeldTo]:
+    """By figure, the best new/new among the rows whose new model learned the same images, over the
+    seeds of row `name` (BCT section 3.3: a compatible model that lost new/new must not look whole,
+    nor a transform into a weak one).
+    """
+    own = rows[name]
+    seeds = len(own.runs)
+    rivals = {
+        rival: one.runs[:seeds]
+        for rival, one in rows.items()
+        if learned(one.row) == learned(own.row) and len(one.runs) >= seeds
+    }
+    found = {}
+    for figure in FIGURES:
+        reached = {
+            rival: _mean(run.by_query["new/new"][figure] for run in runs)
+            for rival, runs in rivals.items()
+        }
+        best = max(reached, key=reached.__getitem__)
+        found[figure] = HeldTo(row=best, value=reached[best])
+    return found
+
+
+def kept_figures(cells: Figures, bars: Mapping[str, HeldTo]) -> dict[str, float]:
+    """Derived figures, from means over seeds: `kept_cmc1` and, of mAP, `kept_map`, `gap_closed`
+    (BCT's update gain, where that is defined), `degradation` and `upgrade_gain`.
+    """
+    old, served, new = (cells[cell]["map"][0] for cell in ("old/old", "new/served", "new/new"))
+    told: dict[str, float | None] = {"upgrade_gain": upgrade_gain(served, old)}
+    for figure, bar in bars.items():
+        told[f"kept_{figure}"] = share_kept(cells["new/served"][figure][0], bar.value)
+    if "map" in bars:
+        told["gap_closed"] = gap_closed(served, old, bars["map"].value)
+        told["degradation"] = degradation(new, bars["map"].value)
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
+    """A judged claim as it is told; of too few classes without bounds."""
+    return {
+        figure: ClaimOutcome(
+            rival=one.rival,
+            seeds=one.seeds,
+            difference=one.difference.mean,
+            bounds=(
+                None
+                if one.difference.of_these_classes
+                else (one.difference.low, one.difference.high)
+            ),
+            verdict=one.verdict,
+            classes=one.difference.classes,
+        )
+        for figure, one in judged.items()
+    }
+
+
+def _cells(runs: Sequence[Cells]) -> dict[str, dict[str, Figure]]:
+    return {
+        cell: {
+            name: _mean_and_std([mean(run.by_query[cell][name]) for run in runs])
+            for name in figures
+        }
+        for cell, figures in runs[0].by_query.items()
+    }
+
+
+def _extras(runs: Sequence[Cells], bars: Mapping[str, HeldTo]) -> dict[str, float]:
+    told: dict[str, list[float]] = {}
+    for run in runs:
+        for name, value in {**run.extras, "negative_flips": _flips(run)}.items():
+            told.setdefault(name, []).append(value)
+    means = {name: float(np.mean(values)) for name, values in told.items()}
+    return means | kept_figures(_cells(runs), bars)
+
+
+def _flips(run: Cells) -> float:
+    return negative_flips(run.by_query["old/old"]["cmc1"], run.by_query["new/served"]["cmc1"])
+
+
+def _mean(figures: Iterable[PerQuery]) -> float:
+    return float(np.mean([mean(values) for values in figures]))
+
+
+def _mean_and_std(values: Sequence[float]) -> Figure:
+    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None

@@ -1,0 +1,130 @@
+"""Tables in pages: which rows they show, what they tell of the rest, and that they are fresh."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.research.compare import app
+from nobackfill.research.pages import refresh, rows_shown, shortened
+from nobackfill.research.results import (
+    ClaimOutcome,
+    Made,
+    Results,
+    RowResult,
+    SplitResult,
+    read_results,
+)
+from nobackfill.research.rows import OURS
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "bench" / "results").glob("compare-*.json"))
+
+
+def row(cmc1: float, map_: float, flips: float, *, shared: bool = True) -> RowResult:
+    cell = {"cmc1": (cmc1, 0.01), "map": (map_, 0.01)}
+    cells = dict.fromkeys(("old/old", "new/new", "new/served"), cell)
+    extras = {"negative_flips": flips}
+    return RowResult(seeds=2, shared=shared, cells=cells, held_to={}, extras=extras)
+
+
+def results(**rows: RowResult) -> Results:
+    outcome = ClaimOutcome(
+        seeds=2, difference=-0.1, bounds=(-0.2, -0.05), verdict="fails", classes=12
+    )
+    claims = {"a > b": {"map": outcome}}
+    return Results(
+        data="folder",
+        metric="cosine",
+        seeds=(100, 101),
+        made=Made(command="a command", machine="a machine", configured=""),
+        splits={"main": SplitResult(rows=rows, claims=claims)},
+        costs={},
+    )
+
+
+def test_rows_that_beat_or_tie_ours_anywhere_are_shown() -> None:
+    found = rows_shown(
+        results(
+            **{OURS: row(0.9, 0.8, 0.05)},
+            affine=row(0.8, 0.7, 0.10),
+            better=row(0.8, 0.9, 0.10),
+            tie=row(0.90004, 0.7, 0.10),
+            fewer_flips=row(0.8, 0.7, 0.01),
+            elsewhere=row(1.0, 1.0, 0.0, shared=False),
+            bct=row(0.1, 0.1, 0.5),
+        )
+    )
+    assert found == [OURS, "better", "tie", "fewer_flips", "bct"]
+
+
+def test_the_page_says_what_is_left_out_and_what_fails() -> None:
+    told = "\n".join(
+        shortened(results(**{OURS: row(0.9, 0.8, 0.05)}, affine=row(0.8, 0.7, 0.1)), "all.md")
+    )
+    assert "1 rows, below ours" in told and "[the whole table](all.md)" in told
+    assert "0 of 1 claims hold, 0 are undecided, 1 fail: a > b." in told
+    assert "a command" in told and "a machine" in told
+
+
+# A table of side-information alone has no row of ours.
+RANKED = [file for file in RESULTS if OURS in read_results(file).main.rows]
+
+
+@pytest.mark.parametrize("file", RANKED, ids=lambda file: file.stem)
+def test_a_table_shows_at_most_ten_rows_beside_those_that_reach_ours(file: Path) -> None:
+    measured = read_results(file)
+    ours = measured.main.rows[OURS]
+    names, reach = rows_shown(measured), []
+    for name in names:
+        its, unseen = measured.main.rows[name], measured.unseen(name)
+        pairs = [(its, ours)] + [(unseen, u) for u in [measured.unseen(OURS)] if unseen and u]
+        better = [
+            round(a.cells["new/served"][f][0], 3) >= round(b.cells["new/served"][f][0], 3)
+            for a, b in pairs
+            if a and b
+            for f in ("cmc1", "map")
+        ]
+        if any(better) or its.extras["negative_flips"] <= ours.extras["negative_flips"] + 1e-3:
+            reach.append(name)
+    assert len(names) - len(reach) <= 10 and OURS in reach
+
+
+def test_pages_are_as_the_command_writes_them(tmp_path: Path) -> None:
+    """After a change: `make tables`."""
+    for folder in ("bench", "docs"):
+        (tmp_path / folder).mkdir()
+    shutil.copytree(ROOT / "bench" / "results", tmp_path / "bench" / "results")
+    shown = [tmp_path / name for name in ("README.md", "docs/methods.md")]
+    for page in shown:
+        shutil.copy(ROOT / page.relative_to(tmp_path), page)
+    copies = [tmp_path / file.relative_to(ROOT) for file in RESULTS]
+    done = CliRunner().invoke(app, [f"--page={page}" for page in (*shown, *copies)])
+    assert done.exit_code == 0, done.output
+    for written in (*shown, *(copy.with_suffix(".md") for copy in copies)):
+        assert written.read_text() == (ROOT / written.relative_to(tmp_path)).read_text()
+    assert [len(refresh(page)) for page in shown] == [1, 2]
+
+
+def test_in_brief_are_the_rows_always_shown_and_who_beats_ours() -> None:
+    measured = results(
+        **{OURS: row(0.9, 0.8, 0.05)}, bct=row(0.1, 0.1, 0.5), better=row(0.8, 0.9, 0.1)
+    )
+    told = "\n".join(shortened(measured, "all.md", brief=True))
+    assert "| bct |" in told and f"| **{OURS}** |" in told and "| better |" not in told
+    assert "beat or tie ours: `better` (main mAP)" in told and "](all.md)" in told
+
+
+def test_a_page_without_marks_or_results_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    with pytest.raises(NotFoundError, match="no such page"):
+        refresh(page)
+    page.write_text("<!-- results: none.json -->\n")
+    with pytest.raises(InvalidInputError, match="end of results"):
+        refresh(page)
+    page.write_text("<!-- results: none.json -->\n<!-- end of results -->\n")
+    with pytest.raises(NotFoundError, match="no such file"):
+        refresh(page)
+    assert page.read_text() == "<!-- results: none.json -->\n<!-- end of results -->\n"
