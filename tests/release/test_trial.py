@@ -98,6 +98,7 @@ def filled(elements: int) -> Callable[[onnx.ModelProto], None]:
     return change
 
 
+@pytest.mark.slow
 def test_a_good_release_passes_and_costs_this_process_nothing(first: Draft) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try_release(first.files, first.manifest)
@@ -136,6 +137,7 @@ def wide(model: onnx.ModelProto) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_upgrade_is_tried_on_a_full_chunk(tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match=r"upgrade_1_to_2.*cannot run it"):
         tried(with_upgrade(tmp_path, wide))
@@ -186,6 +188,7 @@ def shift(model: onnx.ModelProto) -> None:
     middle.CopyFrom(numpy_helper.from_array(np.array(0.9, np.float32), "middle"))
 
 
+@pytest.mark.slow
 def test_the_child_runs_rules_and_probes(first: Draft) -> None:
     with pytest.raises(VerificationError, match=r"golden probe embedding: .* differ"):
         tried(with_embedder(first, shift))
@@ -193,6 +196,7 @@ def test_the_child_runs_rules_and_probes(first: Draft) -> None:
         tried(with_embedder(first, smallest_by_minus_one))
 
 
+@pytest.mark.slow
 def test_files_of_the_folder_at_hand_are_none_of_its_modules(
     first: Draft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +209,7 @@ def test_files_of_the_folder_at_hand_are_none_of_its_modules(
     assert not (here / "ran").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_rules")
 def test_a_graph_that_kills_its_loader_is_refused_with_the_signal(first: Draft) -> None:
     def bomb(model: onnx.ModelProto) -> None:
@@ -219,6 +224,7 @@ def test_a_graph_that_kills_its_loader_is_refused_with_the_signal(first: Draft) 
         tried(with_embedder(first, bomb))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_rules")
 def test_memory_is_limited(first: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "MEMORY_BYTES", 2**30)
@@ -226,6 +232,7 @@ def test_memory_is_limited(first: Draft, monkeypatch: pytest.MonkeyPatch) -> Non
         tried(with_embedder(first, filled(2**30)))
 
 
+@pytest.mark.slow
 def test_the_forked_children_of_other_rooms_are_tried_alike(
     first: Draft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,12 +248,14 @@ def test_the_forked_children_of_other_rooms_are_tried_alike(
             tried(first)
 
 
+@pytest.mark.slow
 def test_time_is_limited(first: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WALL_SECONDS", 0.01)
     with pytest.raises(VerificationError, match="took more than"):
         try_release(first.files, first.manifest)
 
 
+@pytest.mark.slow
 def test_who_no_longer_wants_the_answer_ends_the_child(first: Draft) -> None:
     class EnoughError(Exception):
         pass
@@ -259,6 +268,7 @@ def test_who_no_longer_wants_the_answer_ends_the_child(first: Draft) -> None:
     assert trials() == []
 
 
+@pytest.mark.slow
 def test_probes_that_unpack_to_more_than_they_may_are_refused(first: Draft) -> None:
     path = paths.probes_path(1)
     target = first.files[path]
