@@ -1,5 +1,6 @@
 """`python training/evaluate.py`: cells of the compatibility matrix of published releases."""
 
+import io
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from nobackfill.class_folders import list_images
@@ -23,10 +25,40 @@ from nobackfill.quality.route_evidence import backfill_curves
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.trust.publication import read_publication
 from nobackfill.training.cli.command import command_app
-from nobackfill.training.cli.picture import write_picture
 from nobackfill.training.cli.table import backfill_table, matrix_table, protocol_table
 from nobackfill.training.protocols.evaluation import evaluate_protocol
 from nobackfill.training.protocols.persons import OperatingPoints
+
+
+def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
+    """Draw mAP and CMC-1 of every cell into a PNG."""
+    # Imported here: only this command draws, and it takes a second.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    rows = sorted({cell.name.query for cell in cells})
+    columns = sorted({cell.name.gallery for cell in cells}, key=lambda g: (g[-1], len(g), g))
+    values = np.full((len(rows), len(columns)), np.nan)
+    figure = Figure(figsize=(2 + 1.5 * len(columns), 1.5 + 0.9 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for cell in cells:
+        row, column = rows.index(cell.name.query), columns.index(cell.name.gallery)
+        values[row, column] = cell.figures["map"]
+        text = f"mAP {100 * cell.figures['map']:.1f}\nCMC-1 {100 * cell.figures['cmc1']:.1f}"
+        colour = "white" if cell.figures["map"] < 0.5 else "black"
+        axes.text(column, row, text, ha="center", va="center", color=colour)
+    axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    axes.set_xticks(range(len(columns)), [" > ".join(map(str, gallery)) for gallery in columns])
+    axes.set_yticks(range(len(rows)), [str(row) for row in rows])
+    axes.set_xlabel("gallery: release whose vectors are searched, and the upgrades they took")
+    axes.set_ylabel("query: release")
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, image.getvalue())
+
 
 # Of each cell, by order of re-embedding.
 Curves = dict[str, dict[str, BackfillCurve]]

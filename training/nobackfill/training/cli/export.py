@@ -2,15 +2,18 @@
 
 import json
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nobackfill.class_folders import Listing, list_images
-from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError
+from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError, few
+from nobackfill.framing import Fit, Interpolation
 from nobackfill.quality.gate import Evidence, measure_release
-from nobackfill.quality.listing import halves, list_texts
+from nobackfill.quality.listing import TextListing, halves, list_texts
 from nobackfill.release.manifest import GateVerdict, Manifest
 from nobackfill.release.publishing.keys import Keys
 from nobackfill.release.publishing.publish import (
@@ -21,21 +24,6 @@ from nobackfill.release.publishing.publish import (
 from nobackfill.release.publishing.staging import drafting
 from nobackfill.release.trust.publication import Publication, read_publication
 from nobackfill.shares import percent
-from nobackfill.training.cli.asked import Asked
-from nobackfill.training.cli.brought import (
-    EvalTexts,
-    FitOption,
-    Interpolating,
-    Mean,
-    Onnx,
-    PublicWeights,
-    QueryFolder,
-    Shortest,
-    Std,
-    TextFolder,
-    Upgrades,
-    VectorsOf,
-)
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import gate_table
 from nobackfill.training.export.assembly import (
@@ -49,6 +37,98 @@ from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.external import Pixels, add_onnx_embedder, add_public_embedder
 from nobackfill.training.export.probes import make_probes, plain_trouble
 from nobackfill.training.export.text_encoder import add_vectors
+
+Onnx = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="or an embedder of your own: uint8 [n,H,W,3] or float32 [n,3,H,W] -> [n,dim]",
+    ),
+]
+PublicWeights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        metavar="NAME",
+        help="or a public one as it is: timm:NAME.TAG, open_clip:NAME/TAG, "
+        "torchvision:NAME/WEIGHTS",
+    ),
+]
+Mean = Annotated[
+    tuple[float, float, float], typer.Option(help="a float32 --onnx takes (x/255 - mean) / std")
+]
+Std = Annotated[tuple[float, float, float], typer.Option(help="see --mean")]
+FitOption = Annotated[Fit, typer.Option("--fit", help="how --onnx takes pictures of other aspects")]
+Shortest = Annotated[
+    int | None, typer.Option(min=1, help="with --fit crop: pixels of the shortest side")
+]
+Interpolating = Annotated[
+    Interpolation, typer.Option("--interpolation", help="how --onnx wants pictures scaled")
+]
+TextFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="a text model: ONNX with tokenizer.json, of one space"),
+]
+EvalTexts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSONL of id, text and label, its class or one of --eval's; without any labels the "
+        "texts are to be found by their `query`, or by a part of themselves",
+    ),
+]
+VectorsOf = Annotated[
+    str | None, typer.Option(metavar="NAME:DIM", help="no model at all: what made the vectors")
+]
+Upgrades = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="RUN", help="upgrade into it, or `nobackfill fit`'s FILE.onnx; may be repeated"
+    ),
+]
+QueryFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help="another model for texts that ask, beside --text-encoder"),
+]
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """What a release is measured with: images, texts, or images that are asked for by texts.
+
+    Of --eval and --eval-texts; `seed` splits what is listed into halves.
+    """
+
+    images: Listing | None
+    texts: TextListing | None
+    seed: int
+
+    def listing(self) -> Listing | None:
+        """What galleries hold: texts only where there are no images."""
+        return self.texts if self.images is None else self.images
+
+    def for_images(self) -> TextListing | None:
+        """Texts that ask for the images."""
+        return None if self.images is None else self.texts
+
+    def check(self, manifests: Mapping[int, Manifest]) -> None:
+        """Raises ConfigurationError where a release does not embed what is asked with."""
+        if self.images is not None and self.texts is not None and self.texts.queries:
+            raise ConfigurationError(
+                "--eval-texts beside --eval: expected a 'label' in each text, the class of the "
+                "pictures that it asks for"
+            )
+        known = sorted(manifests.items())
+        for option, kind, wanted, blind in (
+            ("--eval", "pictures", self.images, [n for n, m in known if not m.embedder.file]),
+            ("--eval-texts", "texts", self.texts, [n for n, m in known if not m.text_encoder]),
+        ):
+            if wanted is not None and blind:
+                raise ConfigurationError(
+                    f"{option} measures {kind}, and release {few(blind)} embeds none; publish "
+                    f"without {option}, with --force where nothing else measures it"
+                )
+
 
 _EPILOG = """
 Exports each run to ONNX (compared with torch output for output, refused beyond 1e-4), writes golden
@@ -137,7 +217,9 @@ def main(
         keys, first = _keys(model_repo, targets_key), not published.manifests
         _check_number(release, published, measured=bool(evaluate or eval_texts), force=force)
         listing, learnt = _evaluation(evaluate, split_seed, runs.trained(), force=force)
-        asked = Asked(listing, None if eval_texts is None else list_texts(eval_texts), split_seed)
+        asked = EvaluationData(
+            listing, None if eval_texts is None else list_texts(eval_texts), split_seed
+        )
         draft = Release(
             release, folder, published.manifests, model_repo, withdrawn=published.withdrawn
         )
@@ -197,7 +279,7 @@ def _check_number(release: int, published: Publication, *, measured: bool, force
 
 
 def _measured(
-    draft: Release, published: Publication, asked: Asked, int8_loss: float
+    draft: Release, published: Publication, asked: EvaluationData, int8_loss: float
 ) -> tuple[Manifest, Evidence | None]:
     """The manifest with probes, and with calibration and evidence where there are images."""
     manifest = draft.manifest(make_probes(draft))
