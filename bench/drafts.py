@@ -13,13 +13,13 @@ from nobackfill.digests import side_space_id
 from nobackfill.release import paths
 from nobackfill.release.manifest import (
     Calibration,
-    Embedder,
     GateVerdict,
     Manifest,
     Probes,
+    PublishedEmbedder,
     PublishedFile,
+    PublishedSideEncoder,
     RouteEvidence,
-    SideEncoder,
     Upgrade,
     space_of,
 )
@@ -46,7 +46,7 @@ def draft(
         else Backboned(backbone, data.DIM, number)
     )
     write_encoder(encoder, size, "embedding", files[path])
-    embedder = Embedder(
+    embedder = PublishedEmbedder(
         file=described(path, files[path]),
         height=size,
         width=size,
@@ -82,11 +82,15 @@ def draft(
     return _probed(folder, manifest, files, size)
 
 
-def _side_encoder(folder: Path, number: int, size: int, files: dict[str, Path]) -> SideEncoder:
+def _side_encoder(
+    folder: Path, number: int, size: int, files: dict[str, Path]
+) -> PublishedSideEncoder:
     path = paths.side_encoder_path(number)
     files[path] = folder / path
     write_encoder(Projected(size, data.SIDE_DIM, 99, unit=False), size, "side", files[path])
-    return SideEncoder(file=described(path, files[path]), dim=data.SIDE_DIM, origin_release=number)
+    return PublishedSideEncoder(
+        file=described(path, files[path]), dim=data.SIDE_DIM, origin_release=number
+    )
 
 
 def _upgrade(

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nobackfill.release import paths
-from nobackfill.release.manifest import Manifest
-from nobackfill.release.parsing import parse_manifest
+from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.publish import publish
 

@@ -130,15 +130,15 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "python training/export.py": (
         f"{_TRAINING}.cli.export:_report",
         "nobackfill.release.manifest:GateVerdict",
-        "nobackfill.release.evidence:Cell",
-        "nobackfill.release.evidence:Unlabelled",
-        "nobackfill.release.evidence:RouteEvidence",
+        "nobackfill.release.manifest:Cell",
+        "nobackfill.release.manifest:Unlabelled",
+        "nobackfill.release.manifest:RouteEvidence",
     ),
 }
 # Keys of files that users keep or write, by the same kinds of sources.
 FILES: Mapping[str, tuple[str, ...]] = {
     "a backup's listing": (f"{_SERVER}.backup:_Listing",),
-    "a converter": ("nobackfill.release.converter:Converter",),
+    "a converter": ("nobackfill.release.manifest:Converter",),
     "a declaration beside an ONNX file": (f"{_PUBLISHING}.declaration:Declaration",),
     "a release's manifest": ("nobackfill.release.manifest:Manifest",),
     "a training's configuration": (f"{_TRAINING}.config:Config",),

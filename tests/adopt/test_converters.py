@@ -26,9 +26,8 @@ from nobackfill.errors import NotFoundError, UnfitError, VerificationError
 from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.release.publishing.cli import main as publication
 from nobackfill.release.publishing.inspection import list_releases, verify
-from nobackfill.release.publishing.standing import withdraw
-from nobackfill.release.trust.converters import converter_numbers
-from nobackfill.release.trust.trust import TrustedFolder
+from nobackfill.release.publishing.renew import withdraw
+from nobackfill.release.trust.trust import TrustedFolder, converter_numbers
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world
 from tests.adopt.models import text_model, texts

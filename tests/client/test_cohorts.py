@@ -16,7 +16,7 @@ from nobackfill.errors import (
     PreconditionError,
 )
 from nobackfill.release.publishing.inspection import list_releases
-from nobackfill.release.publishing.standing import roll_out, withdraw
+from nobackfill.release.publishing.renew import roll_out, withdraw
 from nobackfill.shares import digest, in_share
 from tests.server.support import running
 from tests.support import edge

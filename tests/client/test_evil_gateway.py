@@ -15,7 +15,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
 from nobackfill.client.search import Search
 from nobackfill.errors import NobackfillError, UnavailableError
-from nobackfill.release.trust import refresh
+from nobackfill.release.trust import trust
 from nobackfill.v1 import search_pb2, search_pb2_grpc
 from nobackfill.wire.gateway import Gateway
 from tests.support import edge
@@ -51,7 +51,7 @@ def elsewhere(setting: Setting) -> dict[str, bytes]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.25)
-    monkeypatch.setattr(refresh, "METADATA_SECONDS", 0.4)
+    monkeypatch.setattr(trust, "METADATA_SECONDS", 0.4)
 
 
 @pytest.mark.timeout(60)

@@ -16,7 +16,7 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.store import NewVectors
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.publish import publish
-from nobackfill.release.publishing.standing import withdraw
+from nobackfill.release.publishing.renew import withdraw
 from tests.support import blocks, edge, releases
 from tests.support.edge import Setting
 

@@ -111,7 +111,7 @@ def test_a_clock_that_is_wrong_by_years_stops_news_and_nothing_else(
             return cls.fromtimestamp(time.time() + 365 * 86_400 * years, tz)
 
     with monkeypatch.context() as wrong:
-        for module in ("nobackfill.release.trust.trust", "nobackfill.release.trust.state"):
+        for module in ("nobackfill.release.trust.trust", "nobackfill.release.trust.trust"):
             wrong.setattr(f"{module}.datetime", Clock)
         if years > 0:
             with pytest.raises(VerificationError, match="clock"):

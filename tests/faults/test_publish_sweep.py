@@ -15,8 +15,7 @@ import pytest
 from nobackfill.errors import AlreadyExistsError, CannotWriteError
 from nobackfill.release.publishing.metadata import read_ledger
 from nobackfill.release.publishing.publish import publish
-from nobackfill.release.publishing.renew import resign, rotate
-from nobackfill.release.publishing.standing import withdraw
+from nobackfill.release.publishing.renew import resign, rotate, withdraw
 from tests.support.crash import KILLED, count_steps, first_of, run_with_fault, sweep
 from tests.support.publication import Workshop, files_of, seen, workshop
 

@@ -2,8 +2,7 @@
 
 from nobackfill import durable
 from nobackfill.errors import VerificationError
-from nobackfill.release.publishing.renew import resign
-from nobackfill.release.publishing.standing import withdraw
+from nobackfill.release.publishing.renew import resign, withdraw
 from tests.lives import devices
 from tests.lives.life import Life
 from tests.support import graphs

@@ -12,7 +12,7 @@ from nobackfill.quality.embedded import Embedded
 from nobackfill.quality.retrieval import measure
 from nobackfill.quality.route_evidence import QuerySet, both_evidence
 from nobackfill.release.calibration import Joint
-from nobackfill.release.evidence import BothEvidence
+from nobackfill.release.manifest import BothEvidence
 from nobackfill.release.models import Upgraded
 from nobackfill.vectors import Vectors
 

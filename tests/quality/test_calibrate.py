@@ -17,7 +17,7 @@ from nobackfill.quality.route_evidence import (
     same_scale,
 )
 from nobackfill.release.calibration import beyond, scores
-from nobackfill.release.evidence import HealingEvidence
+from nobackfill.release.manifest import HealingEvidence
 
 SPACE = "sp-" + "0" * 64
 

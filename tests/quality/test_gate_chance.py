@@ -12,7 +12,7 @@ from nobackfill.metrics.retrieval import PerQuery, score
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.gate import GainRow, gain_row, verdict
 from nobackfill.quality.retrieval import Measured
-from nobackfill.release.trust.publication import Publication
+from nobackfill.release.trust.trust import Publication
 from tests.support.releases import draft
 
 CLASSES, IMAGES, DIM = 300, 12, 12

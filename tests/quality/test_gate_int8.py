@@ -20,7 +20,7 @@ from nobackfill.quality.route_evidence import fit_calibration
 from nobackfill.release import paths
 from nobackfill.release.manifest import Manifest, Upgrade, space_of
 from nobackfill.release.publishing.draft import described
-from nobackfill.release.trust.publication import Publication, read_publication
+from nobackfill.release.trust.trust import Publication, read_publication
 from nobackfill.training.cli.table import gate_table
 from tests.support import graphs
 from tests.training.life import Life

@@ -10,7 +10,7 @@ from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.criterion import criterion
 from nobackfill.quality.embedded import Published, cell_vectors
 from nobackfill.quality.retrieval import evaluate_cells, measure_cell, search_cell
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from nobackfill.vectors import Vectors
 from tests.training.life import Life
 

@@ -11,7 +11,7 @@ from nobackfill.quality.embedded import Published
 from nobackfill.quality.gate import second_views
 from nobackfill.quality.listing import halves, list_texts
 from nobackfill.release.models import open_embedder
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from tests.training.life import Life
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nobackfill.errors import AlreadyExistsError, ConfigurationError, VerificationError
 from nobackfill.release.publishing.cli import main
-from nobackfill.release.publishing.keys import Keys
+from nobackfill.release.publishing.metadata import Keys
 from nobackfill.release.publishing.publish import publish
 from tests.support.releases import draft
 

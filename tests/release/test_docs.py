@@ -13,8 +13,7 @@ import pytest
 
 from nobackfill.errors import UnavailableError
 from nobackfill.release.publishing.cli import main
-from nobackfill.release.publishing.keys import ROLES, Keys
-from nobackfill.release.publishing.metadata import TERM, require_ledger
+from nobackfill.release.publishing.metadata import ROLES, TERM, Keys, require_ledger
 from nobackfill.release.publishing.publish import publish
 from nobackfill.release.trust.fetchers import fetcher_for
 from nobackfill.release.trust.trust import first_root

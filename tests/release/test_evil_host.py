@@ -8,10 +8,9 @@ from tuf.api.metadata import TargetFile
 
 from nobackfill import pace
 from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
-from nobackfill.release.trust import fetchers, refresh
-from nobackfill.release.trust.download import download
+from nobackfill.release.trust import fetchers, trust
 from nobackfill.release.trust.fetchers import fetcher_for
-from nobackfill.release.trust.trust import first_root
+from nobackfill.release.trust.trust import download, first_root
 from tests.support.evil_host import BEHAVIOURS, evil_host
 from tests.support.waiting import wait_until
 
@@ -24,7 +23,7 @@ TARGET = TargetFile.from_data("embedder_1/1/model.onnx", DATA, ["sha256"])
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetchers, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.4)
-    monkeypatch.setattr(refresh, "METADATA_SECONDS", 0.6)
+    monkeypatch.setattr(trust, "METADATA_SECONDS", 0.6)
 
 
 @pytest.mark.timeout(60)

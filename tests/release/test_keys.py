@@ -9,11 +9,9 @@ import time_machine
 from tuf.api.metadata import Metadata, Root
 
 from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
-from nobackfill.release.publishing.keys import ROLES, Keys, Role
-from nobackfill.release.publishing.metadata import require_ledger
+from nobackfill.release.publishing.metadata import ROLES, Keys, Role, require_ledger
 from nobackfill.release.publishing.publish import publish
-from nobackfill.release.publishing.renew import expiries, resign, rotate
-from nobackfill.release.publishing.standing import withdraw
+from nobackfill.release.publishing.renew import expiries, resign, rotate, withdraw
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.publication import seen
 from tests.support.releases import draft

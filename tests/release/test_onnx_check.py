@@ -10,8 +10,8 @@ from nobackfill.digests import sha256_bytes
 from nobackfill.errors import VerificationError
 from nobackfill.release import paths
 from nobackfill.release.models import open_embedder
-from nobackfill.release.onnx_check import OnnxFile, check_onnx, check_release
 from nobackfill.release.onnx_rules import RefusedError, inspect
+from nobackfill.release.probes import OnnxFile, check_onnx, check_release
 from nobackfill.release.tensors import Tensor
 from tests.release.crafted import CRAFTED, good, write_all
 from tests.support import graphs

@@ -18,9 +18,9 @@ from nobackfill.release import paths
 from nobackfill.release.manifest import GateVerdict
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.inspection import list_releases, verify
-from nobackfill.release.publishing.keys import Keys
+from nobackfill.release.publishing.metadata import Keys
 from nobackfill.release.publishing.publish import publish
-from nobackfill.release.publishing.standing import withdraw
+from nobackfill.release.publishing.renew import withdraw
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.publication import files_of, seen
 from tests.support.releases import draft

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 
 from nobackfill import durable
-from nobackfill.release.publishing.publish import publish
-from nobackfill.release.publishing.staging import drafting, lock_path, staging
+from nobackfill.release.publishing.publish import drafting, lock_path, publish, staging
 from tests.support.releases import draft
 
 DRAFTING = """
 import sys, time
 from pathlib import Path
-from nobackfill.release.publishing.staging import drafting
+from nobackfill.release.publishing.publish import drafting
 with drafting(Path(sys.argv[1])) as folder:
     (folder / "model.onnx").write_bytes(b"half of it")
     print(folder, flush=True)

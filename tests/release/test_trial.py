@@ -27,7 +27,7 @@ from tests.support.trials import forked, started
 
 # The child without the rules: what onnxruntime does with a graph that passes them.
 NO_RULES = (
-    "import nobackfill.release.onnx_check as rules\n"
+    "import nobackfill.release.probes as rules\n"
     "rules.check_release = lambda files, manifest: None\n"
     "import nobackfill.release.trial as trial; trial.main()"
 )

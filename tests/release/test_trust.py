@@ -17,8 +17,7 @@ from nobackfill.errors import (
     UnfitError,
     VerificationError,
 )
-from nobackfill.release.trust.minimum_versions import Floor
-from nobackfill.release.trust.trust import Trust, fingerprint, first_root
+from nobackfill.release.trust.trust import Floor, Trust, fingerprint, first_root
 from tests.support.simulator import BASE, Simulator
 
 TEN_YEARS = timedelta(days=3652)
@@ -231,7 +230,7 @@ def test_a_first_root_that_is_none_is_refused() -> None:
 
 
 def test_a_first_root_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.release.trust.refresh.METADATA_SECONDS", 0.5)
+    monkeypatch.setattr("nobackfill.release.trust.trust.METADATA_SECONDS", 0.5)
     repo = Simulator()
     dripped = bytearray()
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from nobackfill.class_folders import decode, list_images
 from nobackfill.errors import ConfigurationError, NotFoundError, UnavailableError
 from nobackfill.release.models import open_embedder
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.cli import export, train
 from nobackfill.training.export.external import open_torchvision
 from nobackfill.training.loop.run import CHECKPOINT

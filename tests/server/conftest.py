@@ -9,7 +9,7 @@ import pytest
 
 from nobackfill.gallery.filters import Scalar
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.publishing.standing import withdraw
+from nobackfill.release.publishing.renew import withdraw
 from nobackfill.server.galleries.hosted import Speed
 from nobackfill.server.gateway import GatewayServer
 from tests.server.support import ACTIVATED, Client, images, running

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.server.canary.comparison import STOPS_AT, Caller, CanaryComparison
 from nobackfill.server.galleries.ranking import RankedHit
 from nobackfill.server.galleries.searching import SearchResult
@@ -26,7 +26,7 @@ class Told:
         self, key: int, *, new: bool, by: Canary | None = None, seconds: float = 0.01
     ) -> str:
         """A query that began `by` a setting, and ends now; its request id."""
-        hit = RankedHit(Item(0, "item", None, {}), 0.0, None, 2 if new else 1, "native")
+        hit = RankedHit(StoredItem(0, "item", None, {}), 0.0, None, 2 if new else 1, "native")
         found = SearchResult([hit], 2 if new else 1, "space", next(self._requests))
         caller = Caller(key, self.token)
         self.slow = self.comparison.answered(by or self.now, found, seconds, caller, new=new)

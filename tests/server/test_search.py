@@ -15,7 +15,7 @@ from nobackfill.errors import (
     NotFoundError,
     TooLargeError,
 )
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.hosted_file import ItemCache
 from nobackfill.v1 import search_pb2, types_pb2
@@ -133,7 +133,7 @@ def test_an_item_deleted_while_it_is_found_makes_room_for_the_next(
     before = ids(shared.find(images(20)[0], gallery, 6))
     doomed, read = [before[1]], ItemCache.get
 
-    def delete_then_read(cache: ItemCache, labels: Sequence[int]) -> list[Item | None]:
+    def delete_then_read(cache: ItemCache, labels: Sequence[int]) -> list[StoredItem | None]:
         """The moment between finding and reading, made wide enough for a deletion."""
         if doomed:
             assert shared.delete(gallery, [doomed.pop()]) == 1

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from nobackfill.errors import InvalidInputError, NoEncoderError, PreconditionError, TooLargeError
 from nobackfill.release import probes
-from nobackfill.release.parsing import parse_manifest
+from nobackfill.release.manifest import parse_manifest
 from nobackfill.release.publishing.publish import publish
 from nobackfill.server.bulk import fill
 from nobackfill.server.cli import galleries  # noqa: F401 - puts its command into app

@@ -19,10 +19,9 @@ from tuf.api.metadata import TargetFile
 
 from nobackfill.digests import sha256_bytes, side_space_id, space_id
 from nobackfill.release import paths
-from nobackfill.release.publishing.keys import Keys
-from nobackfill.release.publishing.metadata import next_metadata, require_ledger
+from nobackfill.release.publishing.metadata import Keys, next_metadata, require_ledger
 from nobackfill.release.publishing.publish import put_metadata, signers_of
-from nobackfill.release.triton_config import configs
+from nobackfill.release.tensors import configs
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import blocks, graphs, releases
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from nobackfill.release.manifest import GateVerdict, Manifest
-from nobackfill.release.parsing import parse_manifest
+from nobackfill.release.manifest import GateVerdict, Manifest, parse_manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.publish import publish
 from tests.support import graphs, releases

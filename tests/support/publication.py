@@ -12,15 +12,14 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.inspection import list_releases
-from nobackfill.release.publishing.keys import Keys
 from nobackfill.release.publishing.metadata import (
+    Keys,
     leftovers,
     next_metadata,
     read_ledger,
     require_ledger,
 )
-from nobackfill.release.publishing.publish import publish, put_metadata, signers_of
-from nobackfill.release.publishing.staging import staging
+from nobackfill.release.publishing.publish import publish, put_metadata, signers_of, staging
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support.releases import draft
 

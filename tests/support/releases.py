@@ -9,16 +9,16 @@ from numpy.typing import NDArray
 
 from nobackfill.digests import side_space_id
 from nobackfill.release import paths
-from nobackfill.release.evidence import BothEvidence
 from nobackfill.release.manifest import (
+    BothEvidence,
     Calibration,
-    Embedder,
     GateVerdict,
     Manifest,
     Probes,
+    PublishedEmbedder,
     PublishedFile,
+    PublishedSideEncoder,
     RouteEvidence,
-    SideEncoder,
     Upgrade,
     space_of,
 )
@@ -75,7 +75,7 @@ def draft(
         )
         for s in sources
     )
-    published_embedder = Embedder(
+    published_embedder = PublishedEmbedder(
         file=published(folder, paths.embedder_path(number)),
         height=graphs.SIZE,
         width=graphs.SIZE,
@@ -145,7 +145,7 @@ def _side_encoder(
     sources: Sequence[Manifest],
     side: str,
     files: dict[str, Path],
-) -> SideEncoder | None:
+) -> PublishedSideEncoder | None:
     if side == "none":
         return None
     if side == "carries" and sources:
@@ -156,7 +156,9 @@ def _side_encoder(
     encoder = graphs.encoder("side", weights, unit=False)
     encoder.doc_string = f"release {number}"
     files[path] = graphs.save(encoder, folder / path)
-    return SideEncoder(file=published(folder, path), dim=graphs.SIDE_DIM, origin_release=number)
+    return PublishedSideEncoder(
+        file=published(folder, path), dim=graphs.SIDE_DIM, origin_release=number
+    )
 
 
 def _upgrade(

@@ -14,8 +14,7 @@ import numpy as np
 import onnx
 
 from nobackfill.release import paths
-from nobackfill.release.encoders import format_of
-from nobackfill.release.manifest import Manifest, TextEncoder, space_of
+from nobackfill.release.manifest import Manifest, TextEncoder, format_of, space_of
 from nobackfill.release.models import open_embedder
 from nobackfill.release.probes import text_probes
 from nobackfill.release.publishing.declaration import Declaration

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from tests.training.life import (
     Life,
     config_of,

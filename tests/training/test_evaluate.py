@@ -11,7 +11,7 @@ from nobackfill.quality.criterion import criterion
 from nobackfill.quality.embedded import Published
 from nobackfill.quality.retrieval import MatrixCell
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from nobackfill.vectors import Vectors
 from tests.training.life import SIZE, Life, run_evaluate
 

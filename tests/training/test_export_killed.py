@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from nobackfill.release.publishing.staging import staging
+from nobackfill.release.publishing.publish import staging
 from tests.training.life import Life, run_export
 
 

@@ -8,7 +8,7 @@ import torch
 
 from nobackfill.class_folders import Images, decode, list_images
 from nobackfill.errors import ConfigurationError, InvalidInputError
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.config import Augmentation, StoredVectorFiles
 from nobackfill.training.data.folders import read_stored
 from nobackfill.training.data.pictures import ImageSource, Listed, Reading

@@ -10,7 +10,7 @@ from typer.testing import Result
 from nobackfill.class_folders import list_images
 from nobackfill.quality.gate import measure_release
 from nobackfill.release.probes import check_probes
-from nobackfill.release.trust.publication import Publication, read_publication
+from nobackfill.release.trust.trust import Publication, read_publication
 from nobackfill.training.loop.run import Checkpoint, read_finished, write_checkpoint, write_config
 from tests.training.life import Life, copy_publication, run_export, train_quietly, upgrade_config
 

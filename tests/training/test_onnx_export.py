@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nobackfill.errors import VerificationError
-from nobackfill.release.onnx_check import OnnxFile, check_onnx
+from nobackfill.release.probes import OnnxFile, check_onnx
 from nobackfill.training.export.drafting import UpgradeGraph, probe_images
 from nobackfill.training.export.onnx_export import check_parity, export_onnx, quantise, run_onnx
 from nobackfill.training.loop.upgrade import read_upgrade

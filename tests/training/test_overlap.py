@@ -9,7 +9,7 @@ import pytest
 from nobackfill.class_folders import list_images
 from nobackfill.errors import InvalidInputError
 from nobackfill.quality.listing import same_class
-from nobackfill.release.parsing import parse_manifest
+from nobackfill.release.manifest import parse_manifest
 from nobackfill.release.paths import manifest_path
 from nobackfill.training.cli import evaluate
 from nobackfill.training.export.assembly import unseen

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.export.probes import plain_trouble
 from tests.support import graphs, releases
 from tests.training.life import Life

@@ -14,10 +14,10 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import open_embedder, open_upgrade
 from nobackfill.release.probes import check_probes
-from nobackfill.release.publishing.keys import Keys
+from nobackfill.release.publishing.metadata import Keys
 from nobackfill.release.publishing.publish import begin_publication
 from nobackfill.release.routes import open_route, plan_route
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from tests.training.life import (
     SIZE,
     Life,

@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.adopt.cli import app as adopt
 from nobackfill.release.publishing.inspection import verify
-from nobackfill.release.publishing.keys import Keys, Role
+from nobackfill.release.publishing.metadata import Keys, Role
 from nobackfill.release.publishing.publish import begin_publication
 from nobackfill.training.cli import export
 from tests.adopt.models import WORDS, text_model, topical

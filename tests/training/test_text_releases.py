@@ -21,7 +21,7 @@ from nobackfill.release.models import Embedder, open_embedder
 from nobackfill.release.paths import text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.inspection import verify
 from nobackfill.release.text_models import open_text_encoder
-from nobackfill.release.trust.publication import Publication
+from nobackfill.release.trust.trust import Publication
 from tests.adopt.models import WORDS, expected, image_model, text_model, texts
 from tests.support import trials
 from tests.support.blocks import manifest

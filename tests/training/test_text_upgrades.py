@@ -14,8 +14,8 @@ from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.errors import InvalidInputError
 from nobackfill.quality.gate import verdict
 from nobackfill.quality.listing import list_texts
-from nobackfill.release.publishing.standing import withdraw
-from nobackfill.release.trust.publication import Publication
+from nobackfill.release.publishing.renew import withdraw
+from nobackfill.release.trust.trust import Publication
 from tests.adopt.models import WORDS, image_model, text_model, topical
 from tests.support import text_releases, trials
 from tests.training.life import run_export

@@ -7,7 +7,7 @@ import torch
 
 from nobackfill.class_folders import list_images
 from nobackfill.errors import ConfigurationError
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.data.pictures import Reading

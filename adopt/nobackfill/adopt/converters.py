@@ -31,19 +31,20 @@ from nobackfill.errors import (
     PreconditionError,
     UnfitError,
 )
-from nobackfill.release.converter import Converter, ConverterEvidence, ModelCard
-from nobackfill.release.manifest import PublishedFile
-from nobackfill.release.publishing.converters import publish_converter
+from nobackfill.release.manifest import Converter, ConverterEvidence, ModelCard, PublishedFile
 from nobackfill.release.publishing.declaration import digest, weight_files
-from nobackfill.release.trust.converters import (
+from nobackfill.release.publishing.publish import publish_converter
+from nobackfill.release.trust.fetchers import fetcher_for
+from nobackfill.release.trust.trust import (
+    Trust,
     converter_file,
     converter_numbers,
-    known,
+    fingerprint,
+    first_root,
+    known_converters,
     read_converter,
     refuse_withdrawn,
 )
-from nobackfill.release.trust.fetchers import fetcher_for
-from nobackfill.release.trust.trust import Trust, fingerprint, first_root
 from nobackfill.vectors import Vectors, check_vectors
 
 
@@ -295,7 +296,9 @@ def _fitting(trust: Trust, folder: Path, place: str, old: str | None, new: str |
     if gone:
         raise gone[0]
     if not seen:
-        raise NotFoundError(f"{place}: no converter is published there, only {known(trust)}")
+        raise NotFoundError(
+            f"{place}: no converter is published there, only {known_converters(trust)}"
+        )
     raise IncompatibleSpaceError(
         f"{place}: no converter is for the model that made these vectors ({(old or new or '')[:12]}"
         f"…), only {'; '.join(seen)}; the same dimension is not the same space"

@@ -126,8 +126,7 @@ class GalleryFile:
         A damaged or lost models folder costs downloads, and lowers no guard: the first root and the
         versions seen are in the SQLite file.
         """
-        from nobackfill.release.trust.minimum_versions import Floor
-        from nobackfill.release.trust.trust import Trust
+        from nobackfill.release.trust.trust import Floor, Trust
 
         root = str(self.state("root")).encode()
         try:
@@ -142,7 +141,7 @@ class GalleryFile:
 
     def manifest(self, release: int) -> "Manifest":
         """The manifest of an installed release. Raises like manifest_text."""
-        from nobackfill.release.parsing import parse_manifest
+        from nobackfill.release.manifest import parse_manifest
 
         return parse_manifest(self.manifest_text(release), release)
 

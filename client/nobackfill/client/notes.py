@@ -10,8 +10,7 @@ from nobackfill.client.photos import threads
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import NewVectors, check_batch
-from nobackfill.release.encoders import TextRole
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.text_models import TextModel, no_text_vector, open_text_encoder
 from nobackfill.text_lines import TextLine
 from nobackfill.tokenizing import check_text

@@ -12,7 +12,7 @@ import numpy as np
 from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Advance
 from nobackfill.errors import InvalidInputError, UnusableOutputError
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import Metadata, SpaceSpec
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import Pixels, decode, read_file
@@ -116,7 +116,7 @@ def read_image(path: Path) -> tuple[bytes, str]:
     return data, hashlib.sha256(data).hexdigest()
 
 
-def local_image(item: Item) -> bytes | None:
+def local_image(item: StoredItem) -> bytes | None:
     """The image an item was made from, if its file is still there and unchanged."""
     try:
         data = read_file(Path(str(item.metadata.get("path", ""))))

@@ -19,7 +19,7 @@ from nobackfill.client.photos import local_image, threads
 from nobackfill.client.search import DeviceAnswer
 from nobackfill.durable import remove_tree
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.store import Store
 from nobackfill.images import decode_file, decode_within
 
@@ -39,7 +39,7 @@ class Thumbnails:
         # A large picture takes 100 MB while it is decoded.
         self._decoding = threading.BoundedSemaphore(threads())
 
-    def of(self, item: Item) -> bytes | None:
+    def of(self, item: StoredItem) -> bytes | None:
         """A JPEG of at most SIDE pixels; None if there is none yet and the original is gone."""
         path = self._folder / f"{item.label}.jpg"
         try:
@@ -54,7 +54,7 @@ class Thumbnails:
             self._keep(path, made)
         return made
 
-    def large(self, item: Item) -> bytes | None:
+    def large(self, item: StoredItem) -> bytes | None:
         """A JPEG of at most LARGE_SIDE pixels; None if the original is gone. It is not kept."""
         return self._jpeg(item, LARGE_SIDE)
 
@@ -71,7 +71,7 @@ class Thumbnails:
             if item is None:
                 remove_tree(path)
 
-    def _jpeg(self, item: Item, side: int) -> bytes | None:
+    def _jpeg(self, item: StoredItem, side: int) -> bytes | None:
         with self._decoding:
             original = local_image(item)
             if original is None:

@@ -26,7 +26,7 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.gallery import staging
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.upgrade import Runner, run_upgrade
 from nobackfill.images import Pixels
@@ -60,7 +60,7 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
 
 
 def embed_again(
-    device: GalleryFile, manifest: Manifest, chosen: Sequence[Item], output: Output
+    device: GalleryFile, manifest: Manifest, chosen: Sequence[StoredItem], output: Output
 ) -> int:
     """Embed these items in a release's space from their images; how many it did. Like `re_embed`
     otherwise."""
@@ -115,7 +115,7 @@ class _Images:
         if self._vault is not None:
             self._vault.close()
 
-    def pixels_of(self, item: Item, encoder: Encoder) -> Pixels | None:
+    def pixels_of(self, item: StoredItem, encoder: Encoder) -> Pixels | None:
         """The image at the encoder's size; None if it cannot be had or be decoded."""
         image = self.of(item)
         try:
@@ -124,7 +124,7 @@ class _Images:
             self._output.note(f"{item.id}: {error}")
         return None
 
-    def of(self, item: Item) -> bytes | None:
+    def of(self, item: StoredItem) -> bytes | None:
         """The image an item was made from; None if it cannot be had."""
         image = local_image(item)
         if image is not None or self._vault is None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nobackfill.gallery.spec import SpaceInfo as SpaceInfo, SpaceSpec as SpaceSpec
     from nobackfill.gallery.sqlite_gallery import SqliteGallery as SqliteGallery
     from nobackfill.gallery.store import Change as Change
-    from nobackfill.gallery.reading import Item as Item
+    from nobackfill.gallery.reading import StoredItem as StoredItem
     from nobackfill.gallery.upgrade import run_upgrade as run_upgrade
     from nobackfill.gallery.store import (
         NewVectors as NewVectors,
@@ -44,7 +44,7 @@ else:
         {
             "filter_engine": "passing_labels",
             "filters": "All AnyOf Exists Not OneOf Range TimeRange",
-            "reading": "Item",
+            "reading": "StoredItem",
             "spec": "SpaceInfo SpaceSpec",
             "sqlite_gallery": "SqliteGallery",
             "staging": "Estimate",

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from nobackfill.gallery.edits import Editing
 from nobackfill.gallery.filters import Filter, Matches
 from nobackfill.gallery.listing import ListingPlace, MetadataGroup
-from nobackfill.gallery.reading import Item, StoredVectors, Window
+from nobackfill.gallery.reading import StoredItem, StoredVectors, StoredWindow
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import Estimate
@@ -70,7 +70,7 @@ class GalleryStore(Carrying, Editing, Protocol):
         """Remove items from every space. Returns how many."""
         ...
 
-    def get(self, item_id: str) -> Item | None:
+    def get(self, item_id: str) -> StoredItem | None:
         """One item by its id."""
         ...
 
@@ -82,7 +82,7 @@ class GalleryStore(Carrying, Editing, Protocol):
         after: ListingPlace | None = None,
         allowed: Matches | None = None,
         least_certain: bool = False,
-    ) -> tuple[list[tuple[Item, ListingPlace]], ListingPlace | None]:
+    ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
         """Items by page; see listing.page."""
         ...
 
@@ -98,7 +98,7 @@ class GalleryStore(Carrying, Editing, Protocol):
         """The vectors of those of `labels` that have one in a space, with all beside them."""
         ...
 
-    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[Window]:
+    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         """Every item by increasing label with its vectors in `spaces`, `size` at a time, all of one
         snapshot; it is held until the iterator ends or is closed. Raises IncompatibleSpaceError."""
         ...
@@ -115,7 +115,7 @@ class GalleryStore(Carrying, Editing, Protocol):
         """Keep small JSON values, all in one transaction; None removes."""
         ...
 
-    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[Item]:
+    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[StoredItem]:
         """Those items by increasing label, after label `after`: a page."""
         ...
 
@@ -136,7 +136,7 @@ class GalleryStore(Carrying, Editing, Protocol):
         """Remove a space that is not active. Raises PreconditionError for the active one."""
         ...
 
-    def upgraded(self, space: str, ids: Sequence[str]) -> list[Item]:
+    def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         """Those of `ids` that an upgrade carried into the space, by falling uncertainty; those of
         unknown uncertainty last."""
         ...

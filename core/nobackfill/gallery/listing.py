@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.spec import MetadataValue, Origin
 from nobackfill.gallery.store import Change, Store, storable
@@ -57,7 +57,7 @@ def page(
     after: ListingPlace | None = None,
     allowed: Labels | None = None,
     least_certain: bool = False,
-) -> tuple[list[tuple[Item, ListingPlace]], ListingPlace | None]:
+) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
     """At most `limit` items after a place, as `space` shows them, and the last place looked at,
     where more may come after it.
 

@@ -28,7 +28,7 @@ from nobackfill.vectors import Vectors
 
 
 @dataclass(frozen=True)
-class Item:
+class StoredItem:
     """`origin` and `uncertainty` are those of its vector in the space asked for, if any."""
 
     label: int
@@ -69,10 +69,10 @@ class StoredVectors:
 
 
 @dataclass(frozen=True)
-class Window:
+class StoredWindow:
     """Items by increasing label, and for each space asked for the rows of those that have one."""
 
-    items: list[Item]
+    items: list[StoredItem]
     stored: list[StoredVectors]
 
 
@@ -109,7 +109,7 @@ FETCH_ROWS = 4096
 
 def items(
     connection: sqlite3.Connection, labels: Sequence[int] | Labels, space: str | None = None
-) -> list[Item | None]:
+) -> list[StoredItem | None]:
     """Items in the order of `labels`; None where there is none."""
     wanted = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
@@ -125,14 +125,14 @@ def items(
     return [found.get(label) for label in wanted]
 
 
-def item_of(row: tuple[Any, ...]) -> Item:
+def item_of(row: tuple[Any, ...]) -> StoredItem:
     """A row (label, id, digest, metadata, origin, uncertainty). Raises DamagedError for none."""
     label, item_id, digest, metadata, origin, uncertainty = row
     fields = _json(metadata, f"item {label}")
     sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
     if not (sound and isinstance(fields, dict) and isinstance(uncertainty, float | None)):
         raise DamagedError("the gallery file", f"item {label} is not as it was written")
-    return Item(label, item_id, digest, fields, origin, uncertainty)
+    return StoredItem(label, item_id, digest, fields, origin, uncertainty)
 
 
 def _json(text: Any, what: str) -> Any:
@@ -154,7 +154,9 @@ def states(connection: sqlite3.Connection) -> dict[str, Any]:
     return {key: _json(value, f"state {key}") for key, value in rows}
 
 
-def page(connection: sqlite3.Connection, after: int, limit: int, where: str = "TRUE") -> list[Item]:
+def page(
+    connection: sqlite3.Connection, after: int, limit: int, where: str = "TRUE"
+) -> list[StoredItem]:
     """Items `i` with label > after for which `where` holds, by label."""
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
@@ -164,7 +166,7 @@ def page(connection: sqlite3.Connection, after: int, limit: int, where: str = "T
     return [item_of(row) for row in rows]
 
 
-def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> list[Item]:
+def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> list[StoredItem]:
     """Items whose vector in the space carries an uncertainty, largest first, then by label."""
     table = vector_table(find_space(connection, space).number)
     rows = connection.execute(
@@ -176,7 +178,7 @@ def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> lis
     return [item_of(row) for row in rows]
 
 
-def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> list[Item]:
+def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> list[StoredItem]:
     """Those of `ids` with an upgraded vector in the space, by falling uncertainty; unknown last."""
     table = vector_table(find_space(connection, space).number)
     rows = connection.execute(

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from nobackfill.gallery import reading
 from nobackfill.gallery.filters import Filter, Filtering
-from nobackfill.gallery.reading import Item, StoredVectors, Window
+from nobackfill.gallery.reading import StoredItem, StoredVectors, StoredWindow
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, Origin, SpaceSpec
 from nobackfill.gallery.store import Store, labels_of
@@ -45,7 +45,7 @@ class SqliteGallery(Store):
     def page(
         self, space: str, limit: int, *, after: "ListingPlace | None" = None,
         allowed: "Matches | None" = None, least_certain: bool = False,
-    ) -> "tuple[list[tuple[Item, ListingPlace]], ListingPlace | None]":  # fmt: skip
+    ) -> "tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]":  # fmt: skip
         from nobackfill.gallery import listing
 
         labels = None if allowed is None else allowed.labels()
@@ -57,14 +57,16 @@ class SqliteGallery(Store):
         with self.reading() as connection:
             return reading.stored(connection, labels, find_space(connection, space))
 
-    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[Window]:
+    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         with self.reading() as connection:
             infos = [find_space(connection, space) for space in spaces]
             after = 0
             while items := reading.page(connection, after, size):
                 after = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
-                yield Window(items, [reading.stored(connection, labels, info) for info in infos])
+                yield StoredWindow(
+                    items, [reading.stored(connection, labels, info) for info in infos]
+                )
 
     def groups(self, key: str, space: str) -> "list[MetadataGroup]":
         from nobackfill.gallery.listing import groups_by_value
@@ -97,7 +99,7 @@ class SqliteGallery(Store):
 
         return staging.left_behind(self, space)
 
-    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[Item]:
+    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[StoredItem]:
         from nobackfill.gallery import staging
 
         return staging.left_behind_items(self, space, after, limit)
@@ -121,7 +123,7 @@ class SqliteGallery(Store):
 
         staging.drop(self, space)
 
-    def upgraded(self, space: str, ids: Sequence[str]) -> list[Item]:
+    def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         from nobackfill.gallery import staging
 
         return staging.upgraded(self, space, ids)

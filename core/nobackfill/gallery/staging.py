@@ -22,7 +22,7 @@ from nobackfill import durable
 from nobackfill.errors import InvalidInputError, NotFoundError, PreconditionError
 from nobackfill.gallery import reading
 from nobackfill.gallery.connections import PAGE_BYTES, connect
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, rows_of
 from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec, side_passes
@@ -136,7 +136,9 @@ def _left_behind(connection: sqlite3.Connection, info: SpaceInfo) -> int:
     return reading.count(connection, None) - reading.count(connection, info.spec.space)
 
 
-def left_behind_items(store: Store, space: str, after: int = 0, limit: int = 1000) -> list[Item]:
+def left_behind_items(
+    store: Store, space: str, after: int = 0, limit: int = 1000
+) -> list[StoredItem]:
     """Those items by increasing label, after label `after`: a page."""
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -226,13 +228,13 @@ def drop(store: Store, space: str) -> None:
     store.scrub()
 
 
-def least_certain(store: Store, space: str, limit: int = 100) -> list[Item]:
+def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem]:
     """Upgraded items by falling uncertainty, largest first."""
     with store.reading() as connection:
         return reading.least_certain(connection, space, limit)
 
 
-def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[Item]:
+def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
     """Those of `ids` that an upgrade carried into the space, by falling uncertainty; those of
     unknown uncertainty last."""
     with store.reading() as connection:

@@ -28,7 +28,7 @@ from nobackfill.errors import DamagedError, InvalidInputError
 from nobackfill.gallery import reading, tables
 from nobackfill.gallery.connections import FileConnections, Residents, check_pages, create_file
 from nobackfill.gallery.filters import LARGEST_INTEGER, LEAST_INTEGER
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata, MetadataValue, Origin, SpaceInfo, SpaceSpec
 from nobackfill.gallery.tables import (
@@ -491,18 +491,20 @@ class Store:
             self._unscrubbed |= len(labels) > 0
         return len(labels)
 
-    def get(self, item_id: str) -> Item | None:
+    def get(self, item_id: str) -> StoredItem | None:
         """One item by its id."""
         with self.reading() as connection:
             labels = labels_of(connection, [item_id])
             return reading.items(connection, labels)[0] if len(labels) else None
 
-    def items(self, labels: Sequence[int] | Labels, space: str | None = None) -> list[Item | None]:
+    def items(
+        self, labels: Sequence[int] | Labels, space: str | None = None
+    ) -> list[StoredItem | None]:
         """Items in the order of `labels`; None where there is none (any more)."""
         with self.reading() as connection:
             return reading.items(connection, labels, space)
 
-    def listing(self, after: int = 0, limit: int = 1000) -> list[Item]:
+    def listing(self, after: int = 0, limit: int = 1000) -> list[StoredItem]:
         """Items by increasing label, those after label `after`: a page."""
         with self.reading() as connection:
             return reading.page(connection, after, limit)

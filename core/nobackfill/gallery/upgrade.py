@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.errors import UnusableOutputError, few
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
 from nobackfill.release.models import CHUNK
@@ -79,7 +79,9 @@ class Carrying(Protocol):
         """The space that queries are answered in."""
         ...
 
-    def items(self, labels: Sequence[int] | Labels, space: str | None = None) -> list[Item | None]:
+    def items(
+        self, labels: Sequence[int] | Labels, space: str | None = None
+    ) -> list[StoredItem | None]:
         """Items in the order of `labels`; None where there is none (any more)."""
         ...
 

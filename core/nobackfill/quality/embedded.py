@@ -12,8 +12,7 @@ from nobackfill.errors import InvalidInputError, NotFoundError, few
 from nobackfill.metrics.distances import Metric, unit
 from nobackfill.quality.cells import CellName
 from nobackfill.quality.listing import TextListing
-from nobackfill.release.encoders import TextRole
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import Files, Upgraded, open_embedder, open_side_encoder
 from nobackfill.release.routes import open_route, route_along
 from nobackfill.release.text_models import open_text_encoder

@@ -41,17 +41,17 @@ from nobackfill.quality.route_evidence import (
     healing_evidence,
     same_scale,
 )
-from nobackfill.release.evidence import Unlabelled
 from nobackfill.release.manifest import (
     Calibration,
     Cell,
     GateVerdict,
     Manifest,
     RouteEvidence,
+    Unlabelled,
 )
 from nobackfill.release.models import Files
 from nobackfill.release.routes import plan_route, route_along
-from nobackfill.release.trust.publication import Publication
+from nobackfill.release.trust.trust import Publication
 from nobackfill.vectors import Origin
 
 # Of each query's hits: how many are compared with those of new/new.

@@ -31,8 +31,7 @@ from nobackfill.quality.cells import CellName, alone
 from nobackfill.quality.embedded import Embedded, Published, asking, cell_vectors
 from nobackfill.quality.retrieval import Measured, measure
 from nobackfill.release.calibration import Joint, find
-from nobackfill.release.evidence import BothEvidence
-from nobackfill.release.manifest import Calibration, HealingEvidence
+from nobackfill.release.manifest import BothEvidence, Calibration, HealingEvidence
 from nobackfill.vectors import Origin, Vectors
 
 # Retrieved pairs of each query that are counted.

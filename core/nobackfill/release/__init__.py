@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         open_side_encoder as open_side_encoder,
         open_upgrade as open_upgrade,
     )
-    from nobackfill.release.onnx_check import check_release as check_release
-    from nobackfill.release.parsing import parse_manifest as parse_manifest
+    from nobackfill.release.probes import check_release as check_release
+    from nobackfill.release.manifest import parse_manifest as parse_manifest
     from nobackfill.release.probes import check_probes as check_probes
     from nobackfill.release.text_models import (
         TextModel as TextModel,
@@ -53,15 +53,13 @@ else:
         __name__,
         {
             "calibration": "Scorer scores",
-            "manifest": "Calibration Manifest Upgrade",
+            "manifest": "Calibration Manifest Upgrade parse_manifest",
             "models": (
                 "Embedder SideEncoder UpgradeModel Upgraded open_embedder open_side_encoder "
                 "open_upgrade"
             ),
-            "onnx_check": "check_release",
-            "parsing": "parse_manifest",
-            "probes": "check_probes",
-            "text_models": "TextModel open_text_encoder",
+            "probes": "check_probes check_release",
             "routes": "Route RouteRunner every_route open_route plan_route",
+            "text_models": "TextModel open_text_encoder",
         },
     )

@@ -90,7 +90,7 @@ class ImageModel:
         ):
             # It embeds no images, is newer than this program, or writes a number as pydantic alone
             # would read it.
-            from nobackfill.release.parsing import parse_manifest
+            from nobackfill.release.manifest import parse_manifest
 
             return cls.of(parse_manifest(text))
         frame = Frame(

@@ -1,44 +1,294 @@
-"""The manifest `release-N.json`: everything a reader must know about release N.
+"""The manifests: `release-N.json`, all that a reader must know of it, and `converter-N.json`.
 
-Unknown keys are refused at every level. Cells of the evidence are named query/gallery, as in the
-compatibility matrix. The manifest is a TUF target like the files it lists, so who holds a verified
-manifest holds verified digests.
+A converter is a signed map between the spaces of two models that others made. Unknown keys are
+refused at every level. Cells of the evidence are named query/gallery, as in the compatibility
+matrix. A manifest is a TUF target like the files it lists, so who holds a verified manifest holds
+verified digests.
 """
 
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from nobackfill.digests import side_space_id
-from nobackfill.errors import NoEncoderError, few
-from nobackfill.framing import Frame
+from nobackfill.digests import sha256_bytes, side_space_id, space_id
+from nobackfill.errors import NoEncoderError, UnfitError, few
+from nobackfill.framing import Fit, Frame, Interpolation
 from nobackfill.release import paths
-from nobackfill.release.encoders import (
-    Embedder,
-    Format,
-    PublishedFile,
-    ReleaseNumber,
-    Sha256,
-    SideEncoder,
-    Strict,
-    TextEncoder,
-    format_of,
-    space_of,
-    trouble,
-)
-from nobackfill.release.evidence import Cell, HealingEvidence, RouteEvidence, Unlabelled
-from nobackfill.vectors import Origin
+from nobackfill.release.paths import NEWEST_FORMAT
+from nobackfill.vectors import Metric, Origin
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
+# Who asks, and what is found: asymmetric models read them differently.
+TextRole = Literal["query", "document"]
+TEXT_ROLES: tuple[TextRole, ...] = ("query", "document")
+LARGEST_LENGTH = 8192
+# Of manifests; the last is paths.NEWEST_FORMAT.
+Format = Literal[1, 2, 3, 4]
+
+
+def _plain_path(path: str) -> str:
+    if not paths.is_plain(path):
+        raise ValueError(f"expected a plain relative path of a-z, 0-9, '_', '-', '.', got {path!r}")
+    return path
+
+
+class Strict(BaseModel):
+    """A part of a manifest: unknown keys are refused."""
+
+    # A number that is none passes every comparison by which it would be refused.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class PublishedFile(Strict):
+    """A file of the publication folder."""
+
+    path: Annotated[str, AfterValidator(_plain_path)]
+    sha256: Sha256
+    length: int = Field(ge=1)
+
+
+class PublishedEmbedder(Strict):
+    """phi_N: the space that it embeds into, and the model of images, where there is one.
+
+    ONNX input `image` uint8 [n,H,W,3], output `embedding` float32 [n,dim]. `file`, `height` and
+    `width` are None where no image is embedded: by texts alone, or by nothing that is published.
+    """
+
+    file: PublishedFile | None = None
+    height: int | None = Field(None, ge=1, le=2048)
+    width: int | None = Field(None, ge=1, le=2048)
+    dim: int = Field(ge=1, le=65536)
+    metric: Metric
+    # True: the graph's outputs have norm 1, and every vector of the space is checked for it.
+    unit: bool
+    # How a picture of another aspect becomes height x width pixels: nobackfill.images.Frame.
+    fit: Fit = Field("stretch", exclude_if=lambda fit: fit == "stretch")
+    # With `crop`: the pixels that its shortest side is brought to, before the middle is cut out.
+    shortest: int | None = Field(None, ge=1, le=4096, exclude_if=lambda side: side is None)
+    interpolation: Interpolation = Field("bilinear", exclude_if=lambda name: name == "bilinear")
+    # What made the vectors, where no model of it is published: two names are two spaces.
+    vectors_of: str | None = Field(
+        None, min_length=1, max_length=256, exclude_if=lambda name: name is None
+    )
+
+
+class TextEncoder(Strict):
+    """Texts into the embedder's space. ONNX inputs `inputs` int64 [n,t], output `embedding` float32
+    [n,dim]; what makes one vector of the tokens', and its norm, are inside the graph.
+
+    `tokenizer`: a tokenizer.json. A text is its prefix and itself, cut after `length` tokens.
+    `query_file`: reads those that ask, where that is another model of the same form.
+    """
+
+    file: PublishedFile
+    query_file: PublishedFile | None = Field(None, exclude_if=lambda file: file is None)
+    tokenizer: PublishedFile
+    inputs: tuple[Literal["input_ids", "attention_mask", "token_type_ids"], ...] = Field(
+        min_length=1, max_length=3
+    )
+    length: int = Field(ge=1, le=LARGEST_LENGTH)
+    query_prefix: str = Field("", max_length=1024)
+    document_prefix: str = Field("", max_length=1024)
+    # How it was made from the tokens' vectors: for people.
+    pooling: Literal["mean", "cls", "none"]
+
+    def prefix(self, role: TextRole) -> str:
+        """What stands before a text of that role."""
+        return self.query_prefix if role == "query" else self.document_prefix
+
+    def read_by(self, role: TextRole) -> PublishedFile:
+        """The model that reads texts of that role."""
+        return self.query_file if role == "query" and self.query_file else self.file
+
+
+class PublishedSideEncoder(Strict):
+    """psi_N. ONNX input `image` uint8 [n,H,W,3] at the embedder's size, output `side` float32
+    [n,dim].
+
+    `origin_release` is the release that first published these weights: a release may keep its
+    predecessor's encoder (same file, same side space), then side-information is carried unchanged.
+    """
+
+    file: PublishedFile
+    dim: int = Field(ge=1, le=65536)
+    origin_release: ReleaseNumber
+
+
+def space_of(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> str:
+    """The id of the space that a release embeds into."""
+    return space_id(
+        None if embedder.file is None else embedder.file.sha256,
+        height=embedder.height,
+        width=embedder.width,
+        dim=embedder.dim,
+        metric=embedder.metric,
+        unit=embedder.unit,
+        more=dict(_beside(embedder, text)),
+    )
+
+
+def trouble(embedder: PublishedEmbedder, text: TextEncoder | None) -> str | None:
+    """Why the two cannot be one release's; None if they can."""
+    parts = (embedder.file, embedder.height, embedder.width)
+    if any(part is None for part in parts) and parts != (None, None, None):
+        return "expected an embedder's file, height and width together, or none of them"
+    published = embedder.file is not None or text is not None
+    if published == (embedder.vectors_of is not None):
+        return "expected models, or with vectors_of the name of what made the vectors, not both"
+    if (embedder.shortest is not None) != (embedder.fit == "crop"):
+        return "expected shortest with fit crop, and with nothing else"
+    if embedder.height is None or embedder.width is None:
+        plain = (embedder.fit, embedder.interpolation) == ("stretch", "bilinear")
+        return None if plain else "expected no fit or interpolation without a model of images"
+    if embedder.shortest is not None and embedder.shortest < max(embedder.height, embedder.width):
+        return "expected shortest to reach over the pixels that are cut out"
+    return None
+
+
+def format_of(embedder: PublishedEmbedder, text: TextEncoder | None) -> Format:
+    """The lowest format whose readers understand it: 2 has texts, another fit than stretch, or no
+    model of images; 3 has a model of its own for queries; 4 another interpolation than bilinear."""
+    if embedder.interpolation != "bilinear":
+        return 4
+    if text is not None and text.query_file is not None:
+        return 3
+    new = text is not None or embedder.file is None or embedder.fit != "stretch"
+    return 2 if new else 1
+
+
+def _beside(
+    embedder: PublishedEmbedder, text: TextEncoder | None
+) -> Iterator[tuple[str, str | int]]:
+    """What changes a vector's meaning, beside the model of images: of releases that have none of
+    it, the space's id stays what it was."""
+    if embedder.fit != "stretch":
+        yield "fit", embedder.fit
+        yield "shortest", embedder.shortest or 0
+    if embedder.interpolation != "bilinear":
+        yield "interpolation", embedder.interpolation
+    if embedder.vectors_of is not None:
+        yield "vectors_of", sha256_bytes(embedder.vectors_of.encode())
+    if text is not None:
+        yield "text_encoder", text.file.sha256
+        if text.query_file is not None:
+            yield "query_encoder", text.query_file.sha256
+        yield "tokenizer", text.tokenizer.sha256
+        yield "length", text.length
+        # Digests: no two prefixes can be taken for two others.
+        yield "query_prefix", sha256_bytes(text.query_prefix.encode())
+        yield "document_prefix", sha256_bytes(text.document_prefix.encode())
+
+
+class HealingEvidence(Strict):
+    """Quality while 0, 10 … 100 % of the items are embedded again, in a random order.
+
+    `map`, `cmc1`: all ranked by distance; `scaled_map`, `scaled_cmc1`: the distances of carried
+    items brought to where they mean what those of embedded ones do.
+    """
+
+    map: tuple[float, ...] = Field(min_length=2)
+    cmc1: tuple[float, ...] = Field(min_length=2)
+    scaled_map: tuple[float, ...] = Field(min_length=2)
+    scaled_cmc1: tuple[float, ...] = Field(min_length=2)
+
+    @property
+    def valley(self) -> float:
+        """How far mAP or CMC-1 by distance falls below the lower of its ends, at most."""
+        return max(_fall(self.map), _fall(self.cmc1))
+
+    @property
+    def scaled_valley(self) -> float:
+        """The same of what is brought to one scale."""
+        return max(_fall(self.scaled_map), _fall(self.scaled_cmc1))
+
+
+def _fall(curve: tuple[float, ...]) -> float:
+    return max(0.0, min(curve[0], curve[-1]) - min(curve))
+
+
+class BothEvidence(Strict):
+    """How both models together rank what a route has carried, where that is worse than neither.
+
+    Numbers of `nobackfill.release.calibration.Joint`, fitted on one half of the held-out items;
+    shares of the other, of queries by both models, with the lower bounds of the paired bootstrap of
+    what they gain over staying (old/old).
+    """
+
+    new: float = Field(ge=0)
+    old: float = Field(gt=0)
+    offset: float
+    map: float = Field(ge=0, le=1)
+    cmc1: float = Field(ge=0, le=1)
+    map_gain_low: float
+    cmc1_gain_low: float
+
+
+class RouteEvidence(Strict):
+    """What a route into this release keeps, measured on the exported files."""
+
+    # Releases on the way, from the first one's space to this one's: [1, 3], or chained [1, 2, 3].
+    releases: tuple[ReleaseNumber, ...] = Field(min_length=2)
+    # Of float32 files alone.
+    map: float = Field(ge=0, le=1)
+    cmc1: float = Field(ge=0, le=1)
+    # mAP of the same route with int8 files, where they exist.
+    int8_map: float | None = None
+    # Share of new/new mAP that is left as it is served: with int8 files, where they exist.
+    kept: float = Field(ge=0)
+    healing: HealingEvidence | None = Field(None, exclude_if=lambda healing: healing is None)
+    both: BothEvidence | None = Field(None, exclude_if=lambda both: both is None)
+
+
+class Unlabelled(Strict):
+    """A cell by what needs no labels, where there are classes, beside staying (old/old): shares.
+
+    A second view of a picture, or a part of a text, asks for what it is of (`recall1`, `mrr`);
+    `agreement`: of its ten nearest with those of new/new. `similar`, `very_item`: whether the
+    verdict holds for either kind of search, too.
+    """
+
+    query: str
+    gallery: str
+    agreement: float = Field(ge=0, le=1)
+    stayed_agreement: float = Field(ge=0, le=1)
+    recall1: float = Field(ge=0, le=1)
+    stayed_recall1: float = Field(ge=0, le=1)
+    mrr: float = Field(ge=0, le=1)
+    stayed_mrr: float = Field(ge=0, le=1)
+    similar: bool
+    very_item: bool
+    queries: int = Field(ge=1)
+    items: int = Field(ge=1)
+
+    @property
+    def name(self) -> str:
+        """As in `2/1>2`."""
+        return f"{self.query}/{self.gallery}"
+
+
+class Cell(Strict):
+    """One cell of the compatibility matrix, shares between 0 and 1."""
+
+    query: str
+    gallery: str
+    cmc1: float = Field(ge=0, le=1)
+    cmc5: float = Field(ge=0, le=1)
+    map: float = Field(ge=0, le=1)
+    queries: int = Field(ge=1)
+    items: int = Field(ge=1)
+
+    @property
+    def name(self) -> str:
+        """As in `2/1>2`."""
+        return f"{self.query}/{self.gallery}"
+
 
 SpaceId = Annotated[str, Field(pattern=r"^sp-[0-9a-f]{64}$")]
 SideSpaceId = Annotated[str, Field(pattern=r"^ss-[0-9a-f]{64}$")]
-
-__all__ = [
-    "Cell", "Embedder", "HealingEvidence", "Manifest", "PublishedFile", "ReleaseNumber",
-    "RouteEvidence", "Sha256", "SideEncoder", "TextEncoder", "Unlabelled", "Upgrade",
-    "space_of",
-]  # fmt: skip
 
 
 class Upgrade(Strict):
@@ -138,10 +388,10 @@ class Manifest(Strict):
     format: Format = 1
     release: ReleaseNumber
     space: SpaceId
-    embedder: Embedder
+    embedder: PublishedEmbedder
     text_encoder: TextEncoder | None = Field(None, exclude_if=lambda encoder: encoder is None)
     side_space: SideSpaceId | None
-    side_encoder: SideEncoder | None
+    side_encoder: PublishedSideEncoder | None
     upgrades: tuple[Upgrade, ...] = ()
     # Spaces of older releases whose vectors this release's queries may meet as they are.
     searches_directly: tuple[SpaceId, ...] = ()
@@ -269,3 +519,128 @@ class Manifest(Strict):
     def files(self) -> tuple[PublishedFile, ...]:
         """Every ONNX and probe file that the manifest names."""
         return tuple(file for _, file in self._places())
+
+
+def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
+    """Read a manifest, of `release` where one is expected.
+
+    Raises UnfitError in one line: it needs a newer version of this program (another format, or keys
+    that this one does not know), or it breaks the rules.
+    """
+    name = "this release" if release is None else f"release {release}"
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise UnfitError(_refusal(name, error)) from error
+    if release not in (None, manifest.release):
+        raise UnfitError(f"{name}: its manifest says it is release {manifest.release}")
+    return manifest
+
+
+def _refusal(name: str, error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_context=False)
+    keys = {".".join(map(str, problem["loc"])): problem for problem in problems}
+    kind = keys.get("format")
+    if kind is not None and isinstance(kind["input"], int) and kind["input"] > NEWEST_FORMAT:
+        return (
+            f"{name} needs a newer nobackfill: its manifest is of format {kind['input']}, not "
+            f"{NEWEST_FORMAT}"
+        )
+    if all(problem["type"] == "extra_forbidden" for problem in problems):
+        return f"{name} needs a newer nobackfill: its manifest has the new keys {few(keys)}"
+    wrong = (f"{key}: {problem['msg']}".removeprefix(": ") for key, problem in keys.items())
+    return f"{name}: its manifest cannot be used ({few(wrong)})"
+
+
+# The manifest `converter-N.json`: a signed map between the spaces of two models that others made.
+#
+# Neither model is in the publication: a fingerprint names each, and vectors of another one are
+# refused, as the same dimension is not the same space. The map is `converter-N.onnx`, input
+# `embedding` float32 [n, old.dim], output `upgraded` float32 [n, new.dim].
+
+_MANIFEST = re.compile(r"converter-([1-9][0-9]{0,6})\.json")
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ModelCard(Strict):
+    """One of the two models. `fingerprint` is the digest of all that makes its vectors: weights,
+    tokenizer, pooling, prefix, length; `weights` and `declared` say it in parts, where they are
+    known. `unit`: its vectors have norm 1."""
+
+    name: str = Field(min_length=1)
+    licence: str = Field(min_length=1)
+    fingerprint: Sha256
+    dim: int = Field(ge=1, le=65536)
+    unit: bool
+    weights: Sha256 | None = None
+    declared: dict[str, str] = Field(default_factory=dict)
+
+
+class ConverterEvidence(Strict):
+    """What was measured on pairs that the map was fitted without. `ways`: figures of each way to go
+    on by its name, `stay` among them; `way` is the recommended one. `healing`: each figure
+    by name with 0, 10 … 100 % of the items embedded again, ranked by calibrated scores; `raw`: the
+    same, by distance."""
+
+    corpus: str = Field(min_length=1)
+    corpus_licence: str = Field(min_length=1)
+    pairs: int = Field(ge=2)
+    search: str
+    judged_by: str
+    way: str
+    ways: dict[str, dict[str, _Share]]
+    healing: dict[str, tuple[_Share, ...]]
+    raw: dict[str, tuple[_Share, ...]]
+
+
+class Converter(Strict):
+    """Converter N. Raises pydantic.ValidationError; files are read by `parse_converter`."""
+
+    format: Literal[1] = 1
+    converter: int = Field(ge=1, le=1_000_000)
+    kind: str
+    file: PublishedFile
+    old: ModelCard
+    new: ModelCard
+    evidence: ConverterEvidence
+    created: str
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.file.path != converter_path(self.converter):
+            raise ValueError(f"expected {converter_path(self.converter)}, got {self.file.path}")
+        if self.old.fingerprint == self.new.fingerprint:
+            raise ValueError("expected two models, got one fingerprint twice")
+        return self
+
+
+def converter_path(number: int) -> str:
+    """The ONNX file of converter N."""
+    return f"converter-{number}.onnx"
+
+
+def converter_manifest_path(number: int) -> str:
+    """The manifest of converter N."""
+    return f"converter-{number}.json"
+
+
+def number_of_converter(path: str) -> int | None:
+    """N of `converter-N.json`, None for every other path."""
+    named = _MANIFEST.fullmatch(path)
+    return int(named[1]) if named is not None else None
+
+
+def parse_converter(text: str | bytes, number: int) -> Converter:
+    """Read a manifest. Raises UnfitError in one line."""
+    try:
+        found = Converter.model_validate_json(text)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False)
+        wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems)
+        raise UnfitError(
+            f"converter {number}: its manifest cannot be used ({few(wrong)}); it may need a newer "
+            "nobackfill"
+        ) from error
+    if found.converter != number:
+        raise UnfitError(f"converter {number}: its manifest says it is {found.converter}")
+    return found

@@ -6,8 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from nobackfill.errors import InvalidInputError, VerificationError
-from nobackfill.release.encoders import TextRole
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import Files, Session, checked_output, open_session, read_verified
 from nobackfill.tokenizing import Tokenizing, Tokens
 from nobackfill.vectors import Vectors

@@ -121,8 +121,7 @@ def _cause(status: int) -> str:
 
 def refusal(request: _Request) -> str | None:
     """Why a release is refused; None if it is good. Runs its models in this process."""
-    from nobackfill.release.onnx_check import check_release
-    from nobackfill.release.probes import check_probes
+    from nobackfill.release.probes import check_probes, check_release
 
     try:
         check_release(request.files, request.manifest)

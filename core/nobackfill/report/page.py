@@ -20,8 +20,7 @@ from nobackfill.errors import InvalidInputError, NotFoundError, few
 from nobackfill.images import decode_file
 from nobackfill.metrics.backfill import uncertainty_order
 from nobackfill.pages.templates import environment
-from nobackfill.release.evidence import Unlabelled
-from nobackfill.release.manifest import Manifest, PublishedFile
+from nobackfill.release.manifest import Manifest, PublishedFile, Unlabelled
 from nobackfill.release.routes import route_along
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.report.charts import backfill_chart, gallery_map

@@ -39,7 +39,7 @@ from nobackfill.gallery.connections import (
 )
 from nobackfill.gallery.reading import count, load
 from nobackfill.gallery.tables import format_of, read_spaces
-from nobackfill.release.trust.state import State as TrustedState
+from nobackfill.release.trust.trust import TrustedState
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, StateFile
 from nobackfill.sqlite_errors import refusal
 from nobackfill.vectors import check_vectors

@@ -24,9 +24,8 @@ from nobackfill.errors import (
 from nobackfill.extras import extra
 from nobackfill.images import LARGEST_BYTES, Pixels, read_file
 from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, is_clutter, is_picture, not_taken
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.release.models import no_vector, read_verified
-from nobackfill.release.parsing import parse_manifest
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, size_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.workers import OpenCache, laid_out

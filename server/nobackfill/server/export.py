@@ -19,7 +19,7 @@ from nobackfill import durable
 from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError, few
 from nobackfill.extras import extra
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.reading import Item, StoredVectors
+from nobackfill.gallery.reading import StoredItem, StoredVectors
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 
 with extra("export"):
@@ -117,7 +117,7 @@ class _Files:
         if self._side_file is not None:
             self._side_file.close()
 
-    def add(self, items: dict[int, Item], stored: StoredVectors, native: bool) -> int:
+    def add(self, items: dict[int, StoredItem], stored: StoredVectors, native: bool) -> int:
         """A row group; how many rows it has."""
         kept = [
             (row, items[label])

@@ -23,7 +23,7 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.listing import ListingPlace
-from nobackfill.gallery.reading import Item, StoredVectors
+from nobackfill.gallery.reading import StoredItem, StoredVectors
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.state import State
@@ -88,7 +88,7 @@ def _spaces(source: GalleryStore, target: GalleryStore) -> None:
         target.drop(space)
 
 
-def _pages(store: GalleryStore, space: str) -> Iterator[list[Item]]:
+def _pages(store: GalleryStore, space: str) -> Iterator[list[StoredItem]]:
     after: ListingPlace | None = None
     while True:
         found, after = store.page(space, _PAGE, after=after)
@@ -98,11 +98,11 @@ def _pages(store: GalleryStore, space: str) -> Iterator[list[Item]]:
             return
 
 
-def _by_ids(store: GalleryStore, ids: Sequence[str]) -> list[Item]:
+def _by_ids(store: GalleryStore, ids: Sequence[str]) -> list[StoredItem]:
     return [item for item in store.items(store.labels_of(ids)) if item is not None]
 
 
-def _page(source: GalleryStore, target: GalleryStore, items: Sequence[Item]) -> int:
+def _page(source: GalleryStore, target: GalleryStore, items: Sequence[StoredItem]) -> int:
     """Write what differs of some items; how many did."""
     ids = [item.id for item in items]
     there = {item.id: item for item in _by_ids(target, ids)}
@@ -130,7 +130,7 @@ def _page(source: GalleryStore, target: GalleryStore, items: Sequence[Item]) -> 
     return len(written)
 
 
-def _same(item: Item, other: Item | None) -> bool:
+def _same(item: StoredItem, other: StoredItem | None) -> bool:
     return other is not None and (item.digest, item.metadata) == (other.digest, other.metadata)
 
 

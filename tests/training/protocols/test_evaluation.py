@@ -17,7 +17,7 @@ from typer.testing import Result
 
 from nobackfill.images import decode_file
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.cli import evaluate
 from nobackfill.training.protocols.evaluation import PROTOCOLS
 from nobackfill.vectors import Vectors

@@ -35,7 +35,7 @@ from nobackfill.errors import (
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import All
 from nobackfill.gallery.listing import ListingPlace, page
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.pages import Guard, Site
@@ -345,7 +345,7 @@ class ItemPages:
             right.append(HitTile(tile.label, tile.name, tile.score, kind, note))
         return left, right
 
-    def _one(self, request: Request) -> Item:
+    def _one(self, request: Request) -> StoredItem:
         label = request.path_params["label"]
         # Larger ones are none of SQLite's.
         if label < 2**63:
@@ -367,7 +367,7 @@ class ItemPages:
         return Response(content, media_type="image/jpeg", headers=kept)
 
 
-def item_name(item: Item) -> str:
+def item_name(item: StoredItem) -> str:
     """What people call it: its file's name, else its id."""
     return str(item.metadata.get("name") or item.id)
 

@@ -30,7 +30,7 @@ from nobackfill.client.vault.transport import (
 )
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NotFoundError, VerificationError
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.gateway import Gateway
 
@@ -97,7 +97,7 @@ def push(
     return report
 
 
-def _items(device: GalleryFile) -> Iterator[Item]:
+def _items(device: GalleryFile) -> Iterator[StoredItem]:
     after = 0
     while page := device.store.listing(after, _PAGE):
         yield from page
@@ -122,7 +122,7 @@ def _remove(gateway: Gateway, queue: VaultQueue, outbox: Path, report: Pushed) -
 
 
 def _push_one(
-    item: Item,
+    item: StoredItem,
     gateway: Gateway,
     queue: VaultQueue,
     listed: set[str],
@@ -157,7 +157,7 @@ def _push_one(
 
 
 def _seal(
-    item: Item,
+    item: StoredItem,
     queue: VaultQueue,
     outbox: Path,
     keys: list[Recipient],
@@ -342,7 +342,7 @@ def _restore(
     _write(target, lambda: vaulted.decrypted(entry), report)
 
 
-def _is_of(entry: VaultEntry, item: Item | None) -> bool:
+def _is_of(entry: VaultEntry, item: StoredItem | None) -> bool:
     """Whether what was pushed is still the item's image, or its last where it is gone."""
     return item is None or item.digest == entry.image_sha256
 

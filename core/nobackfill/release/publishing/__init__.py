@@ -16,26 +16,26 @@ from nobackfill.faces import offer
 if TYPE_CHECKING:
     from nobackfill.release.publishing.draft import Draft as Draft, described as described
     from nobackfill.release.publishing.inspection import (
-        Entry as Entry,
+        PublicationEntry as PublicationEntry,
         Health as Health,
         list_releases as list_releases,
         verify as verify,
     )
-    from nobackfill.release.publishing.keys import Keys as Keys
+    from nobackfill.release.publishing.metadata import Keys as Keys
     from nobackfill.release.publishing.renew import (
         Renewed as Renewed,
         resign as resign,
         rotate as rotate,
     )
-    from nobackfill.release.publishing.staging import drafting as drafting
+    from nobackfill.release.publishing.publish import drafting as drafting
 else:
     __getattr__ = offer(
         __name__,
         {
             "draft": "Draft described",
-            "inspection": "Entry Health list_releases verify",
-            "keys": "Keys",
+            "inspection": "Health PublicationEntry list_releases verify",
+            "metadata": "Keys",
+            "publish": "drafting",
             "renew": "Renewed resign rotate",
-            "staging": "drafting",
         },
     )

@@ -11,10 +11,10 @@ from typing import Annotated, cast
 import typer
 
 from nobackfill.errors import ConfigurationError, NobackfillError
-from nobackfill.release.publishing import publish, renew, standing
+from nobackfill.release.publishing import publish, renew
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.inspection import verify as verify_publication
-from nobackfill.release.publishing.keys import ROLES, Keys, Role
+from nobackfill.release.publishing.metadata import ROLES, Keys, Role
 from nobackfill.release.trust.trust import fingerprint
 from nobackfill.shares import percent
 from nobackfill.terminal import visible
@@ -146,7 +146,7 @@ def rollout(
     """
     part = percent(share)
     found = _keys(model_repo, None, targets_key)
-    news = standing.roll_out(model_repo, release, part, found, dry_run)
+    news = renew.roll_out(model_repo, release, part, found, dry_run)
     answer = {"release": release, "share": part, "news": news, "written": news and not dry_run}
     will = "would be" if dry_run and news else "is"
     _answer(as_json, answer, [f"release {release} {will} for {100 * part:g} % of the devices"])
@@ -167,7 +167,7 @@ def withdraw(
     """Take a release back: devices follow the newest release that is not withdrawn. With
     --converter a converter: nobody carries by it from then on."""
     found = _keys(model_repo, None, targets_key)
-    news = standing.withdraw(model_repo, number, reason, found, dry_run, converter=converter)
+    news = renew.withdraw(model_repo, number, reason, found, dry_run, converter=converter)
     kind = "converter" if converter else "release"
     answer = {kind: number, "reason": reason, "news": news, "written": news and not dry_run}
     if not news:

@@ -9,8 +9,7 @@ from tuf.api.metadata import TargetFile
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import GateFailedError, VerificationError, few
-from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade
-from nobackfill.release.parsing import parse_manifest
+from nobackfill.release.manifest import Manifest, PublishedFile, Upgrade, parse_manifest
 from nobackfill.release.paths import release_of_manifest
 from nobackfill.release.routes import twin_of
 from nobackfill.release.trial import try_release

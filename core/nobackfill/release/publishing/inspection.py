@@ -8,9 +8,9 @@ from pathlib import Path
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release.paths import release_of_manifest
 from nobackfill.release.publishing.draft import read_manifest
-from nobackfill.release.publishing.keys import Role
 from nobackfill.release.publishing.metadata import (
-    Ledger,
+    MetadataLedger,
+    Role,
     leftovers,
     require_ledger,
     share_of,
@@ -18,16 +18,16 @@ from nobackfill.release.publishing.metadata import (
 )
 from nobackfill.release.publishing.renew import expiries
 from nobackfill.release.trial import try_release
-from nobackfill.release.trust.converters import (
+from nobackfill.release.trust.trust import (
+    TrustedFolder,
     converter_file,
     converter_numbers,
     read_converter,
 )
-from nobackfill.release.trust.trust import TrustedFolder
 
 
 @dataclass(frozen=True)
-class Entry:
+class PublicationEntry:
     """One published release: `size` is the bytes of the files it added. `unfit` says why nothing
     but its number is known, or is None."""
 
@@ -53,7 +53,7 @@ class Health:
     leftovers: tuple[str, ...]
 
 
-def list_releases(repo: Path) -> list[Entry]:
+def list_releases(repo: Path) -> list[PublicationEntry]:
     """The published releases, ascending. Raises NotFoundError, VerificationError."""
     ledger = require_ledger(repo)
     entries = [_entry(repo, ledger, path) for path in ledger.targets.targets]
@@ -85,7 +85,7 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
     return Health(numbers, expiries(ledger), stale)
 
 
-def _entry(repo: Path, ledger: Ledger, path: str) -> Entry | None:
+def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | None:
     number = release_of_manifest(path)
     if number is None:
         return None
@@ -93,7 +93,7 @@ def _entry(repo: Path, ledger: Ledger, path: str) -> Entry | None:
     try:
         manifest = read_manifest(repo, target, number)
     except UnfitError as error:
-        return Entry(
+        return PublicationEntry(
             number,
             withdrawn=withdrawn(target),
             size=target.length,
@@ -104,7 +104,7 @@ def _entry(repo: Path, ledger: Ledger, path: str) -> Entry | None:
     encoder = manifest.side_encoder
     if encoder is not None and encoder.origin_release != number:
         del own[encoder.file.path]
-    return Entry(
+    return PublicationEntry(
         release=number,
         created=manifest.created,
         method=manifest.method,

@@ -1,13 +1,17 @@
-"""The signed metadata of a publication folder, as its publisher reads and continues it."""
+"""The keys and the signed metadata of a publication folder, as its publisher continues them."""
 
 import re
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
-from securesystemslib.signer import Key, Signer
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from securesystemslib.signer import CryptoSigner, Key, Signer
 from tuf.api.exceptions import RepositoryError
 from tuf.api.metadata import (
     Metadata,
@@ -19,8 +23,113 @@ from tuf.api.metadata import (
     Timestamp,
 )
 
-from nobackfill.errors import NotFoundError, VerificationError
-from nobackfill.release.publishing.keys import ROLES, Role
+from nobackfill import durable
+from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
+
+# Signing keys: ed25519, one PEM file a role, in `<publication folder>.keys/` or where their owner
+# keeps them.
+#
+# The root and targets keys may stay offline: their files are then given where they are needed. The
+# snapshot and timestamp keys are online, as they sign every month. With nothing prepared, the first
+# publish makes all four beside the publication folder: development keys, and it says so.
+
+Role = Literal["root", "targets", "snapshot", "timestamp"]
+ROLES: tuple[Role, ...] = ("root", "targets", "snapshot", "timestamp")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Where signing keys are: a folder of ROLE.pem files, and files named one by one.
+
+    While a key is being rotated its successor lies beside it as ROLE.next.pem; which of the two
+    signs is in the root metadata.
+    """
+
+    folder: Path
+    files: Mapping[Role, Path] = field(default_factory=dict)
+
+    @classmethod
+    def beside(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "Keys":
+        """The keys of a publication folder by default, `<repo>.keys/`, but for `files`."""
+        repo = repo.absolute()
+        return cls(repo.parent / f"{repo.name}.keys", files or {})
+
+    def path(self, role: Role) -> Path:
+        """The key file of a role, whether it exists or not."""
+        return self.files.get(role, self.folder / f"{role}.pem")
+
+    def next_path(self, role: Role) -> Path:
+        """Where a role's new key lies while it is being rotated."""
+        path = self.path(role)
+        return path.with_name(f"{path.name.removesuffix('.pem')}.next.pem")
+
+    def create(self) -> dict[Role, CryptoSigner]:
+        """Make the four keys. Those that an interrupted run has made already are kept.
+
+        Raises CannotWriteError, ConfigurationError for a file that is no key.
+        """
+        return {role: _load_or_make(self.path(role)) for role in ROLES}
+
+    def complete(self) -> bool:
+        """Whether all four key files are there."""
+        return all(self.path(role).exists() for role in ROLES)
+
+    def create_next(self, role: Role) -> CryptoSigner:
+        """Make a role's new key, or go on with the one of an interrupted rotation."""
+        return _load_or_make(self.next_path(role))
+
+    def find(self, role: Role, root: Root) -> CryptoSigner | None:
+        """The private key that `root` accepts for the role, if it is at hand.
+
+        Raises ConfigurationError for a file that is no key, or that others may read.
+        """
+        trusted = root.get_delegated_role(role).keyids
+        for path in (self.path(role), self.next_path(role)):
+            signer = _load(path) if path.exists() else None
+            if signer is not None and signer.public_key.keyid in trusted:
+                return signer
+        return None
+
+    def signer(self, role: Role, root: Root) -> CryptoSigner:
+        """Like `find`. Raises ConfigurationError if the key is not at hand."""
+        signer = self.find(role, root)
+        if signer is None:
+            raise ConfigurationError(
+                f"the {role} key that this publication trusts is not in {self.path(role)}; "
+                f"give its file with --{role}-key"
+            )
+        return signer
+
+    def settle(self, role: Role, root: Root) -> None:
+        """Let a rotated key take its predecessor's place, once `root` accepts no other."""
+        following = self.next_path(role)
+        trusted = root.get_delegated_role(role).keyids
+        if following.exists() and trusted == [_load(following).public_key.keyid]:
+            durable.replace(following, self.path(role))
+
+
+def _load_or_make(path: Path) -> CryptoSigner:
+    durable.sweep(path.parent, path.name)
+    if not path.exists():
+        if not path.parent.is_dir():
+            durable.make_dir(path.parent, mode=0o700)
+        durable.write_file(path, CryptoSigner.generate_ed25519().private_bytes, mode=0o600)
+    return _load(path)
+
+
+def _load(path: Path) -> CryptoSigner:
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            raise ConfigurationError(f"{path}: others may read this key; run chmod 600 on it")
+        key = load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise ConfigurationError(
+            f"{path}: expected an ed25519 private key in PEM ({error})"
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigurationError(f"{path}: expected an ed25519 key, got another kind")
+    return CryptoSigner(key)
+
 
 # Root and targets keys may lie in a safe; snapshot and timestamp are renewed by machines.
 TERM = {
@@ -38,7 +147,7 @@ _S = TypeVar("_S", Root, Targets, Snapshot, Timestamp)
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MetadataLedger:
     """The committed metadata, every signature checked; expiry is not: it is renewed from here."""
 
     root: Root
@@ -66,7 +175,7 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
     return root, data
 
 
-def read_ledger(repo: Path) -> Ledger | None:
+def read_ledger(repo: Path) -> MetadataLedger | None:
     """The committed metadata; None where nothing ever was. Raises VerificationError."""
     found = read_root(repo)
     timestamp_data = _read(repo / "timestamp.json")
@@ -83,10 +192,10 @@ def read_ledger(repo: Path) -> Ledger | None:
     name = f"{snapshot.meta['targets.json'].version}.targets.json"
     targets_data = _matching(repo, name, snapshot.meta["targets.json"])
     targets = verified(Targets, targets_data, root, name)
-    return Ledger(root, root_bytes, timestamp, snapshot, targets)
+    return MetadataLedger(root, root_bytes, timestamp, snapshot, targets)
 
 
-def require_ledger(repo: Path) -> Ledger:
+def require_ledger(repo: Path) -> MetadataLedger:
     """Like `read_ledger`. Raises NotFoundError where nothing was ever committed."""
     ledger = read_ledger(repo)
     if ledger is None:
@@ -116,7 +225,9 @@ def next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Signer])
 
 
 def next_metadata(
-    ledger: Ledger | None, targets: dict[str, TargetFile] | None, signers: Mapping[Role, Signer]
+    ledger: MetadataLedger | None,
+    targets: dict[str, TargetFile] | None,
+    signers: Mapping[Role, Signer],
 ) -> list[tuple[str, bytes]]:
     """New metadata files in the order in which they must appear; the last one commits.
 
@@ -172,7 +283,7 @@ def for_share(target: TargetFile, path: str, share: float) -> TargetFile:
     return TargetFile.from_dict({**target.to_dict(), "custom": custom}, path)
 
 
-def leftovers(repo: Path, ledger: Ledger | None) -> list[Path]:
+def leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
     """What a killed publish left behind: names of ours that no committed metadata knows.
 
     Names that are not ours, such as a README, are nobody's leftovers.
@@ -192,7 +303,7 @@ _FILE = re.compile(r"^(release-\d+\.json|probes-\d+\.npz|converter-\d+\.(json|on
 _VERSIONED = re.compile(r"^(\d+)\.(targets|snapshot)\.json\Z")
 
 
-def _is_leftover(name: str, ledger: Ledger | None) -> bool:
+def _is_leftover(name: str, ledger: MetadataLedger | None) -> bool:
     if _MODEL.match(name) or _FILE.match(name):
         return True
     found = _VERSIONED.match(name)

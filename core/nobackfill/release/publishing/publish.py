@@ -5,7 +5,9 @@ and snapshot metadata, and timestamp.json last: its replacement is the commit po
 whatever no committed metadata names is the leftover of a killed publish and is removed first.
 """
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +16,27 @@ from securesystemslib.signer import Signer
 from tuf.api.metadata import Root, TargetFile
 
 from nobackfill import durable
+from nobackfill.digests import sha256_bytes
 from nobackfill.errors import (
     AlreadyExistsError,
+    BusyError,
     CannotWriteError,
 )
-from nobackfill.release.manifest import PublishedFile
+from nobackfill.release.manifest import (
+    Converter,
+    PublishedFile,
+    converter_manifest_path,
+    converter_path,
+    number_of_converter,
+)
 from nobackfill.release.models import read_verified
 from nobackfill.release.paths import manifest_path, release_of_manifest
 from nobackfill.release.publishing.draft import Draft, check_draft
-from nobackfill.release.publishing.keys import ROLES, Keys, Role
 from nobackfill.release.publishing.metadata import (
-    Ledger,
+    ROLES,
+    Keys,
+    MetadataLedger,
+    Role,
     for_share,
     leftovers,
     new_root,
@@ -33,10 +45,66 @@ from nobackfill.release.publishing.metadata import (
     read_root,
     verified,
 )
-from nobackfill.release.publishing.staging import lock_path, staging, tidy
-from nobackfill.release.triton_config import configs
+from nobackfill.release.tensors import configs
 
-__all__ = ["Draft", "PublishedRelease", "publish"]
+# Where releases are put together: beside the publication folder, as Triton trips over any other
+# folder in it, and on its file system, so that what is complete can be renamed into it.
+
+_DRAFT = "draft-"
+_LOCK_SECONDS = 60.0
+
+
+def staging(repo: Path) -> Path:
+    """The folder."""
+    return repo.absolute().parent / f"{repo.absolute().name}.staging"
+
+
+def lock_path(repo: Path) -> Path:
+    """The lock of whoever changes the publication, or what is staged for it."""
+    return repo.absolute().parent / f"{repo.absolute().name}.lock"
+
+
+def tidy(repo: Path) -> None:
+    """Remove all that is staged but the drafts whose makers live, under the lock."""
+    top = staging(repo)
+    for path in sorted(top.iterdir()) if top.is_dir() else ():
+        if not _in_use(path):
+            durable.remove_tree(path)
+    if top.is_dir() and not any(top.iterdir()):
+        durable.remove_tree(top)
+
+
+@contextlib.contextmanager
+def drafting(repo: Path) -> Iterator[Path]:
+    """A folder to put a release together in, removed at the end; that of a killed maker is removed
+    by the next, or by the next publish.
+
+    Raises BusyError while somebody publishes for long, CannotWriteError.
+    """
+    with contextlib.ExitStack() as held:
+        with durable.lock(lock_path(repo), _LOCK_SECONDS):
+            tidy(repo)
+            folder = staging(repo) / f"{_DRAFT}{uuid.uuid4().hex}"
+            durable.make_dir(folder)
+            held.enter_context(durable.lock(folder / "lock"))
+        try:
+            yield folder
+        finally:
+            durable.remove_tree(folder)
+            # Somebody else's publish tidies, too.
+            with contextlib.suppress(BusyError), durable.lock(lock_path(repo)):
+                tidy(repo)
+
+
+def _in_use(path: Path) -> bool:
+    """Whether a draft's maker holds its lock."""
+    if not path.name.startswith(_DRAFT) or not (path / "lock").exists():
+        return False
+    try:
+        with durable.lock(path / "lock"):
+            return False
+    except BusyError:
+        return True
 
 
 @dataclass(frozen=True)
@@ -99,7 +167,7 @@ def locked(repo: Path) -> Iterator[None]:
         yield
 
 
-def clean(repo: Path) -> Ledger | None:
+def clean(repo: Path) -> MetadataLedger | None:
     """Remove what a killed publish left, under the lock; the committed metadata."""
     ledger = read_ledger(repo)
     tidy(repo)
@@ -119,7 +187,7 @@ def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
     tidy(repo)
 
 
-def _checked_files(repo: Path, draft: Draft, ledger: Ledger | None) -> dict[str, bytes]:
+def _checked_files(repo: Path, draft: Draft, ledger: MetadataLedger | None) -> dict[str, bytes]:
     """Every file that the release adds, by published path, once the draft has passed all checks."""
     manifest = draft.manifest
     published = {} if ledger is None else dict(ledger.targets.targets)
@@ -210,3 +278,33 @@ def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
             durable.publish_dir(top / name, repo / name)
         else:
             durable.replace(top / name, repo / name)
+
+
+def publish_converter(
+    repo: Path,
+    data: bytes,
+    described: Callable[[int, PublishedFile], Converter],
+    keys: Keys | None = None,
+) -> Converter:
+    """Sign and publish an ONNX map under the next number, in `repo` (made if missing).
+
+    `described` makes the manifest from the number and the file. Raises BusyError, CannotWriteError,
+    ConfigurationError (a key is missing). After a kill, running it again converges.
+    """
+    keys = keys or Keys.beside(repo)
+    durable.make_dir(repo.absolute())
+    with locked(repo):
+        ledger = clean(repo)
+        targets = dict(ledger.targets.targets) if ledger else {}
+        number = 1 + max((number_of_converter(path) or 0 for path in targets), default=0)
+        path = converter_path(number)
+        file = PublishedFile(path=path, sha256=sha256_bytes(data), length=len(data))
+        manifest = described(number, file)
+        signers = signers_of(keys, begin(repo, keys))
+        text = (manifest.model_dump_json(indent=1) + "\n").encode()
+        files = {path: data, converter_manifest_path(number): text}
+        for name, content in files.items():
+            targets[name] = TargetFile.from_data(name, content, ["sha256"])
+        put_files(repo, files)
+        put_metadata(repo, next_metadata(ledger, targets, signers))
+        return manifest

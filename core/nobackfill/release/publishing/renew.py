@@ -1,22 +1,40 @@
-"""Keeping a publication alive: metadata signed anew before it expires, and keys exchanged."""
+"""New metadata of a publication: signed again, with other keys, for a share, or withdrawn."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from securesystemslib.signer import Key, Signer
+from tuf.api.metadata import TargetFile
 
-from nobackfill.errors import ConfigurationError
-from nobackfill.release.publishing.keys import ROLES, Keys, Role
+from nobackfill.errors import (
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+    PreconditionError,
+)
+from nobackfill.release.manifest import converter_manifest_path
+from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.metadata import (
+    ROLES,
     TERM,
-    Ledger,
+    Keys,
+    MetadataLedger,
+    Role,
+    for_share,
     next_metadata,
     next_root,
     require_ledger,
+    share_of,
+    withdrawn,
 )
-from nobackfill.release.publishing.publish import clean, locked, put_metadata
+from nobackfill.release.publishing.publish import (
+    clean,
+    locked,
+    put_metadata,
+    signers_of,
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,7 @@ class Renewed:
     expires: Mapping[Role, datetime]
 
 
-def expiries(ledger: Ledger) -> dict[Role, datetime]:
+def expiries(ledger: MetadataLedger) -> dict[Role, datetime]:
     """When each role's metadata expires, UTC."""
     return {
         "root": ledger.root.expires,
@@ -88,7 +106,7 @@ def rotate(
         return Renewed(ordered, expiries(_clean(repo)))
 
 
-def _exchange(repo: Path, ledger: Ledger, roles: tuple[Role, ...], keys: Keys) -> None:
+def _exchange(repo: Path, ledger: MetadataLedger, roles: tuple[Role, ...], keys: Keys) -> None:
     root_signer = keys.signer("root", ledger.root)
     new: dict[Role, Signer] = {role: keys.create_next(role) for role in roles}
     both: dict[Role, list[Key]] = {
@@ -111,26 +129,115 @@ def _exchange(repo: Path, ledger: Ledger, roles: tuple[Role, ...], keys: Keys) -
         keys.settle(role, settled.root)
 
 
-def _accepted(ledger: Ledger, role: Role, new: Key) -> list[Key]:
+def _accepted(ledger: MetadataLedger, role: Role, new: Key) -> list[Key]:
     """The keys that root metadata accepts for a role, and the new one."""
     keys = {keyid: ledger.root.keys[keyid] for keyid in ledger.root.roles[role].keyids}
     return list({**keys, new.keyid: new}.values())
 
 
-def _put_root(repo: Path, ledger: Ledger, data: bytes) -> None:
+def _put_root(repo: Path, ledger: MetadataLedger, data: bytes) -> None:
     put_metadata(repo, [(f"{ledger.root.version + 1}.root.json", data)])
 
 
-def _clean(repo: Path) -> Ledger:
+def _clean(repo: Path) -> MetadataLedger:
     clean(repo)
     return require_ledger(repo)
 
 
-def _due(ledger: Ledger, keys: Keys) -> tuple[Role, ...]:
+def _due(ledger: MetadataLedger, keys: Keys) -> tuple[Role, ...]:
     offline: tuple[Role, ...] = ("root", "targets")
     due = [role for role in offline if _half_over(ledger, role) and keys.find(role, ledger.root)]
     return (*due, "snapshot", "timestamp")
 
 
-def _half_over(ledger: Ledger, role: Role) -> bool:
+def _half_over(ledger: MetadataLedger, role: Role) -> bool:
     return expiries(ledger)[role] - datetime.now(UTC) < TERM[role] / 2
+
+
+def withdraw(
+    repo: Path, number: int, reason: str, keys: Keys | None = None, dry_run: bool = False, *,
+    converter: bool = False,
+) -> bool:  # fmt: skip
+    """Take a release, or a converter, back: new metadata that says so, for devices and users to
+    follow. True if it was news.
+
+    Its files stay, as galleries may still be in its space. Raises NotFoundError, BusyError,
+    ConfigurationError (a key is missing), CannotWriteError.
+    """
+    if not reason.strip() or not reason.isprintable():
+        raise PreconditionError(f"expected a reason that devices can show, got {reason!r}")
+
+    def marked(path: str, target: TargetFile) -> TargetFile | None:
+        if withdrawn(target) == reason:
+            return None
+        return TargetFile.from_dict({**target.to_dict(), "custom": {"withdrawn": reason}}, path)
+
+    path = converter_manifest_path(number) if converter else manifest_path(number)
+    return _mark(repo, path, marked, keys, dry_run)
+
+
+def roll_out(
+    repo: Path, release: int, share: float, keys: Keys | None = None, dry_run: bool = False
+) -> bool:
+    """Let a release go to a share of the devices, above 0 and at most 1, by new metadata that says
+    so. True if it was news.
+
+    Shares only grow; one that was published without a share may be given one, and devices that
+    followed it before stay. Raises InvalidInputError, NotFoundError, PreconditionError for a share
+    that is smaller and for a release that was withdrawn, BusyError, ConfigurationError (a key is
+    missing), CannotWriteError.
+    """
+    if not 0 < share <= 1:
+        raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")
+
+    def marked(path: str, target: TargetFile) -> TargetFile | None:
+        return for_share(target, path, share) if _grows(target, release, share) else None
+
+    return _mark(repo, manifest_path(release), marked, keys, dry_run)
+
+
+def _mark(
+    repo: Path,
+    path: str,
+    marked: Callable[[str, TargetFile], TargetFile | None],
+    keys: Keys | None,
+    dry_run: bool,
+) -> bool:
+    """Publish what `marked` makes of a manifest's target; False where that is nothing new."""
+    keys = keys or Keys.beside(repo)
+    ledger = require_ledger(repo)
+    news = marked(path, _target(ledger, path))
+    if dry_run:
+        signers_of(keys, ledger.root)
+        return news is not None
+    with locked(repo):
+        clean(repo)
+        ledger = require_ledger(repo)
+        news = marked(path, _target(ledger, path))
+        if news is None:
+            return False
+        signers = signers_of(keys, ledger.root)
+        put_metadata(repo, next_metadata(ledger, {**ledger.targets.targets, path: news}, signers))
+        return True
+
+
+def _target(ledger: MetadataLedger, path: str) -> TargetFile:
+    target = ledger.targets.targets.get(path)
+    if target is None:
+        what = path.removesuffix(".json").replace("-", " ")
+        raise NotFoundError(f"{what} is not published here")
+    return target
+
+
+def _grows(target: TargetFile, release: int, share: float) -> bool:
+    """Whether this is another share than the release has."""
+    reason = withdrawn(target)
+    if reason is not None:
+        raise PreconditionError(f"release {release} was withdrawn ({reason}); publish another")
+    now, share = share_of(target), round(share, 6)
+    if target.custom is not None and share < now:
+        raise PreconditionError(
+            f"release {release} is for {now:.3g} of the devices, and shares only grow, got "
+            f"{share:.3g}; `publication withdraw {release}` takes it back"
+        )
+    return target.custom is None or share != now

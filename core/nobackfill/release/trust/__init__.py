@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         HttpFetcher as HttpFetcher,
         fetcher_for as fetcher_for,
     )
-    from nobackfill.release.trust.publication import (
+    from nobackfill.release.trust.trust import (
         Publication as Publication,
         read_publication as read_publication,
         require_release as require_release,
@@ -36,7 +36,9 @@ else:
         __name__,
         {
             "fetchers": "Fetcher FolderFetcher HttpFetcher fetcher_for",
-            "publication": "Publication read_publication require_release",
-            "trust": "Trust TrustedFolder fingerprint first_root",
+            "trust": (
+                "Publication Trust TrustedFolder fingerprint first_root read_publication "
+                "require_release"
+            ),
         },
     )

@@ -6,27 +6,341 @@ kill leaves the trusted state byte for byte as it was.
 """
 
 import contextlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Annotated, Self
 
-from tuf.api.exceptions import DownloadError
-from tuf.api.metadata import Root, TargetFile
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tuf.api.exceptions import (
+    DownloadError,
+    DownloadHTTPError,
+    DownloadLengthMismatchError,
+    ExpiredMetadataError,
+    RepositoryError,
+    SlowRetrievalError,
+)
+from tuf.api.metadata import Root, Snapshot, TargetFile, Targets, Timestamp
+from tuf.ngclient import Updater, UpdaterConfig
+from tuf.ngclient.fetcher import FetcherInterface
 
 from nobackfill import durable
 from nobackfill.digests import sha256_bytes, sha256_file
-from nobackfill.errors import NotFoundError, UnfitError, VerificationError
-from nobackfill.release.manifest import Manifest
-from nobackfill.release.parsing import parse_manifest
+from nobackfill.errors import (
+    CannotWriteError,
+    ConfigurationError,
+    NobackfillError,
+    NotFoundError,
+    PreconditionError,
+    UnavailableError,
+    UnfitError,
+    VerificationError,
+    few,
+)
+from nobackfill.pace import paced
+from nobackfill.release.manifest import (
+    Converter,
+    Manifest,
+    converter_manifest_path,
+    number_of_converter,
+    parse_converter,
+    parse_manifest,
+)
 from nobackfill.release.paths import is_plain, manifest_path, release_of_manifest
 from nobackfill.release.publishing.metadata import share_of, verified, withdrawn
 from nobackfill.release.routes import twin_of
-from nobackfill.release.triton_config import configs
-from nobackfill.release.trust.download import download
+from nobackfill.release.tensors import configs
 from nobackfill.release.trust.fetchers import Fetcher, FolderFetcher
-from nobackfill.release.trust.minimum_versions import Floor
-from nobackfill.release.trust.refresh import Paced, fetch_metadata, translated
-from nobackfill.release.trust.state import State
 from nobackfill.shares import digest, in_share
+
+Version = Annotated[int, Field(ge=0)]
+
+
+class Floor(BaseModel):
+    """Versions below which nothing is accepted: small JSON, kept with the installed release.
+
+    A client keeps it in the same database transaction as the release it installs, so that neither a
+    lost state folder nor metadata that never reached the disk lets an attacker go back. `keys` are
+    digests of the keys of each role: the counters of a role start anew when the root metadata
+    gives it other keys, else one stolen online key could end all publishing (fast-forward attack,
+    TUF 5.3.11).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    root: Version
+    timestamp: Version
+    snapshot: Version
+    targets: Version
+    keys: dict[str, str]
+
+
+ROLE_FILES = ("timestamp", "snapshot", "targets")
+
+
+class _Stored(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    format: int
+    anchor: str
+    seen: datetime
+    root: str
+    timestamp: str
+    snapshot: str
+    targets: str
+
+
+class TrustedState:
+    """Root, timestamp, snapshot and targets metadata that were verified together.
+
+    `anchor` is the digest of the root metadata that was trusted first, `seen` the latest time of a
+    refresh that succeeded: a clock that is set back does not make expired metadata fresh.
+    """
+
+    def __init__(self, anchor: str, seen: datetime, texts: dict[str, bytes]) -> None:
+        """Raises VerificationError unless the metadata is signed and fits together."""
+        self.anchor = anchor
+        self.seen = seen
+        self.texts = texts
+        self.root = verified(Root, texts["root"], None, "trusted root metadata")
+        self.timestamp = verified(Timestamp, texts["timestamp"], self.root, "trusted timestamp")
+        self.snapshot = verified(Snapshot, texts["snapshot"], self.root, "trusted snapshot")
+        self.targets = verified(Targets, texts["targets"], self.root, "trusted targets")
+        try:
+            self.timestamp.snapshot_meta.verify_length_and_hashes(texts["snapshot"])
+            self.snapshot.meta["targets.json"].verify_length_and_hashes(texts["targets"])
+        except (RepositoryError, KeyError) as error:
+            raise VerificationError(f"trusted metadata does not fit together ({error})") from error
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        """None if there is none. Raises VerificationError for a damaged one."""
+        try:
+            stored = _Stored.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError, UnicodeDecodeError) as error:
+            raise VerificationError(
+                f"{path}: is damaged ({error}); remove it to begin anew from the root metadata"
+            ) from error
+        roles = ("root", *ROLE_FILES)
+        # What is no text was not written by us; it fails its signature.
+        texts = {role: str(getattr(stored, role)).encode(errors="replace") for role in roles}
+        return cls(stored.anchor, stored.seen, texts)
+
+    def save(self, path: Path) -> None:
+        """Replace the file durably. Raises CannotWriteError."""
+        texts = {role: data.decode() for role, data in self.texts.items()}
+        stored = {"format": 1, "anchor": self.anchor, "seen": self.seen.isoformat(), **texts}
+        durable.write_file(path, json.dumps(stored, indent=1).encode())
+
+    def expiries(self) -> dict[str, datetime]:
+        """When the metadata of each role expires."""
+        return {
+            "root": self.root.expires,
+            "timestamp": self.timestamp.expires,
+            "snapshot": self.snapshot.expires,
+            "targets": self.targets.expires,
+        }
+
+    def floor(self) -> Floor:
+        """The versions of this state, with the keys that they were signed by."""
+        return Floor(
+            root=self.root.version,
+            timestamp=self.timestamp.version,
+            snapshot=self.snapshot.version,
+            targets=self.targets.version,
+            keys={
+                role: sha256_bytes(",".join(sorted(self.root.roles[role].keyids)).encode())
+                for role in ROLE_FILES
+            },
+        )
+
+    def check_floor(self, floor: Floor) -> None:
+        """Raises VerificationError if anything is older than `floor`."""
+        own = self.floor()
+        kept = {role for role in ROLE_FILES if own.keys[role] == floor.keys.get(role)}
+        compared = [("root", own.root, floor.root)]
+        if "timestamp" in kept:
+            compared.append(("timestamp", own.timestamp, floor.timestamp))
+        if "snapshot" in kept:
+            compared.append(("snapshot", own.snapshot, floor.snapshot))
+        # The snapshot is what pins the targets' version, so new keys for it free that, too.
+        if {"snapshot", "targets"} <= kept:
+            compared.append(("targets", own.targets, floor.targets))
+        for role, got, least in compared:
+            if got < least:
+                raise VerificationError(
+                    f"expected {role} metadata of version {least} or later, got {got}: this "
+                    "publication was rolled back; nothing was changed"
+                )
+
+    def check_expiry(self, now: datetime) -> None:
+        """Raises VerificationError if any of the metadata has expired by `now`."""
+        for name, signed in (
+            ("root", self.root), ("timestamp", self.timestamp),
+            ("snapshot", self.snapshot), ("targets", self.targets),
+        ):  # fmt: skip
+            if signed.is_expired(now):
+                raise VerificationError(
+                    expired(f"{name} metadata expired on {signed.expires:%Y-%m-%d}")
+                )
+
+
+def expired(what: str) -> str:
+    """What to do about expired metadata."""
+    return (
+        f"{what}; this machine's clock says {datetime.now(UTC):%Y-%m-%d}. If the clock is and was "
+        "right, the publisher has to run `publication resign`; nothing was changed"
+    )
+
+
+# For all metadata of one refresh together.
+METADATA_SECONDS = 30.0
+
+_CONFIG = UpdaterConfig(prefix_targets_with_hash=False)
+
+
+def fetch_metadata(
+    fetcher: Fetcher, base_url: str, root: bytes, trusted: dict[str, bytes]
+) -> dict[str, bytes]:
+    """The newest verified root, timestamp, snapshot and targets metadata, by role.
+
+    `root` is the trusted root metadata, `trusted` the timestamp, snapshot and targets metadata seen
+    last, or nothing: what comes must not be older. Raises VerificationError, UnavailableError,
+    NotFoundError, CannotWriteError.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
+            return _refreshed(Path(temporary), fetcher, base_url, root, trusted)
+    except (DownloadError, RepositoryError) as error:
+        raise translate_tuf_errors(error, base_url) from error
+    except OSError as error:
+        raise CannotWriteError(
+            f"{error.filename}: cannot be written ({error.strerror}); the temporary folder needs "
+            "a little space"
+        ) from error
+
+
+def _refreshed(
+    folder: Path, fetcher: Fetcher, base_url: str, root: bytes, trusted: dict[str, bytes]
+) -> dict[str, bytes]:
+    for role in ROLE_FILES:
+        if role in trusted:
+            (folder / f"{role}.json").write_bytes(trusted[role])
+    paced = Paced(fetcher)
+    Updater(str(folder), base_url, fetcher=paced, config=_CONFIG, bootstrap=root).refresh()
+    return {role: (folder / f"{role}.json").read_bytes() for role in ("root", *ROLE_FILES)}
+
+
+def translate_tuf_errors(error: DownloadError | RepositoryError, source: str) -> NobackfillError:
+    """An error of python-tuf as one of ours."""
+    unchanged = "nothing was changed"
+    match error:
+        case DownloadLengthMismatchError():
+            return VerificationError(f"{source}: sends more than was signed ({error}); {unchanged}")
+        case DownloadHTTPError(status_code=404):
+            return NotFoundError(f"{source}: is not there or not complete ({error}); {unchanged}")
+        case SlowRetrievalError():
+            return UnavailableError(f"{source}: is too slow ({error}); {unchanged}, try again")
+        case DownloadError():
+            return UnavailableError(
+                f"{source}: cannot be reached ({error}); {unchanged}, try again"
+            )
+        case ExpiredMetadataError():
+            return VerificationError(expired(f"{source}: {error}"))
+        case _:
+            return VerificationError(
+                f"{source}: its metadata is not what was signed, or older than what was seen here "
+                f"({error}); {unchanged}"
+            )
+
+
+class Paced(FetcherInterface):
+    """A fetcher for python-tuf; all that it fetches has one deadline, from when it is made."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+        self._end = time.monotonic() + METADATA_SECONDS
+
+    def _fetch(self, url: str) -> Iterator[bytes]:
+        fetched = self._fetcher.fetch_from
+        return paced(lambda: fetched(url, 0), self._end, slow=SlowRetrievalError)
+
+
+PART = ".part"
+
+_BLOCK = 2**20
+
+
+def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: Path) -> None:
+    """Bring a signed file to `destination`, going on from a part that is there.
+
+    Raises VerificationError (the host sends something else), UnavailableError (gone, too slow or
+    ended early: the part is kept), CannotWriteError.
+    """
+    if destination.is_file() and _is_whole(destination, target):
+        return
+    durable.make_dir(destination.parent)
+    part = destination.parent / f"{destination.name}{PART}"
+    resumed = part.is_file() and 0 < part.stat().st_size <= target.length
+    if not resumed:
+        durable.remove_tree(part)
+    _fetch(fetcher, base_url, target, part)
+    if not _is_whole(part, target):
+        durable.remove_tree(part)
+        if resumed:
+            # The part may have been the bad half: once more, from the beginning.
+            _fetch(fetcher, base_url, target, part)
+        if not part.exists() or not _is_whole(part, target):
+            durable.remove_tree(part)
+            raise VerificationError(
+                f"{target.path}: the host sends another file than the one that was signed; "
+                "nothing was changed"
+            )
+    durable.replace(part, destination)
+
+
+def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> None:
+    have = part.stat().st_size if part.exists() else 0
+    if have == target.length:
+        return
+    block = bytearray()
+    url, offset = base_url + target.path, have
+    try:
+        for piece in paced(lambda: fetcher.fetch_from(url, offset), slow=SlowRetrievalError):
+            block += piece
+            if have + len(block) > target.length:
+                durable.remove_tree(part)
+                raise VerificationError(
+                    f"{target.path}: the host sends more than the {target.length} bytes that were "
+                    "signed; nothing was changed"
+                )
+            if len(block) >= _BLOCK:
+                durable.append(part, bytes(block))
+                have += len(block)
+                block.clear()
+    except DownloadError as error:
+        raise translate_tuf_errors(error, target.path) from error
+    finally:
+        if block and have + len(block) <= target.length:
+            durable.append(part, bytes(block))
+            have += len(block)
+    if have < target.length:
+        raise UnavailableError(
+            f"{target.path}: the host ended after {have} of {target.length} bytes; they are kept, "
+            "try again"
+        )
+
+
+def _is_whole(path: Path, target: TargetFile) -> bool:
+    return path.stat().st_size == target.length and sha256_file(path) == target.hashes.get("sha256")
+
 
 _ROOT_BYTES = 512_000
 _LOCK_SECONDS = 60.0
@@ -47,7 +361,7 @@ def first_root(fetcher: Fetcher, base_url: str) -> bytes:
             if len(data) > _ROOT_BYTES:
                 raise VerificationError(f"{url}: is longer than {_ROOT_BYTES} bytes")
     except DownloadError as error:
-        raise translated(error, url) from error
+        raise translate_tuf_errors(error, url) from error
     verified(Root, bytes(data), None, url)
     return bytes(data)
 
@@ -105,7 +419,7 @@ class Trust:
             now = datetime.now(UTC)
             seen = max(now, before.seen) if before else now
             anchor = before.anchor if before else sha256_bytes(root)
-            after = State(anchor, seen, texts)
+            after = TrustedState(anchor, seen, texts)
             after.check_expiry(seen)
             if self._floor is not None:
                 after.check_floor(self._floor)
@@ -210,13 +524,13 @@ class Trust:
         download(self._fetcher, self._base_url, self.target(path), destination)
         return destination
 
-    def _trusted(self) -> State:
+    def _trusted(self) -> TrustedState:
         if self._state is None:
             raise NotFoundError(f"{self._folder}: nothing was fetched yet; refresh first")
         return self._state
 
-    def _load(self) -> State | None:
-        state = State.load(self._folder / "trusted.json")
+    def _load(self) -> TrustedState | None:
+        state = TrustedState.load(self._folder / "trusted.json")
         if state is not None and self._root is not None:
             given = verified(Root, self._root, None, "given root metadata")
             if given.version <= state.root.version and sha256_bytes(self._root) not in (
@@ -283,3 +597,90 @@ class TrustedFolder(Trust):
 
 def _known(numbers: dict[int | None, str]) -> dict[int, str]:
     return {number: path for number, path in numbers.items() if number is not None}
+
+
+def converter_numbers(trust: Trust) -> list[int]:
+    """Of those that the trusted metadata name, ascending."""
+    found = (number_of_converter(path) for path in trust.paths())
+    return sorted(number for number in found if number is not None)
+
+
+def known_converters(trust: Trust) -> str:
+    """Which there are, in words; of releases it says what carries by them."""
+    if numbers := converter_numbers(trust):
+        return ", ".join(map(str, numbers))
+    releases = ", ".join(map(str, trust.releases()))
+    return (
+        "none"
+        if not releases
+        else (
+            f"releases ({releases}), whose upgrades read what a gallery keeps beside its vectors: "
+            "`gateway upgrade` and `edge-client sync` carry by them"
+        )
+    )
+
+
+def refuse_withdrawn(trust: Trust, number: int) -> None:
+    """Raises PreconditionError for one that its publisher has taken back."""
+    reason = withdrawn(trust.target(converter_manifest_path(number)))
+    if reason is not None:
+        raise PreconditionError(f"converter {number} was withdrawn by its publisher: {reason}")
+
+
+def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
+    """Its manifest, downloaded into `folder`, as it was signed.
+
+    Raises NotFoundError, VerificationError, UnfitError, UnavailableError, CannotWriteError.
+    """
+    path = converter_manifest_path(number)
+    try:
+        trust.target(path)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"converter {number} is not published there, only {known_converters(trust)}"
+        ) from error
+    return parse_converter(trust.download(path, folder).read_bytes(), number)
+
+
+def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
+    """Its ONNX file, downloaded into `folder`. Raises as `read_converter`."""
+    file, target = manifest.file, trust.target(manifest.file.path)
+    if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
+        path = converter_manifest_path(manifest.converter)
+        raise UnfitError(f"{path}: {file.path} is signed with another digest")
+    return trust.download(file.path, folder)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Verified manifests of every release, and which of them were withdrawn."""
+
+    manifests: Mapping[int, Manifest]
+    withdrawn: frozenset[int]
+
+
+def read_publication(model_repo: Path, state: Path | None = None) -> Publication:
+    """What is published, every file checked in place; empty where nothing is.
+
+    `state` holds what is found trustworthy; None: a temporary folder. Raises VerificationError.
+    """
+    if not (model_repo / "timestamp.json").is_file():
+        return Publication({}, frozenset())
+    with nullcontext(state) if state else tempfile.TemporaryDirectory() as place:
+        folder = TrustedFolder(model_repo, Path(place))
+        folder.refresh()
+        reasons = folder.releases()
+        for release in reasons:
+            folder.verified(release)
+        manifests = {release: folder.manifest(release) for release in reasons}
+    return Publication(manifests, frozenset(n for n, why in reasons.items() if why is not None))
+
+
+def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
+    """A published release by number. Raises ConfigurationError naming those there are."""
+    if number not in published:
+        raise ConfigurationError(
+            f"release {number} is not published; published: "
+            f"{few(sorted(published, reverse=True)) or 'none'}"
+        )
+    return published[number]

@@ -24,7 +24,7 @@ from nobackfill.errors import (
 from nobackfill.pages import Site
 from nobackfill.pages.listener import ending
 from nobackfill.pages.site import fields
-from nobackfill.release.parsing import parse_manifest
+from nobackfill.release.manifest import parse_manifest
 from nobackfill.server.console import evidence
 from nobackfill.server.console.sessions import ConsoleCaller, ConsoleSessions, Load, LoadMeter
 from nobackfill.server.grpc.metrics import Metrics

@@ -19,8 +19,7 @@ from nobackfill.errors import (
     UnusableOutputError,
 )
 from nobackfill.images import Pixels
-from nobackfill.release.encoders import TextRole
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import (
     Embedder,
     Images,

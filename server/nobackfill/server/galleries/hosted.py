@@ -11,7 +11,7 @@ from typing import Any
 from nobackfill.errors import ConfigurationError, ItemQuotaError, few
 from nobackfill.gallery.filters import Filtering, Matches
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
@@ -231,7 +231,7 @@ class Hosted(ABC):
         """Let go of the views that `plan` does not search; nobody may use an older one by now."""
 
     @abstractmethod
-    def items(self, labels: list[int], space: str) -> list[Item | None]:
+    def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
         """Items as `space` shows them, in order; None for those deleted meanwhile."""
 
     def spaces_of(self, label: int) -> list[str]:

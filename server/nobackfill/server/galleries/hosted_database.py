@@ -11,7 +11,7 @@ import structlog
 
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Neighbours, rank_origins
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.store import NewVectors
@@ -156,7 +156,7 @@ class HostedInDatabase(Hosted):
         database = self._gallery.database
         put() if allowance is None else database.together(put)
 
-    def items(self, labels: list[int], space: str) -> list[Item | None]:
+    def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
         """Read each time: another gateway may have changed their metadata. Raises OutdatedError
         where one has dropped the space since the plan was made: a search then begins anew."""
         try:

@@ -23,7 +23,7 @@ from nobackfill.gallery.connections import Residents
 from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.listing import CarriedLabels
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.hnsw import HnswIndex
@@ -67,7 +67,7 @@ class HitBytes(NamedTuple):
     beyond: bytes
 
 
-def hit_bytes(item: Item, release: int) -> HitBytes | None:
+def hit_bytes(item: StoredItem, release: int) -> HitBytes | None:
     """Of an item whose vector `release` made; None if it has no vector now."""
     if item.origin is None:
         return None
@@ -134,12 +134,12 @@ class ItemCache:
         self._space = space
         self._lock = threading.Lock()
         self._commits = 0
-        self._items: OrderedDict[int, Item] = OrderedDict()
+        self._items: OrderedDict[int, StoredItem] = OrderedDict()
         # Of those items, as far as they were asked for.
         self._shown: dict[int, HitBytes] = {}
         self._bytes = 0
 
-    def get(self, labels: Sequence[int]) -> list[Item | None]:
+    def get(self, labels: Sequence[int]) -> list[StoredItem | None]:
         """Items in the order of `labels`; None for those deleted meanwhile."""
         known = self._items
         found = [known.get(label) for label in labels]
@@ -160,7 +160,7 @@ class ItemCache:
         return self._shown
 
     def shown(
-        self, labels: Sequence[int], make: Callable[[Item], HitBytes | None]
+        self, labels: Sequence[int], make: Callable[[StoredItem], HitBytes | None]
     ) -> list[HitBytes] | None:
         """Hits of `labels`, in order; None if one is of an item that is not in memory. `make` is
         the same at each call."""
@@ -179,7 +179,7 @@ class ItemCache:
             found.append(hit)
         return found
 
-    def _keep(self, items: Sequence[Item]) -> None:
+    def _keep(self, items: Sequence[StoredItem]) -> None:
         """Under the lock. The oldest make room."""
         for item in items:
             if item.label not in self._items:
@@ -209,7 +209,7 @@ class ItemCache:
         self.forget(labels)
 
 
-def size_of(item: Item) -> int:
+def size_of(item: StoredItem) -> int:
     """About how much memory an item and its hit take, in bytes."""
     size = 0
     for key, value in item.metadata.items():
@@ -280,7 +280,7 @@ class HostedInFile(Hosted):
     def views(self) -> Mapping[str, LiveView]:
         return self._views
 
-    def items(self, labels: list[int], space: str) -> list[Item | None]:
+    def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
         return self.items_of(space).get(labels)
 
     def items_of(self, space: str) -> ItemCache:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.view import LiveView, Snapshot, curves_of, parse
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.image_queue import ImageQueue, QueuedImage
@@ -55,7 +55,7 @@ class _ReadySearch:
 
     part: PlanPart
     items: ItemCache
-    make: Callable[[Item], HitBytes | None]
+    make: Callable[[StoredItem], HitBytes | None]
     ends: float | None
     end: bytes
     curves: "Curves | None"

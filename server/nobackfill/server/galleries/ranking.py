@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Origin
 from nobackfill.release.calibration import Scale, Scorer
@@ -13,14 +13,14 @@ from nobackfill.server.galleries.plan import PlanPart
 from nobackfill.vectors import Vectors
 
 # Items as a space shows them, in the order of the labels; None for those deleted meanwhile.
-ItemsOf = Callable[[list[int], str], list[Item | None]]
+ItemsOf = Callable[[list[int], str], list[StoredItem | None]]
 
 
 class RankedHit(NamedTuple):
     """`release` made the vector that was compared; `score` is None without a calibration, and
     `beyond_calibration` where that saw no such distance."""
 
-    item: Item
+    item: StoredItem
     distance: float
     score: float | None
     release: int
@@ -98,7 +98,7 @@ def _hits(
 
 
 def _hit(
-    item: Item, distance: float, score: Score | None, release: int, origin: Origin
+    item: StoredItem, distance: float, score: Score | None, release: int, origin: Origin
 ) -> RankedHit:
     if score is None:
         return RankedHit(item, distance, None, release, origin)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.items.reembedding import EmbeddingCost, Reembedding, Resting, today
 from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
@@ -51,7 +51,7 @@ class Healer:
         self._hosted, self._manifest, self._embedding = hosted, manifest, embedding
         self._resting = Resting[int](_REST_S, _LONGEST_REST_S)
         self.again = Reembedding[int](items, source.limits, self._resting)
-        self._rest: Iterator[Item] | None = None
+        self._rest: Iterator[StoredItem] | None = None
         self._all_tried = 0.0
         # What the background has begun, and what all had cost by then.
         self._begun: dict[int, str] = {}
@@ -123,7 +123,7 @@ class Healer:
             self._all_tried = time.monotonic() + _TRIED_S
         return some
 
-    def _by_doubt(self) -> Iterator[Item]:
+    def _by_doubt(self) -> Iterator[StoredItem]:
         """Carried items, the least certain first, then those of unknown uncertainty; no more once
         the gallery is to be deleted: there may be many pages without one."""
         for least_certain in (True, False):
@@ -193,7 +193,7 @@ class Healer:
         return done
 
     def _images(
-        self, items: Sequence[Item], found: Mapping[int, str | bytes], refused: list[str]
+        self, items: Sequence[StoredItem], found: Mapping[int, str | bytes], refused: list[str]
     ) -> list[int]:
         pairs = [(one, data) for one in items if isinstance(data := found[one.label], bytes)]
         if not pairs:
@@ -203,7 +203,7 @@ class Healer:
             return embed_again(self._hosted, self._embedding, self._manifest, some, images, refused)
 
     def _texts(
-        self, items: Sequence[Item], found: Mapping[int, str | bytes], refused: list[str]
+        self, items: Sequence[StoredItem], found: Mapping[int, str | bytes], refused: list[str]
     ) -> list[int]:
         pairs = [(one, data) for one in items if isinstance(data := found[one.label], str)]
         if not pairs:

@@ -28,7 +28,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.reading import Item, StoredVectors
+from nobackfill.gallery.reading import StoredItem, StoredVectors
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Neighbours, give_way
 from nobackfill.gallery.spec import space_of
@@ -124,7 +124,7 @@ def found(question: Question, near: Candidates, stored: StoredVectors) -> Search
     labels = stored.labels[rows][order]
     origins = {int(stored.labels[row]): stored.origins[row] for row in rows.tolist()}
 
-    def items(some: list[int], space: str) -> list[Item | None]:
+    def items(some: list[int], space: str) -> list[StoredItem | None]:
         # Their vectors' own origins, whatever happens meanwhile.
         return [
             None if one is None else replace(one, origin=origins[one.label])

@@ -14,8 +14,7 @@ import structlog
 
 from nobackfill.errors import GateFailedError, NobackfillError, PreconditionError
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.release.encoders import TextRole
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import Images
 from nobackfill.release.probes import check_encoders
 from nobackfill.server.canary.canaries import Canaries

@@ -23,8 +23,7 @@ from nobackfill.errors import (
     VerificationError,
     few,
 )
-from nobackfill.release.encoders import TEXT_ROLES, TextRole
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import TEXT_ROLES, Manifest, TextRole
 from nobackfill.release.models import Images
 from nobackfill.release.paths import (
     config_path,
@@ -47,7 +46,7 @@ from nobackfill.vectors import Vectors, check_vectors
 # runtime. A publisher's signature makes a release believable, not its files code.
 
 _BACKEND = "onnxruntime"
-# What release/triton_config.py writes.
+# What release/tensors.py writes.
 _FIELDS = {
     "name", "backend", "max_batch_size", "input", "output", "dynamic_batching", "instance_group",
 }  # fmt: skip

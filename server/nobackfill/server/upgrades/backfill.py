@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from nobackfill.errors import InvalidInputError, PreconditionError, few
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, size_of
 from nobackfill.server.galleries.hosted import Hosted
@@ -51,7 +51,7 @@ def embed_again(
     hosted: Hosted,
     embedding: Embedding,
     manifest: Manifest,
-    items: Sequence[Item],
+    items: Sequence[StoredItem],
     images: Sequence[bytes],
     refused: list[str],
 ) -> list[int]:
@@ -81,7 +81,7 @@ def read_again(
     hosted: Hosted,
     embedding: Embedding,
     manifest: Manifest,
-    items: Sequence[Item],
+    items: Sequence[StoredItem],
     texts: Sequence[str],
     refused: list[str],
 ) -> list[int]:

@@ -23,7 +23,7 @@ from nobackfill.quality.listing import same_class
 from nobackfill.quality.retrieval import MatrixCell, evaluate_cells, neighbour_paths
 from nobackfill.quality.route_evidence import backfill_curves
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.trust.publication import read_publication
+from nobackfill.release.trust.trust import read_publication
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import backfill_table, matrix_table, protocol_table
 from nobackfill.training.protocols.evaluation import evaluate_protocol

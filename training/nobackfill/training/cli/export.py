@@ -15,14 +15,14 @@ from nobackfill.framing import Fit, Interpolation
 from nobackfill.quality.gate import Evidence, measure_release
 from nobackfill.quality.listing import TextListing, halves, list_texts
 from nobackfill.release.manifest import GateVerdict, Manifest
-from nobackfill.release.publishing.keys import Keys
+from nobackfill.release.publishing.metadata import Keys
 from nobackfill.release.publishing.publish import (
     PublishedRelease,
     check_keys,
+    drafting,
     publish,
 )
-from nobackfill.release.publishing.staging import drafting
-from nobackfill.release.trust.publication import Publication, read_publication
+from nobackfill.release.trust.trust import Publication, read_publication
 from nobackfill.shares import percent
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import gate_table

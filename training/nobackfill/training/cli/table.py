@@ -11,7 +11,7 @@ from rich.table import Table
 from nobackfill.metrics.backfill import TENTHS, BackfillCurve
 from nobackfill.quality.gate import Evidence, GainRow
 from nobackfill.quality.retrieval import MatrixCell
-from nobackfill.release.evidence import Unlabelled
+from nobackfill.release.manifest import Unlabelled
 
 
 def gate_table(evidence: Evidence) -> str:

@@ -20,7 +20,7 @@ from nobackfill.class_folders import Listing, digest, digests, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.errors import ConfigurationError, InvalidInputError, few
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.trust.publication import require_release
+from nobackfill.release.trust.trust import require_release
 from nobackfill.training.config import EmbedderConfig, UpgradeConfig
 from nobackfill.training.data.folders import hold_out
 from nobackfill.training.export.drafting import Recipe, Release

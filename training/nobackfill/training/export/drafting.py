@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from nobackfill.class_folders import Images
 from nobackfill.digests import side_space_id
 from nobackfill.errors import ConfigurationError
-from nobackfill.release.encoders import format_of
 from nobackfill.release.manifest import (
-    Embedder,
     GateVerdict,
     Manifest,
     Probes,
+    PublishedEmbedder,
     PublishedFile,
-    SideEncoder,
+    PublishedSideEncoder,
     TextEncoder,
     Upgrade,
+    format_of,
     space_of,
 )
 from nobackfill.release.paths import (
@@ -72,9 +72,9 @@ class Release:
     method: str = "independent"
     recipe: Recipe = field(default_factory=dict)
     files: dict[str, Path] = field(default_factory=dict)
-    embedder: Embedder | None = None
+    embedder: PublishedEmbedder | None = None
     text_encoder: TextEncoder | None = None
-    side_encoder: SideEncoder | None = None
+    side_encoder: PublishedSideEncoder | None = None
     upgrades: list[Upgrade] = field(default_factory=list)
     # Of `published`, those that were taken back.
     withdrawn: Collection[int] = ()
@@ -94,7 +94,7 @@ class Release:
         path = self.local(embedder_path(self.number))
         probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
         export_onnx(encoder, probes, ("embedding",), path)
-        self.embedder = Embedder(
+        self.embedder = PublishedEmbedder(
             file=self.file(embedder_path(self.number)),
             height=encoder.image_size,
             width=encoder.image_size,
@@ -110,7 +110,7 @@ class Release:
         path = self.local(side_encoder_path(self.number))
         probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
         export_onnx(encoder, probes, ("side",), path)
-        self.side_encoder = SideEncoder(
+        self.side_encoder = PublishedSideEncoder(
             file=self.file(side_encoder_path(self.number)),
             dim=encoder.dim,
             origin_release=self.number,

@@ -24,8 +24,7 @@ from torch import nn
 from nobackfill.digests import SPACE
 from nobackfill.errors import ConfigurationError, InvalidInputError, VerificationError
 from nobackfill.framing import Fit, Interpolation
-from nobackfill.release.encoders import space_of
-from nobackfill.release.manifest import Embedder, Manifest, Upgrade
+from nobackfill.release.manifest import Manifest, PublishedEmbedder, Upgrade, space_of
 from nobackfill.release.paths import embedder_path, upgrade_int8_path, upgrade_path
 from nobackfill.release.publishing.declaration import digest, weight_files
 from nobackfill.release.publishing.preprocessing import Preprocessing
@@ -83,7 +82,7 @@ def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
     onnx.save(model, path)
     embedding = _run(path, size, source)
     unit = bool((np.abs(np.linalg.norm(embedding, axis=1) - 1) < 1e-3).all())
-    release.embedder = Embedder(
+    release.embedder = PublishedEmbedder(
         file=release.file(embedder_path(release.number)),
         height=size[0],
         width=size[1],
@@ -330,7 +329,9 @@ def _dims(model: onnx.ModelProto, source: Path) -> tuple[int, int]:
     return shapes[0][1], shapes[1][1]
 
 
-def _named(space: str, embedder: Embedder, recipe: Recipe, model: str | None) -> str | None:
+def _named(
+    space: str, embedder: PublishedEmbedder, recipe: Recipe, model: str | None
+) -> str | None:
     """A release's own name of what made its vectors, as `model` names it: by the space, or by the
     text model's fingerprint, None where that is not known: pictures are of another model."""
     if model is not None and model.startswith(SPACE):

@@ -16,8 +16,7 @@ from onnx import TensorProto, compose, helper, numpy_helper, shape_inference, ve
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError
-from nobackfill.release.encoders import LARGEST_LENGTH
-from nobackfill.release.manifest import Embedder, TextEncoder
+from nobackfill.release.manifest import LARGEST_LENGTH, PublishedEmbedder, TextEncoder
 from nobackfill.release.paths import query_encoder_path, text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.declaration import (
     Declaration,
@@ -293,7 +292,9 @@ def _share(release: Release, vectors: Vectors, file: Path) -> None:
     dim, unit = _kind(vectors)
     made = release.embedder
     if made is None:
-        release.embedder = Embedder(dim=dim, metric="cosine" if unit else "squared_l2", unit=unit)
+        release.embedder = PublishedEmbedder(
+            dim=dim, metric="cosine" if unit else "squared_l2", unit=unit
+        )
         release.method = "brought"
     elif (made.dim, made.unit) != (dim, unit):
         raise InvalidInputError(
@@ -306,5 +307,5 @@ def _share(release: Release, vectors: Vectors, file: Path) -> None:
 def add_vectors(release: Release, name: str, dim: int) -> None:
     """Make the release the space of vectors that `name` made, of which no model is published: an
     endpoint that was switched off, say. Vectors are compared by their directions."""
-    release.embedder = Embedder(dim=dim, metric="cosine", unit=False, vectors_of=name)
+    release.embedder = PublishedEmbedder(dim=dim, metric="cosine", unit=False, vectors_of=name)
     release.method = "vectors"

@@ -25,7 +25,7 @@ from nobackfill.errors import ConfigurationError, InvalidInputError
 from nobackfill.framing import Frame
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import Files, open_embedder, open_side_encoder
-from nobackfill.release.trust.publication import read_publication, require_release
+from nobackfill.release.trust.trust import read_publication, require_release
 from nobackfill.training.config import (
     Augmentation,
     EmbedderConfig,

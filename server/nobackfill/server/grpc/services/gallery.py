@@ -10,7 +10,7 @@ from nobackfill.gallery import edits
 from nobackfill.gallery.edits import Chosen
 from nobackfill.gallery.filters import check
 from nobackfill.gallery.listing import ListingPlace
-from nobackfill.gallery.reading import Item
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.server.galleries.galleries import CREATED, GalleryRegistry
 from nobackfill.server.galleries.hosted import NOTE, Hosted
 from nobackfill.server.galleries.indexing import searched
@@ -140,7 +140,7 @@ def _chosen(hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataReque
     return edits.chosen_by_filter(hosted.filtering, filtered)
 
 
-def _tell_vector(item: Item, into: pb.GetItemResponse | pb.ListedItem) -> None:
+def _tell_vector(item: StoredItem, into: pb.GetItemResponse | pb.ListedItem) -> None:
     """What there is to say of its vector in the active space, if it has one there."""
     if item.origin is not None:
         into.origin = ORIGINS[item.origin]

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from nobackfill.errors import IncompatibleSpaceError
 from nobackfill.gallery.edits import described
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.reading import Item, item_of
+from nobackfill.gallery.reading import StoredItem, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.staging import check_doubt
@@ -270,7 +270,7 @@ class PostgresqlGallery(Reads):
             snapshot=True,
         )
 
-    def upgraded(self, space: str, ids: Sequence[str]) -> list[Item]:
+    def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
         table = self._table(space)
         return self.database.read(
             lambda connection: [

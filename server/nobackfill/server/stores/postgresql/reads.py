@@ -10,7 +10,7 @@ import numpy as np
 
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.listing import ListingPlace, MetadataGroup, group_of
-from nobackfill.gallery.reading import Item, StoredVectors, Window
+from nobackfill.gallery.reading import StoredItem, StoredVectors, StoredWindow
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import Estimate
@@ -56,16 +56,18 @@ class Reads:
             lambda connection: rows.label_column(run(connection, query, [existing(ids)]))
         )
 
-    def get(self, item_id: str) -> Item | None:
+    def get(self, item_id: str) -> StoredItem | None:
         found = self._items_where("i.id = ANY(%s)", [existing([item_id])], 1)
         return found[0] if found else None
 
-    def _items_where(self, where: str, values: Sequence[Any], limit: int) -> list[Item]:
+    def _items_where(self, where: str, values: Sequence[Any], limit: int) -> list[StoredItem]:
         return self.database.read(
             lambda connection: rows.items_where(connection, self.schema, where, values, limit)
         )
 
-    def items(self, labels: Sequence[int] | Labels, space: str | None = None) -> list[Item | None]:
+    def items(
+        self, labels: Sequence[int] | Labels, space: str | None = None
+    ) -> list[StoredItem | None]:
         return self.database.read(
             lambda connection: rows.items(connection, self.schema, labels, space)
         )
@@ -94,7 +96,7 @@ class Reads:
         info = self.space(space)
         return self.database.read(lambda c: rows.stored(c, self.schema, labels, info))
 
-    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[Window]:
+    def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         with self.database.snapshot() as connection:
             infos = [rows.find_space(connection, self.schema, space) for space in spaces]
             after = 0
@@ -102,7 +104,7 @@ class Reads:
                 after = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
                 stored = [rows.stored(connection, self.schema, labels, info) for info in infos]
-                yield Window(items, stored)
+                yield StoredWindow(items, stored)
 
     def page(
         self,
@@ -112,7 +114,7 @@ class Reads:
         after: ListingPlace | None = None,
         allowed: Matches | None = None,
         least_certain: bool = False,
-    ) -> tuple[list[tuple[Item, ListingPlace]], ListingPlace | None]:
+    ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
         condition = _condition(allowed)
         if least_certain:
             table = self._table(space)
@@ -170,10 +172,10 @@ class Reads:
             lambda connection: left_behind(connection, self.schema, info.number)
         )
 
-    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[Item]:
+    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[StoredItem]:
         number = self.space(space).number
 
-        def work(connection: Connection) -> list[Item]:
+        def work(connection: Connection) -> list[StoredItem]:
             last = max(after, frontier(connection, self.schema, number))
             table = table_of(self.schema, number)
             there = f"SELECT 1 FROM {table} v WHERE v.label = i.label AND v.label > %s"

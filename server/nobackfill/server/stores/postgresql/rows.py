@@ -8,7 +8,7 @@ import numpy as np
 
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery import reading
-from nobackfill.gallery.reading import Item, StoredVectors, item_of
+from nobackfill.gallery.reading import StoredItem, StoredVectors, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
 from nobackfill.server.stores.postgresql.bulk import from_binary
@@ -40,7 +40,7 @@ def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:
 
 def items(
     connection: Connection, schema: str, labels: Sequence[int] | Labels, space: str | None
-) -> list[Item | None]:
+) -> list[StoredItem | None]:
     """Items in the order of `labels`; None where there is none."""
     wanted = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
@@ -58,7 +58,7 @@ def items(
 
 def items_where(
     connection: Connection, schema: str, where: str, values: Sequence[Any], limit: int
-) -> list[Item]:
+) -> list[StoredItem]:
     """Items `i` for which `where` holds, by label."""
     rows = run(
         connection,
