@@ -14,7 +14,7 @@ from nobackfill.gallery.search.index import mask_of
 from nobackfill.gallery.spec import Metadata, MetadataValue
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.milvus import candidates
-from nobackfill.server.stores.milvus.candidates import expression_of
+from nobackfill.server.stores.milvus.expressions import expression_of
 from nobackfill.server.stores.milvus.gallery import MilvusGallery
 from nobackfill.server.stores.postgresql.recall import RECALL
 from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher

@@ -27,8 +27,8 @@ from nobackfill.gallery.filters import (
 )
 from nobackfill.gallery.spec import Metadata
 from nobackfill.server.stores.milvus import columns as hashes
-from nobackfill.server.stores.milvus.candidates import EVERYTHING, expression_of
 from nobackfill.server.stores.milvus.columns import Columns, columns_of
+from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.postgresql.conditions import facets
 from tests.gallery.test_filters import (
     FILTERS,
