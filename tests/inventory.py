@@ -31,7 +31,7 @@ from prometheus_client import generate_latest
 from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
-from manual.commands import COMMANDS, application
+from manual.commands import COMMANDS, Command, application
 from nobackfill import errors
 from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.galleries.indexing import IndexSizes
@@ -67,7 +67,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client rescue": (f"{_CLIENT}.maintenance:rescue", "nobackfill.gallery.rescue:Rescued"),
     "edge-client rollback": (f"{_CLIENT}.cli.releases:rollback",),
     "edge-client search": (
-        f"{_CLIENT}.cli.searching:answer",
+        f"{_CLIENT}.cli.galleries:search",
         f"{_CLIENT}.search:DeviceAnswer.as_json",
         f"{_CLIENT}.search:DeviceHit.as_json",
     ),
@@ -168,22 +168,23 @@ def read() -> dict[str, Any]:
     }
 
 
-def _command(command: Any) -> dict[str, Any]:
+def _command(command: Command) -> dict[str, Any]:
     """Options and arguments of a command by name, and its subcommands."""
     parameters = {
-        (max(p.opts, key=len) if p.param_type_name == "option" else p.human_readable_name): {
+        p.name: {
             "names": sorted([*p.opts, *p.secondary_opts]),
             "default": _plain(p.default),
-            **({"choices": list(p.type.choices)} if hasattr(p.type, "choices") else {}),
+            **({"choices": list(p.choices)} if p.choices is not None else {}),
             **({"required": True} if p.required else {}),
-            **({"repeated": True} if p.multiple or p.nargs != 1 else {}),
+            **({"repeated": True} if p.repeated else {}),
         }
         for p in command.params
     }
-    subcommands = getattr(command, "commands", {})
-    described = {"parameters": dict(sorted(parameters.items()))}
-    if subcommands:
-        described["commands"] = {name: _command(sub) for name, sub in sorted(subcommands.items())}
+    described: dict[str, Any] = {"parameters": dict(sorted(parameters.items()))}
+    if command.commands:
+        described["commands"] = {
+            name: _command(sub) for name, sub in sorted(command.commands.items())
+        }
     return described
 
 

@@ -62,7 +62,7 @@ def test_make_targets_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("edge-client", "nobackfill.client.cli.app"), ("gateway", "nobackfill.server.cli.main")],
+    [("edge-client", "nobackfill.client.cli.main"), ("gateway", "nobackfill.server.cli.main")],
 )
 def test_subcommands_that_are_named_exist(name: str, module: str) -> None:
     script = f"from {module} import main; main()"

@@ -29,7 +29,7 @@ def test_no_command_prints_an_error_as_it_came() -> None:
     bare = [
         path
         for path in (
-            "client/nobackfill/client/cli/refusals.py",
+            "client/nobackfill/client/cli/main.py",
             "server/nobackfill/server/cli/app.py",
             "core/nobackfill/release/publishing/cli.py",
             "core/nobackfill/report/__main__.py",

@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
-from typer.testing import CliRunner
 
-from nobackfill.client.cli import search_line, searching
-from nobackfill.client.cli.app import app, main
+from nobackfill.client.cli.main import edge_client, run_line
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import remove
 from tests.support import blocks, edge
@@ -156,9 +152,8 @@ def test_refusals_are_one_sentence_and_their_exit_code(
     names["EMPTY"].mkdir()
     names["TEXT"].write_text("not an image")
     monkeypatch.setenv("NOBACKFILL_GALLERY", str(setting.gallery))
-    monkeypatch.setattr(sys, "argv", ["edge-client", *(str(names.get(a, a)) for a in arguments)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        run_line([str(names.get(word, word)) for word in arguments])
     assert ended.value.code == code
     assert says in capsys.readouterr().err
     assert not (tmp_path / "missing").exists()
@@ -201,8 +196,10 @@ def test_a_search_loads_what_it_needs_and_nothing_else(setting: Setting) -> None
     """Of what is not Python's own: each of them takes longer than the search."""
     item = run(setting.gallery, "list").stdout.split()[0]
     code = (
-        "import sys; before = set(sys.modules); from nobackfill.client.cli.main import main\n"
-        "main()\n"
+        "import sys; before = set(sys.modules)\n"
+        "from nobackfill.client.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: assert not ended.code\n"
         "loaded = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(loaded - sys.stdlib_module_names))\n"
     )
@@ -224,26 +221,89 @@ def test_a_search_whose_answer_nobody_takes_ends_in_silence(setting: Setting) ->
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-WORDS = st.sampled_from(
-    ["--gallery", "--json", "search", "--id", "--text", "-k", "-k3", "--k", "--where", "--sheet",
-     "--", "-", "--id=x", "--help", "", "a.png", "b", "1", "0", "1000", "1001", "01", "-1", "x=1",
-     "add", "--no-such"],
-)  # fmt: skip
+def test_options_stand_between_names_too(setting: Setting) -> None:
+    first, second = setting.images[:2]
+    asked = ask(setting.gallery, "search", first, "-k", "1", second)
+    assert [answer["query"] for answer in asked["answers"]] == [str(first), str(second)]
+    assert asked == ask(setting.gallery, "search", "-k1", first, second)
+    assert asked == ask(setting.gallery, "search", "-k=1", "--", first, second)
 
 
-@pytest.mark.slow
-@given(st.lists(WORDS, max_size=7).map(lambda words: ["search", *words]) | st.lists(WORDS))
-def test_a_plain_line_means_to_the_quick_reader_what_it_means_to_typer(line: list[str]) -> None:
-    for environment in ({}, {"NOBACKFILL_GALLERY": "other.sqlite"}, {"NOBACKFILL_GALLERY": ""}):
-        quickly = search_line.read(line, environment)
-        if quickly is None:
-            continue
-        asked: list[searching.SearchLine] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(searching, "answer", asked.append)
-            done = CliRunner().invoke(app, line, env={**environment, "TERM": "dumb"})
-        assert done.exit_code == 0, done.output
-        assert asked == [quickly]
+def test_a_command_line_is_read_alike_with_and_without_the_other_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A parser is made for the words at hand: a word that names another command is no matter."""
+    monkeypatch.delenv("NOBACKFILL_GALLERY", raising=False)
+    for line in (
+        ["search", "add", "-k", "3"],
+        ["--gallery", "search", "add", "search", "--json"],
+        ["set", "a", "--to", "b=1", "sync", "--to=c=true"],
+        ["sync", "--fp32", "--keep-original", "--backfill=3"],
+    ):
+        read = [vars(edge_client(words).parse_args(line)) for words in (line, ())]
+        for one in read:
+            del one["refuse"]
+        assert read[0] == read[1]
+
+
+def test_wrong_usage_says_so_in_one_line(setting: Setting) -> None:
+    for line in ("no-such", "search --js", "search -k", "list \x1b[1m", "set x"):
+        refused = run(setting.gallery, *line.split(), code=2)
+        assert refused.stderr.count("\n") == 1
+        assert "--help`" in refused.stderr
+        assert "\x1b" not in refused.stderr
+    assert "COMMAND" in run(setting.gallery, code=2).stderr
+
+
+def complete(line: str, folder: Path) -> list[str]:
+    """The words that a shell is offered."""
+    file = folder / "words"
+    done = subprocess.run(
+        [COMMAND],
+        env={
+            **os.environ, "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line,
+            "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(file),
+        },
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == ""
+    return file.read_text().split()
+
+
+def test_a_shell_completes_commands_and_options(tmp_path: Path) -> None:
+    assert set(complete("edge-client s", tmp_path)) == {"search", "set", "status", "sync"}
+    offered = complete("edge-client --gallery x sync --dr", tmp_path)
+    assert set(offered) == {"--drop-original", "--dry-run"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed_once(tmp_path: Path, shell: str) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path), "SHELL": f"/bin/{shell}"}
+    (tmp_path / f".{shell}rc").write_text("alias ll='ls -l'")
+    for _ in range(2):
+        subprocess.run([COMMAND, "--install-completion"], env=environment, check=True)
+    shown = subprocess.run(
+        [COMMAND, "--show-completion"], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    (file,) = tmp_path.rglob("edge-client.*")
+    assert file.read_text() == shown.removesuffix("\n")
+    lines = (tmp_path / f".{shell}rc").read_text().splitlines()
+    assert lines == ["alias ll='ls -l'", f"source '{file}'"][: 1 if shell == "fish" else 2]
+    if shell == "bash":
+        script = "source ~/.bashrc; complete -p edge-client"
+        done = subprocess.run(
+            ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert "edge-client" in done.stdout
+
+
+def test_completion_of_another_shell_is_refused() -> None:
+    done = subprocess.run(
+        [COMMAND, "--show-completion"], env={**os.environ, "SHELL": "/bin/dash"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 65
+    assert "SHELL=bash edge-client --show-completion" in done.stderr
 
 
 def test_removing_a_path_removes_every_item_added_from_it(setting: Setting, tmp_path: Path) -> None:

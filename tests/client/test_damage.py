@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nobackfill.client.cli.app import main
+from nobackfill.client.cli.main import run_line
 from nobackfill.client.device import Device
 from nobackfill.client.vault.queue import VaultEntry, VaultQueue
 from nobackfill.gallery.connections import PAGE_BYTES
@@ -62,7 +62,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     def run(gallery: Path, *arguments: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["edge-client", "--gallery", str(gallery), *arguments])
         with pytest.raises(SystemExit) as ended:
-            main()
+            run_line()
         said = capsys.readouterr()
         code = int(ended.value.code or 0)
         assert code == 0 or said.err or "damaged" in said.out, arguments

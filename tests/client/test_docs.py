@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 
+from manual.commands import application
 from nobackfill.client import Gateway
-from nobackfill.client.cli.app import app, main
+from nobackfill.client.cli.main import run_line
 from nobackfill.client.device import Device
 from nobackfill.client.vault import keys
 from tests.server.support import running
@@ -21,25 +21,22 @@ PAGE = page("docs/edge.md")
 
 
 def test_every_command_and_option_is_documented() -> None:
-    group = typer.main.get_command(app)
-    commands = group.commands  # type: ignore[attr-defined]
-    assert len(commands) == 16
-    for name, command in commands.items():
+    group = application("edge-client")
+    assert len(group.commands) == 16
+    for name, command in group.commands.items():
         assert re.search(rf"^edge-client {name}\b", PAGE, re.MULTILINE), name
         assert re.search(rf"^### .*\b{name}\b|^edge-client {name}", PAGE, re.MULTILINE), name
-        for parameter in command.params:
-            for option in (*parameter.opts, *parameter.secondary_opts):
-                if option.startswith("-") and option != "--help":
-                    assert option in PAGE, f"{name} {option}"
-    for option in (o for p in group.params for o in p.opts if o != "--help"):
+        for option in (o for p in command.params for o in p.opts if o.startswith("-")):
+            assert option in PAGE, f"{name} {option}"
+    for option in (o for p in group.params for o in p.opts):
         assert option in PAGE, option
 
 
 def test_every_option_in_the_page_exists() -> None:
-    group = typer.main.get_command(app)
+    group = application("edge-client")
     known = {"--help"}
-    for command in (group, *group.commands.values()):  # type: ignore[attr-defined]
-        known |= {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    for command in (group, *group.commands.values()):
+        known |= {o for p in command.params for o in p.opts}
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", PAGE))
     assert used <= known
 
@@ -89,7 +86,7 @@ def test_the_blocks_run(
                 scene["$ITEM"] = device.store.listing()[0].id
         for name, value in scene.items():
             line = line.replace(name, value)
-        documents.run_command(main, shlex.split(line), monkeypatch)
+        documents.run_command(run_line, shlex.split(line), monkeypatch)
         said = capsys.readouterr()
         if "--json" in line:
             assert json.loads(said.out)
@@ -108,7 +105,7 @@ def test_the_python_of_a_page_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for line in documents.lines(PAGE, "sh")[:2]:
-        documents.run_command(main, shlex.split(line), monkeypatch)
+        documents.run_command(run_line, shlex.split(line), monkeypatch)
     picture = tmp_path / "photos" / "0-0003.png"
     with Gateway(scene["127.0.0.1:50051"]) as gateway:
         for gallery in ("gallery", "photos"):
@@ -131,14 +128,13 @@ def test_the_example_of_the_help_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert typer.main.get_command(app).epilog
-    lines = re.findall(r"^  (edge-client .*)$", str(app.info.epilog), re.MULTILINE)
+    lines = re.findall(r"^  (edge-client .*)$", application("edge-client").epilog, re.MULTILINE)
     assert [line.split()[1] for line in lines] == ["init", "add", "search", "sync"]
     (tmp_path / "1.root.json").write_bytes((tmp_path / "gateway/repo/1.root.json").read_bytes())
     (tmp_path / "photos" / "a.jpg").write_bytes(blocks.png(releases.images(1, seed=3)[0]))
     for line in lines:
         words = shlex.split(line.replace("127.0.0.1:50051", scene["127.0.0.1:50051"]))
-        documents.run_command(main, words, monkeypatch)
+        documents.run_command(run_line, words, monkeypatch)
 
 
 def test_the_threat_model_names_each_party() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from nobackfill import pace
 from nobackfill.client import sources
-from nobackfill.client.cli.app import main
+from nobackfill.client.cli.main import run_line
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
 from nobackfill.client.search import Search
@@ -132,7 +132,7 @@ def test_what_a_gateway_says_is_shown_without_controls(
     command = ["edge-client", "--gallery", str(setting.gallery), "sync"]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as ended:
-        main()
+        run_line()
     said = capsys.readouterr().err
     assert ended.value.code == UnavailableError.exit_code
     assert "all is well" in said

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client.cli.app import main
+from nobackfill.client.cli.main import run_line
 from nobackfill.client.vault.keys import read_identity
 from nobackfill.errors import ConfigurationError
 from tests.client.test_cli import COMMAND
@@ -82,7 +82,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     def run(gallery: Path, *arguments: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["edge-client", "--gallery", str(gallery), *arguments])
         with pytest.raises(SystemExit) as ended:
-            main()
+            run_line()
         said = capsys.readouterr()
         return int(ended.value.code or 0), said.err + said.out
 

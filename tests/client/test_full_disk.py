@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client import gallery_file
-from nobackfill.client.cli.app import main
+from nobackfill.client.cli.main import run_line
 from nobackfill.client.device import Device
 from tests.support import blocks, disks, edge
 from tests.support.edge import Setting
@@ -23,7 +23,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         words = ["edge-client", "--gallery", str(gallery), *map(str, arguments)]
         monkeypatch.setattr("sys.argv", words)
         with pytest.raises(SystemExit) as ended:
-            main()
+            run_line()
         return int(ended.value.code or 0), capsys.readouterr().err
 
     return run

@@ -1,14 +1,15 @@
 """Notes on a device: texts added, found, carried over by a sync, brought back by a rollback."""
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 from nobackfill.client import Device
-from nobackfill.client.cli.app import app
-from nobackfill.errors import InvalidInputError, NobackfillError, NoEncoderError
+from nobackfill.client.cli.main import run_line
+from nobackfill.errors import InvalidInputError, NoEncoderError
 from nobackfill.release import probes
 from nobackfill.release.publishing.publish import publish
 from tests.release.test_tokenizers import ENDLESS, HARD
@@ -77,13 +78,10 @@ def test_notes_follow_a_release_and_come_back(repo: Path, tmp_path: Path) -> Non
 
 def run(gallery: Path, *arguments: str) -> tuple[int, str]:
     """Exit code and stdout of a command."""
-    result = CliRunner().invoke(app, ["--gallery", str(gallery), *arguments])
-    return code_of(result), result.stdout
-
-
-def code_of(result: Result) -> int:
-    error = result.exception
-    return error.exit_code if isinstance(error, NobackfillError) else result.exit_code
+    said = io.StringIO()
+    with redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        run_line(["--gallery", str(gallery), *arguments])
+    return int(ended.value.code or 0), said.getvalue()
 
 
 def test_commands_take_texts(repo: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client.cli.app import main
+from nobackfill.client.cli.main import run_line
 from nobackfill.client.device import Device
 from nobackfill.errors import BusyError, CannotWriteError
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -67,7 +67,7 @@ def here(
     def run(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr("sys.argv", ["edge-client", *arguments])
         with pytest.raises(SystemExit) as ended:
-            main()
+            run_line()
         return int(ended.value.code or 0), capsys.readouterr().err
 
     return run

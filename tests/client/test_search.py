@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from nobackfill.client.cli import searching
+from nobackfill.client.cli.main import run_line
 from nobackfill.client.device import Device
 from nobackfill.client.search import Search
 from nobackfill.errors import InvalidInputError, NotFoundError
@@ -67,7 +67,8 @@ def test_an_answer_that_is_all_beyond_the_calibration_says_so(
         assert not Search(device, {"row": -1}).by_id("item-3", 2).beyond_calibration
     note = "every hit lies beyond the distances that the release was calibrated on"
     for k, noted in ((1, True), (2, False)):
-        searching.answer(searching.SearchLine(setting.gallery, item="item-3", k=k))
+        with pytest.raises(SystemExit):
+            run_line(["--gallery", str(setting.gallery), "search", "--id=item-3", f"-k{k}"])
         assert (note in capsys.readouterr().out) == noted
 
 

@@ -4,7 +4,6 @@ one that there is."""
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,7 +57,7 @@ def test_commands_that_are_named_have_these_words_and_options(name: str) -> None
     for command, rest in told(page(name)):
         application = commands.application(command)
         options = of(application)
-        subcommands = getattr(application, "commands", {})
+        subcommands = application.commands
         words = [word for word in rest.split() if re.fullmatch(r"[a-z][a-z-]+", word)]
         if subcommands and words:
             # A global option's value may stand before it.
@@ -81,7 +80,7 @@ def told(text: str) -> Iterator[tuple[str, str]]:
     yield from re.findall(rf"`({names})\s([^`]*)`", text)
 
 
-def of(command: Any) -> set[str]:
+def of(command: commands.Command) -> set[str]:
     return {option for p in command.params for option in (*p.opts, *p.secondary_opts)}
 
 

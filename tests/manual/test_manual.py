@@ -55,12 +55,11 @@ def test_the_commands_page_has_every_option() -> None:
     for name in commands.COMMANDS:
         application = commands.application(name)
         pages = {f"## {name}": application}
-        subcommands = getattr(application, "commands", {})
-        pages |= {f"### {name} {word}": command for word, command in subcommands.items()}
+        pages |= {f"### {name} {word}": one for word, one in application.commands.items()}
         for title, command in pages.items():
             body = re.split(r"\n##+ ", text.split(f"\n{title}\n")[1])[0]
             for parameter in command.params:
-                hidden = getattr(parameter, "hidden", False)
+                hidden = parameter.record is None
                 shown = [o for o in parameter.opts if o.startswith("-") and o != "--help"]
                 assert hidden or all(option in body for option in shown), (title, shown)
             for line in (command.epilog or "").split():

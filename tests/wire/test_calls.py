@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nobackfill import errors
-from nobackfill.client.cli.app import app as client_app
+from nobackfill.client.cli.main import run_line
 from nobackfill.client.output import Output
 from nobackfill.server.cli import main  # noqa: F401 - it brings the commands
 from nobackfill.server.cli.app import app as server_app
@@ -93,7 +93,7 @@ def test_a_token_never_travels_in_the_clear(
 
 
 def test_every_command_refuses_a_token_without_tls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "token").write_text("secret")
     monkeypatch.setenv("NOBACKFILL_TOKEN_FILE", str(tmp_path / "token"))
@@ -106,10 +106,10 @@ def test_every_command_refuses_a_token_without_tls(
         assert said.exit_code == 78, command
         assert "expected TLS for a bearer token" in said.output
     gallery = tmp_path / "g.sqlite"
-    with pytest.raises(errors.ConfigurationError, match="expected TLS for a bearer token"):
-        client_app(
-            [f"--gallery={gallery}", "init", "--from=grpc://127.0.0.1:1"], standalone_mode=False
-        )
+    with pytest.raises(SystemExit) as ended:
+        run_line([f"--gallery={gallery}", "init", "--from=grpc://127.0.0.1:1"])
+    assert ended.value.code == 78
+    assert "expected TLS for a bearer token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("token", [b"", b"two words", b"\xff", b"a\nb"])

@@ -1,1 +1,1 @@
-"""The command `edge-client`, a file for each group of verbs; nothing below imports from here."""
+"""The command `edge-client`; nothing below imports from here."""

@@ -1,40 +1,33 @@
 """The commands that make, fill, search, show, keep and repair a gallery."""
 
-import os
-import tempfile
-import threading
-import webbrowser
+import sys
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from nobackfill.client.cli.options import Json, metadata_values, named_path
+from nobackfill.client.cli.options import Command, Commands, named_path, no_options, whole
 from nobackfill.client.output import Output, size
 from nobackfill.errors import ConfigurationError, DamagedError, InvalidInputError, few
 from nobackfill.extras import extra
 
-Texts = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="JSONL: an object with id and text a line, the other keys as metadata.",
-        parser=named_path,
-    ),
-]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from nobackfill.client.search import DeviceAnswer
+    from nobackfill.gallery.filters import Filter, Scalar
 
 
-def add_texts(context: typer.Context, file: Path, json: bool) -> None:
+def add_texts(arguments: Namespace) -> None:
     """Add the texts of a file. Exits with 65 where some were refused; they are named."""
     from nobackfill.client.device import Device
     from nobackfill.client.notes import add
     from nobackfill.text_lines import read_texts
 
-    output, refused = Output(json), dict[str, str]()
-    with Device(context.obj) as device:
-        done = add(device, read_texts(file, refused))
+    output, refused = Output(arguments.json), dict[str, str]()
+    with Device(arguments.gallery) as device:
+        done = add(device, read_texts(arguments.texts, refused))
         total = device.store.count()
     refused |= done.refused
     for name, reason in refused.items():
@@ -44,44 +37,22 @@ def add_texts(context: typer.Context, file: Path, json: bool) -> None:
         f"{len(done.added)} added, {len(refused)} refused; {total} items",
     )
     if refused:
-        raise typer.Exit(InvalidInputError.exit_code)
+        raise SystemExit(InvalidInputError.exit_code)
 
 
-Sheet = Annotated[Path | None, typer.Option(help="Also draw query and hits as a picture, OUT.png.")]
-
-
-def init(
-    context: typer.Context,
-    source: Annotated[
-        str,
-        typer.Option(
-            "--from",
-            help="A gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (http(s)://…), or "
-            "a publication folder.",
-        ),
-    ],
-    root: Annotated[
-        Path | None,
-        typer.Option(
-            help="Root metadata to trust: the publisher's 1.root.json, got by another way than "
-            "SOURCE (with the app, over HTTPS, by hand). Without it you are shown its fingerprint: "
-            "compare it with the one that the publisher gave you."
-        ),
-    ] = None,
-    json: Json = False,
-) -> None:
+def init(arguments: Namespace) -> None:
     """Make an empty gallery that follows the releases published at SOURCE."""
     from nobackfill.client.creation import init as make
     from nobackfill.client.gallery_file import keep_reserve
     from nobackfill.images import read_file
 
     try:
-        trusted = None if root is None else read_file(root)
+        trusted = None if arguments.root is None else read_file(arguments.root)
     except InvalidInputError as error:
-        raise ConfigurationError(f"--root {root}: {error}") from error
-    output = Output(json)
-    made = make(context.obj, source, trusted, _confirm, output)
-    keep_reserve(context.obj)
+        raise ConfigurationError(f"--root {arguments.root}: {error}") from error
+    output = Output(arguments.json)
+    made = make(arguments.gallery, arguments.source, trusted, _confirm, output)
+    keep_reserve(arguments.gallery)
     output.result(
         made,
         f"{made['gallery']}: made in the space of release {made['release']} "
@@ -92,52 +63,33 @@ def init(
 def _confirm(root: bytes) -> None:
     from nobackfill.release.trust.trust import fingerprint
 
-    typer.echo(
-        f"The publication's root metadata has the fingerprint\n{fingerprint(root)}", err=True
-    )
-    try:
-        trusted = typer.confirm("Is this the one that its publisher gave you?", err=True)
-    except typer.Abort:
-        trusted = False
-    if not trusted:
+    print(
+        f"The publication's root metadata has the fingerprint\n{fingerprint(root)}\n"
+        "Is this the one that its publisher gave you? [y/N]: ",
+        end="", file=sys.stderr, flush=True,
+    )  # fmt: skip
+    if sys.stdin is None or sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise ConfigurationError(
             "the root metadata is not trusted: nothing was made. Ask the publisher for 1.root.json "
             "and name it with --root FILE"
         )
 
 
-def add(
-    context: typer.Context,
-    images: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="PATHS...",
-            help="Images and folders (JPEG, PNG, WebP; HEIC and AVIF with the extra heic).",
-            parser=named_path,
-        ),
-    ] = None,
-    texts: Texts = None,
-    note: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Metadata of every image added (repeatable)."
-        ),
-    ] = None,
-    json: Json = False,
-) -> None:
+def add(arguments: Namespace) -> None:
     """Add images; those that the gallery holds are skipped, and what is not taken is named and ends
     with exit code 65. Or texts, by their ids, in place of what is there."""
-    if bool(images) == (texts is not None) or (texts is not None and note):
-        raise typer.BadParameter("expected either images, with --set or without, or --texts FILE")
+    images, notes, texts = arguments.images, dict(arguments.note or ()), arguments.texts
+    if bool(images) == (texts is not None) or (texts is not None and notes):
+        arguments.refuse("expected either images, with --set or without, or --texts FILE")
     if texts is not None:
-        add_texts(context, texts, json)
+        add_texts(arguments)
         return
     from nobackfill.client.device import Device
     from nobackfill.client.photos import add as store
 
-    output = Output(json)
-    with Device(context.obj) as device, output.progress("adding") as advance:
-        done = store(device, images or [], metadata_values(note), advance)
+    output = Output(arguments.json)
+    with Device(arguments.gallery) as device, output.progress("adding") as advance:
+        done = store(device, images, notes, advance)
         total = device.store.count()
     for reason, paths in done.reasons().items():
         output.note(f"{few(paths)}: {reason}")
@@ -145,7 +97,7 @@ def add(
         output.note(
             f"{few(done.skipped)}: hidden, or a system's, program's or gallery's own; passed over"
         )
-    if note and done.held:
+    if notes and done.held:
         output.note(f"{done.held} were held already and keep their metadata; see `edge-client set`")
     answer = {
         "added": done.added, "held": done.held, "refused": done.refused, "items": total,
@@ -157,55 +109,64 @@ def add(
         f"{total} items",
     )
     if done.refused:
-        raise typer.Exit(InvalidInputError.exit_code)
+        raise SystemExit(InvalidInputError.exit_code)
 
 
-def search(
-    context: typer.Context,
-    images: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="IMAGE...", help="What to look for.", parser=named_path),
-    ] = None,
-    item: Annotated[str | None, typer.Option("--id", help="An item of the gallery.")] = None,
-    text: Annotated[str | None, typer.Option("--text", help="A text to look for.")] = None,
-    k: Annotated[int, typer.Option("-k", min=1, max=1000, help="Number of hits.")] = 10,
-    where: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Only items with this metadata: folder, name, or what add --set gave; also "
-            "KEY!=VALUE, KEY>VALUE (or <, >=, <=) and 'KEY exists' (repeatable).",
-        ),
-    ] = None,
-    sheet: Sheet = None,
-    json: Json = False,
-) -> None:
+def search(arguments: Namespace) -> None:
     """Find the items nearest to images, a text, or an item of the gallery. Exact and offline."""
-    from nobackfill.client.cli.searching import SearchLine, answer
-    from nobackfill.client.conditions import read
-
+    images, item, text = arguments.images, arguments.item, arguments.text
     if bool(images) + (item is not None) + (text is not None) != 1:
-        raise typer.BadParameter("expected either images, --text or --id")
-    try:
-        conditions = read(where) if where else None
-    except InvalidInputError as error:
-        raise typer.BadParameter(f"--where: {error}") from error
-    answer(SearchLine(context.obj, images or [], item, text, k, conditions, sheet, json))
+        arguments.refuse("expected either images, --text or --id")
+    where: Filter | Mapping[str, Scalar] = {}
+    if arguments.where:
+        from nobackfill.client.conditions import read
+
+        try:
+            where = read(arguments.where)
+        except InvalidInputError as error:
+            arguments.refuse(f"--where: {error}")
+    from nobackfill.client.device import Device
+    from nobackfill.client.search import Search
+
+    with Device(arguments.gallery) as device:
+        view = Search(device, where)
+        if item is not None:
+            answers = [view.by_id(item, arguments.k)]
+        elif text is not None:
+            answers = view.by_texts([text], arguments.k)
+        else:
+            answers = view.by_images(images, arguments.k)
+        if arguments.sheet is not None:
+            from nobackfill.client.pictures import write_sheet
+
+            write_sheet(device, answers, arguments.sheet)
+    one = answers[0].as_json() if len(answers) == 1 else None
+    Output(arguments.json).result(
+        one or {"answers": [found.as_json() for found in answers]},
+        *(line for found in answers for line in _table(found, len(answers) > 1)),
+    )
 
 
-def list_items(
-    context: typer.Context,
-    after: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Begin after this item's label.")
-    ] = 0,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Items at most.")] = 1000,
-    json: Json = False,
-) -> None:
+def _table(answer: "DeviceAnswer", named: bool) -> list[str]:
+    told = answer.as_json()
+    lines = [f"{told['query']}:"] if named else []
+    for hit in told["hits"]:
+        score = "" if hit["score"] is None else f"{hit['score']:7.1%}"
+        lines.append(f"{hit['id']}  {hit['distance']:8.4f}{score}  {hit['path']}")
+    if answer.beyond_calibration:
+        lines.append(
+            "every hit lies beyond the distances that the release was calibrated on: the scores do "
+            "not tell these hits apart"
+        )
+    return lines or ["nothing found: the gallery is empty, or no item passes --where"]
+
+
+def list_items(arguments: Namespace) -> None:
     """List the items, oldest first."""
     from nobackfill.client.device import Device
 
-    with Device(context.obj) as device:
-        page = device.store.listing(after, limit)
+    with Device(arguments.gallery) as device:
+        page = device.store.listing(arguments.after, arguments.limit)
         space = device.store.active().spec.space
         items = [i for i in device.store.items([i.label for i in page], space) if i is not None]
         more = bool(device.store.listing(page[-1].label, 1)) if page else False
@@ -214,79 +175,70 @@ def list_items(
         for i in items
     ]
     lines = (f"{i.id}  {i.origin or 'not searchable':12}  {i.metadata.get('path')}" for i in items)
-    Output(json).result({"items": answer}, *lines)
+    Output(arguments.json).result({"items": answer}, *lines)
     if more:
-        Output(json).note(f"more: edge-client list --after {page[-1].label}")
+        Output(arguments.json).note(f"more: edge-client list --after {page[-1].label}")
 
 
-def remove(
-    context: typer.Context,
-    items: Annotated[list[str], typer.Argument(metavar="ITEMS...", help="Ids or paths.")],
-    json: Json = False,
-) -> None:
+def remove(arguments: Namespace) -> None:
     """Remove items from the gallery, for good; from the vault too, at the next push."""
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import remove as forget
 
-    with Device(context.obj) as device:
-        done = forget(device, items)
+    with Device(arguments.gallery) as device:
+        done = forget(device, arguments.items)
     later = f"; {done['left_in_vault']} vault objects go with the next push"
-    Output(json).result(done, f"{done['removed']} removed{later if done['left_in_vault'] else ''}")
+    Output(arguments.json).result(
+        done, f"{done['removed']} removed{later if done['left_in_vault'] else ''}"
+    )
 
 
-def set_metadata(
-    context: typer.Context,
-    items: Annotated[list[str], typer.Argument(metavar="ITEMS...", help="Ids or paths.")],
-    note: Annotated[
-        list[str], typer.Option("--to", metavar="KEY=VALUE", help="Metadata (repeatable).")
-    ],
-    json: Json = False,
-) -> None:
+def set_metadata(arguments: Namespace) -> None:
     """Set metadata of items that the gallery holds; their other metadata stays."""
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import describe
 
-    with Device(context.obj) as device:
-        changed = describe(device, items, metadata_values(note))
-    Output(json).result({"changed": changed}, f"{changed} items changed")
+    with Device(arguments.gallery) as device:
+        changed = describe(device, arguments.items, dict(arguments.note))
+    Output(arguments.json).result({"changed": changed}, f"{changed} items changed")
 
 
-def gc(context: typer.Context, json: Json = False) -> None:
+def gc(arguments: Namespace) -> None:
     """Confirm the active release and free what only a rollback would need."""
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import free_reserve, keep_reserve
     from nobackfill.client.maintenance import collect
 
-    free_reserve(context.obj)
-    with Device(context.obj) as device:
+    free_reserve(arguments.gallery)
+    with Device(arguments.gallery) as device:
         done = collect(device)
-    keep_reserve(context.obj)
-    Output(json).result(done, f"{size(done['freed_bytes'])} freed")
+    keep_reserve(arguments.gallery)
+    Output(arguments.json).result(done, f"{size(done['freed_bytes'])} freed")
 
 
-def verify(context: typer.Context, json: Json = False) -> None:
+def verify(arguments: Namespace) -> None:
     """Check the file, every vector, the models, the keys and what the vault holds; exit 65 if
     something is wrong."""
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import verify as check
 
-    with Device(context.obj) as device:
+    with Device(arguments.gallery) as device:
         found = check(device)
     fine = f"{found['items']} items, {found['vectors']} vectors: all is well"
-    output = Output(json)
+    output = Output(arguments.json)
     for note in found["notes"]:
         output.note(note)
     output.result(found, *(found["problems"] or [fine]))
     if found["problems"]:
-        raise typer.Exit(InvalidInputError.exit_code)
+        raise SystemExit(InvalidInputError.exit_code)
 
 
-def status(context: typer.Context, json: Json = False) -> None:
+def status(arguments: Namespace) -> None:
     """Show what the gallery holds, which release answers, and what is least certain."""
     from nobackfill.client.device import Device
     from nobackfill.client.status import status as look
 
-    with Device(context.obj) as device:
+    with Device(arguments.gallery) as device:
         found = look(device)
     lines = [
         f"{found['gallery']}: {found['items']} items, release {found['release']}, "
@@ -305,19 +257,15 @@ def status(context: typer.Context, json: Json = False) -> None:
         f"  uncertain {i['uncertainty']:.4g}: {i['id']}  {i['path']}"
         for i in found["least_certain"]
     ]
-    Output(json).result(found, *lines)
+    Output(arguments.json).result(found, *lines)
 
 
-def rescue(
-    context: typer.Context,
-    to: Annotated[Path, typer.Option(help="The file of the new gallery.")],
-    json: Json = False,
-) -> None:
+def rescue(arguments: Namespace) -> None:
     """Make a new gallery of every intact row of a damaged one; exit 65 if some were not."""
     from nobackfill.client.maintenance import rescue as save
 
-    output = Output(json)
-    done = save(context.obj, to)
+    output = Output(arguments.json)
+    done = save(arguments.gallery, arguments.to)
     vectors = ", ".join(f"{n} vectors of release {r}" for r, n in done["vectors"].items())
     for name in done["not_copied"]:
         output.note(f"{name}: cannot be read and was not copied; `edge-client sync` brings models")
@@ -327,37 +275,32 @@ def rescue(
         output.note(f"{table}: {count} rows are not as they were written")
     output.result(
         done,
-        f"{to}: {done['items']} items and {vectors} saved"
+        f"{arguments.to}: {done['items']} items and {vectors} saved"
         + ("; add the images of lost items again" if done["lost"] else ", nothing was lost"),
     )
     if done["lost"]:
-        raise typer.Exit(DamagedError.exit_code)
+        raise SystemExit(DamagedError.exit_code)
 
 
-def browse(
-    context: typer.Context,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0: one that is free.")
-    ] = 0,
-    show: Annotated[bool, typer.Option("--open", help="Open it in your browser, too.")] = False,
-    json: Json = False,
-) -> None:
+def browse(arguments: Namespace) -> None:
     """Look at the gallery in a browser on this device, until Ctrl-C: search, sync, compare."""
+    import threading
+
     with extra("web"):
         from nobackfill.client.browse.app import pages
         from nobackfill.pages import Listener, new_token
     from nobackfill.client.device import Device
 
     token = new_token()
-    with Device(context.obj) as device, Listener("127.0.0.1", port) as listener:
+    with Device(arguments.gallery) as device, Listener("127.0.0.1", arguments.port) as listener:
         address = f"{listener.address}/{token}/"
         guard = pages(device, listener.hosts, token)
         listener.serve(guard, guard.knows)
-        Output(json).result(
+        Output(arguments.json).result(
             {"address": address}, address,
             "Anybody who knows this address sees the gallery. Ctrl-C ends it.",
         )  # fmt: skip
-        with _shown(address, context.obj) if show else nullcontext():
+        with _shown(address, arguments.gallery) if arguments.show else nullcontext():
             threading.Event().wait()
 
 
@@ -369,6 +312,10 @@ def _shown(address: str, gallery: Path) -> Iterator[None]:
     the file (mode 0600) holds the secret. It lies beside the gallery, as some browsers may not read
     the system's temporary files, or there where the gallery's folder is read only.
     """
+    import os
+    import tempfile
+    import webbrowser
+
     try:
         handle, name = tempfile.mkstemp(".html", f"{gallery.name}.", gallery.absolute().parent)
     except OSError:
@@ -380,3 +327,149 @@ def _shown(address: str, gallery: Path) -> Iterator[None]:
         yield
     finally:
         Path(name).unlink(missing_ok=True)
+
+
+def pair(text: str) -> "tuple[str, Scalar]":
+    """Metadata as people write it, KEY=VALUE."""
+    from nobackfill.client.conditions import value_of
+
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ArgumentTypeError(f"expected KEY=VALUE, got {text!r}")
+    return key, value_of(value)
+
+
+def _init_options(command: Command) -> None:
+    command.add_argument(
+        "--from",
+        dest="source",
+        required=True,
+        metavar="SOURCE",
+        help="A gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (http(s)://…), or a "
+        "publication folder.",
+    )
+    command.add_argument(
+        "--root",
+        type=named_path,
+        metavar="FILE",
+        help="Root metadata to trust: the publisher's 1.root.json, got by another way than SOURCE "
+        "(with the app, over HTTPS, by hand). Without it you are shown its fingerprint: compare it "
+        "with the one that the publisher gave you.",
+    )
+
+
+def _add_options(command: Command) -> None:
+    command.add_argument(
+        "images",
+        nargs="*",
+        type=named_path,
+        metavar="PATHS...",
+        help="Images and folders (JPEG, PNG, WebP; HEIC and AVIF with the extra heic).",
+    )
+    command.add_argument(
+        "--texts",
+        type=named_path,
+        metavar="FILE",
+        help="JSONL: an object with id and text a line, the other keys as metadata.",
+    )
+    command.add_argument(
+        "--set",
+        dest="note",
+        action="append",
+        type=pair,
+        metavar="KEY=VALUE",
+        help="Metadata of every image added (repeatable).",
+    )
+
+
+def _search_options(command: Command) -> None:
+    command.add_argument(
+        "images", nargs="*", type=named_path, metavar="IMAGE...", help="What to look for."
+    )
+    command.add_argument("--id", dest="item", metavar="ID", help="An item of the gallery.")
+    command.add_argument("--text", metavar="TEXT", help="A text to look for.")
+    command.add_argument(
+        "-k", type=whole(1, 1000), default=10, metavar="N", help="Number of hits, 1 to 1000."
+    )
+    command.add_argument(
+        "--where",
+        action="append",
+        metavar="KEY=VALUE",
+        help="Only items with this metadata: folder, name, or what add --set gave; also "
+        "KEY!=VALUE, KEY>VALUE (or <, >=, <=) and 'KEY exists' (repeatable).",
+    )
+    command.add_argument(
+        "--sheet",
+        type=named_path,
+        metavar="FILE",
+        help="Also draw query and hits as a picture, OUT.png.",
+    )
+
+
+def _list_options(command: Command) -> None:
+    command.add_argument(
+        "--after",
+        type=whole(0, 2**63 - 1),
+        default=0,
+        metavar="LABEL",
+        help="Begin after this item's label.",
+    )
+    command.add_argument(
+        "--limit",
+        type=whole(1, 100_000),
+        default=1000,
+        metavar="N",
+        help="Items at most, 1 to 100000.",
+    )
+
+
+def _remove_options(command: Command) -> None:
+    command.add_argument("items", nargs="+", metavar="ITEMS...", help="Ids or paths.")
+
+
+def _set_options(command: Command) -> None:
+    _remove_options(command)
+    command.add_argument(
+        "--to",
+        dest="note",
+        action="append",
+        type=pair,
+        required=True,
+        metavar="KEY=VALUE",
+        help="Metadata (repeatable).",
+    )
+
+
+def _rescue_options(command: Command) -> None:
+    command.add_argument(
+        "--to", type=named_path, required=True, metavar="FILE", help="The file of the new gallery."
+    )
+
+
+def _browse_options(command: Command) -> None:
+    command.add_argument(
+        "--port",
+        type=whole(0, 65535),
+        default=0,
+        metavar="PORT",
+        help="Of 127.0.0.1, 0 to 65535; 0: one that is free.",
+    )
+    command.add_argument(
+        "--open", dest="show", action="store_true", help="Open it in your browser, too."
+    )
+
+
+# Function and options of each command, by its name.
+COMMANDS: Commands = {
+    "init": (init, _init_options),
+    "add": (add, _add_options),
+    "search": (search, _search_options),
+    "list": (list_items, _list_options),
+    "status": (status, no_options),
+    "set": (set_metadata, _set_options),
+    "remove": (remove, _remove_options),
+    "gc": (gc, no_options),
+    "verify": (verify, no_options),
+    "rescue": (rescue, _rescue_options),
+    "browse": (browse, _browse_options),
+}
