@@ -9,8 +9,7 @@ from typing import Any
 
 import grpc
 
-from nobackfill.wire.calls import retried
-from nobackfill.wire.channel import open_channel
+from nobackfill.wire.connection import open_channel, retried
 
 Call = Callable[[bytes], Awaitable[bytes]]
 # Before an address: requests are bodies to POST, `method` the path.

@@ -112,7 +112,10 @@ JSON: Mapping[str, tuple[str, ...]] = {
     ),
     "nobackfill inspect": (f"{_APP}.pairs:Inspection",),
     "publication keys": (f"{_PUBLISHING}.cli:keys",),
-    "publication list": (f"{_PUBLISHING}.cli:list_command", f"{_PUBLISHING}.inspection:Entry"),
+    "publication list": (
+        f"{_PUBLISHING}.cli:list_command",
+        f"{_PUBLISHING}.inspection:PublicationEntry",
+    ),
     "publication resign": (f"{_PUBLISHING}.cli:_tell_renewed",),
     "publication rollout": (f"{_PUBLISHING}.cli:rollout",),
     "publication rotate": (f"{_PUBLISHING}.cli:_tell_renewed",),

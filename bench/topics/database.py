@@ -23,7 +23,7 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.v1 import search_pb2, search_pb2_grpc
 from nobackfill.vectors import Vectors
-from nobackfill.wire.channel import open_channel
+from nobackfill.wire.connection import open_channel
 
 K = 10
 QUERIES = 200

@@ -9,7 +9,7 @@ from bench.loaded import table
 from bench.published import INNER, Publication, publication
 from bench.serving import by_embedding, copy_filled, echoing, serving
 from demo.load import SEARCH, write_requests
-from nobackfill.wire.channel import open_channel
+from nobackfill.wire.connection import open_channel
 
 QUERIES = 256
 NOTE = (

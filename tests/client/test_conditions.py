@@ -26,8 +26,7 @@ from nobackfill.gallery.spec import MetadataValue
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.grpc.services.convert import from_filter
 from nobackfill.v1 import types_pb2 as types
-from nobackfill.wire.expressions import to_expression
-from nobackfill.wire.values import to_value
+from nobackfill.wire.values import to_expression, to_value
 from tests.gallery.test_filters import FILTERS, METADATA, holds
 from tests.support import graphs
 from tests.support.edge import Setting

@@ -23,7 +23,7 @@ from nobackfill.errors import (
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.metadata import require_ledger
 from nobackfill.v1 import gallery_pb2, types_pb2
-from nobackfill.wire.calls import translated
+from nobackfill.wire.connection import translated
 from tests.lives.pictures import IMAGES, PICTURES, Pictures
 from tests.server import process
 from tests.server.support import Client, metadata, vectors_of

@@ -29,7 +29,7 @@ from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
 from nobackfill.v1.vault_pb2_grpc import VaultServiceStub
 from nobackfill.wire.answers import Answer, Hit
-from nobackfill.wire.calls import translated
+from nobackfill.wire.connection import translated
 from nobackfill.wire.values import to_value
 from tests.support import graphs, releases
 from tests.support.blocks import png

@@ -19,7 +19,7 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from nobackfill.wire.calls import translated
+from nobackfill.wire.connection import translated
 from tests.server.support import Client, ids, images, random_id, refused, running
 from tests.server.test_rules import METHODS
 from tests.support.blocks import png

@@ -11,7 +11,7 @@ from nobackfill.gallery.filters import All, AnyOf, Exists, Not, OneOf
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2, search_pb2
 from nobackfill.v1.types_pb2 import Value
-from nobackfill.wire.expressions import NEWER, to_filter
+from nobackfill.wire.values import NEWER, to_filter
 from tests.server.support import TIMEOUT_S, Client, embedding, images
 from tests.support.blocks import png
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from nobackfill.errors import UnavailableError
-from nobackfill.wire import calls
+from nobackfill.wire import connection
 
 SERVER = """
 import time
@@ -52,6 +52,6 @@ def test_a_killed_gateway_is_told_in_a_sentence(
         process.kill()
         with (
             pytest.raises(UnavailableError, match="connection broke before the call was answered"),
-            calls.translated(address),
+            connection.translated(address),
         ):
             next(stream)

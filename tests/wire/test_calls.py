@@ -18,7 +18,7 @@ from nobackfill.server.cli.app import app as server_app
 from nobackfill.server.cli.app import show
 from nobackfill.v1 import release_pb2
 from nobackfill.wire.answers import Answer, Hit
-from nobackfill.wire.channel import open_channel
+from nobackfill.wire.connection import open_channel
 from nobackfill.wire.gateway import Gateway
 from tests.wire.scripted import Scripted, serving
 

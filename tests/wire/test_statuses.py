@@ -11,7 +11,7 @@ from nobackfill import errors
 from nobackfill.server.grpc.context import status_of
 from nobackfill.v1.search_pb2 import SearchRequest
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub
-from nobackfill.wire.channel import open_channel
+from nobackfill.wire.connection import open_channel
 from nobackfill.wire.limits import LARGEST_REQUEST
 from nobackfill.wire.statuses import TABLE, error_of, row_of, transient
 from tests.wire.scripted import serving

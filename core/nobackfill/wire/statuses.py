@@ -16,7 +16,7 @@ from nobackfill import errors
 
 
 @dataclass(frozen=True)
-class Row:
+class StatusRow:
     """`error` travels as `code` with `reason` in its ErrorInfo; `transient`: asked again, the
     answer may be another."""
 
@@ -27,12 +27,12 @@ class Row:
 
 
 TABLE = (
-    Row(errors.InvalidInputError, StatusCode.INVALID_ARGUMENT),
-    Row(errors.OutOfRangeError, StatusCode.OUT_OF_RANGE),
-    Row(errors.NotFoundError, StatusCode.NOT_FOUND),
-    Row(errors.AlreadyExistsError, StatusCode.ALREADY_EXISTS),
+    StatusRow(errors.InvalidInputError, StatusCode.INVALID_ARGUMENT),
+    StatusRow(errors.OutOfRangeError, StatusCode.OUT_OF_RANGE),
+    StatusRow(errors.NotFoundError, StatusCode.NOT_FOUND),
+    StatusRow(errors.AlreadyExistsError, StatusCode.ALREADY_EXISTS),
     *(
-        Row(error, StatusCode.FAILED_PRECONDITION, error.reason)
+        StatusRow(error, StatusCode.FAILED_PRECONDITION, error.reason)
         for error in (
             errors.PreconditionError,
             errors.IncompatibleSpaceError,
@@ -42,19 +42,21 @@ TABLE = (
             errors.QuotaExceededError,
         )
     ),
-    Row(errors.VerificationError, StatusCode.FAILED_PRECONDITION, "VERIFICATION_FAILED"),
-    Row(errors.GateFailedError, StatusCode.FAILED_PRECONDITION, "GATE_FAILED"),
-    Row(errors.ConfigurationError, StatusCode.FAILED_PRECONDITION, "CONFIGURATION"),
-    Row(errors.BusyError, StatusCode.ABORTED, transient=True),
-    Row(errors.OverloadedError, StatusCode.RESOURCE_EXHAUSTED, transient=True),
-    Row(errors.CannotWriteError, StatusCode.RESOURCE_EXHAUSTED, "CANNOT_WRITE", transient=True),
-    Row(errors.TooLargeError, StatusCode.RESOURCE_EXHAUSTED, "TOO_LARGE"),
-    Row(errors.ItemQuotaError, StatusCode.RESOURCE_EXHAUSTED, errors.ItemQuotaError.reason),
-    Row(errors.NotPermittedError, StatusCode.PERMISSION_DENIED),
-    Row(errors.UnauthenticatedError, StatusCode.UNAUTHENTICATED),
-    Row(errors.UnavailableError, StatusCode.UNAVAILABLE, transient=True),
-    Row(errors.DeadlineError, StatusCode.DEADLINE_EXCEEDED, transient=True),
-    Row(errors.CancelledError, StatusCode.CANCELLED),
+    StatusRow(errors.VerificationError, StatusCode.FAILED_PRECONDITION, "VERIFICATION_FAILED"),
+    StatusRow(errors.GateFailedError, StatusCode.FAILED_PRECONDITION, "GATE_FAILED"),
+    StatusRow(errors.ConfigurationError, StatusCode.FAILED_PRECONDITION, "CONFIGURATION"),
+    StatusRow(errors.BusyError, StatusCode.ABORTED, transient=True),
+    StatusRow(errors.OverloadedError, StatusCode.RESOURCE_EXHAUSTED, transient=True),
+    StatusRow(
+        errors.CannotWriteError, StatusCode.RESOURCE_EXHAUSTED, "CANNOT_WRITE", transient=True
+    ),
+    StatusRow(errors.TooLargeError, StatusCode.RESOURCE_EXHAUSTED, "TOO_LARGE"),
+    StatusRow(errors.ItemQuotaError, StatusCode.RESOURCE_EXHAUSTED, errors.ItemQuotaError.reason),
+    StatusRow(errors.NotPermittedError, StatusCode.PERMISSION_DENIED),
+    StatusRow(errors.UnauthenticatedError, StatusCode.UNAUTHENTICATED),
+    StatusRow(errors.UnavailableError, StatusCode.UNAVAILABLE, transient=True),
+    StatusRow(errors.DeadlineError, StatusCode.DEADLINE_EXCEEDED, transient=True),
+    StatusRow(errors.CancelledError, StatusCode.CANCELLED),
 )
 _BY_ERROR = {row.error: row for row in TABLE}
 _BY_STATUS = {(row.code, row.reason): row for row in TABLE}
@@ -84,7 +86,7 @@ _CONNECTING = (
 )
 
 
-def row_of(error: type[BaseException]) -> Row | None:
+def row_of(error: type[BaseException]) -> StatusRow | None:
     """The row of the nearest ancestor that has one; None for what is no refusal of ours."""
     return next((_BY_ERROR[kind] for kind in error.__mro__ if kind in _BY_ERROR), None)
 

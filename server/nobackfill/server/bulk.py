@@ -169,7 +169,7 @@ def _unreadable(error: OSError) -> None:
 
 # A worker that meets a gateway that is restarted asks again for so long.
 _SECONDS = 120.0
-# Files that say who calls: nobackfill.wire.channel.
+# Files that say who calls: nobackfill.wire.connection.
 CREDENTIALS = tuple(f"NOBACKFILL_{what}_FILE" for what in ("CA", "CERT", "KEY", "TOKEN"))
 
 

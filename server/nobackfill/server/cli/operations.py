@@ -17,8 +17,7 @@ from nobackfill.shares import percent
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1 import release_pb2 as pb
-from nobackfill.wire.gateway import Gateway
-from nobackfill.wire.releases import ROLLOUTS
+from nobackfill.wire.gateway import ROLLOUTS, Gateway
 
 # A canary in the operator's words: shares in percent, times, a line for what it shows.
 

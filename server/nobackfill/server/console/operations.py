@@ -31,7 +31,7 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire import Gateway
-from nobackfill.wire.releases import ROLLOUTS
+from nobackfill.wire.gateway import ROLLOUTS
 from nobackfill.wire.values import from_value
 
 # The canary as the pages show it: both pairs side by side, and what speaks against the new one.

@@ -18,8 +18,7 @@ from nobackfill.gallery.filters import (
 )
 from nobackfill.gallery.spec import Metadata
 from nobackfill.v1 import types_pb2 as types
-from nobackfill.wire.expressions import NEWER
-from nobackfill.wire.values import Values, fill_value, from_scalar
+from nobackfill.wire.values import NEWER, Values, fill_value, from_scalar
 
 # The last second that a Timestamp can hold: the end of the year 9999, in Unix time.
 _LAST = 253_402_300_799
