@@ -62,9 +62,10 @@ DOCS := tests/manual tests/packaging $(wildcard tests/pages/test_*_in_browser.py
 TORCH := $(addprefix tests/,training research quality adopt/test_image_processors.py adopt/test_pixels.py \
 	adopt/test_sentence_transformers.py base/test_framing.py client/test_notes.py \
 	e2e/test_ranking_along_the_scale.py e2e/test_text_life.py release/test_tokenizers.py \
-	faults/test_healing_kills.py server/test_canary_blame.py server/test_texts.py)
+	faults/test_healing_kills.py server/test_canary_blame.py server/test_text_healing.py server/test_texts.py)
 PYTEST := $(BIN)/python -m pytest -m 'not faults and not scale'
-LEFT_OUT = $(addprefix --ignore=,$(DOCS))
+# Engines and containers have targets of their own.
+LEFT_OUT = $(addprefix --ignore=,$(DOCS) tests/scale tests/containers)
 
 test: setup ## the suite without `make test-docs`, CPU only, no network
 	$(MAKE) --no-print-directory --jobs 2 test-torch test-rest
