@@ -1,7 +1,7 @@
 """The one module of durable writes: what returns has reached the disk, what fails left no trace.
 
 Every write of a file, every rename and both sides of every SQLite commit is a step that a test can
-make fail (faults.py). Temporary files are called `.tmp-…`; `sweep` removes those of killed
+make fail (NOBACKFILL_FAULT). Temporary files are called `.tmp-…`; `sweep` removes those of killed
 processes. OSError becomes CannotWriteError here, so callers need no handling of their own.
 """
 
@@ -10,15 +10,136 @@ import errno
 import fcntl
 import glob
 import os
+import re
+import signal
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from nobackfill.errors import AlreadyExistsError, BusyError, CannotWriteError
-from nobackfill.faults import FAULTS, Operation
-from nobackfill.sqlite_errors import refusing_sqlite
+from nobackfill.errors import (
+    AlreadyExistsError,
+    BusyError,
+    CannotWriteError,
+    ConfigurationError,
+    DamagedError,
+    NobackfillError,
+)
+
+# Fault hooks of the durable writes: a test can make any single step fail.
+#
+# `NOBACKFILL_FAULT` holds `KIND@N` or `KIND@N+`: the N-th durable step of the process (from 1), or
+# every one from the N-th on. Kinds: `kill` (SIGKILL before the step), `short` (half of the bytes
+# are written, then SIGKILL; a step that writes nothing is killed before it), `eio` and `enospc`
+# (the step raises OSError instead of happening). A driver raises N until a run ends without firing;
+# then every step has failed once.
+
+VARIABLE = "NOBACKFILL_FAULT"
+
+_SPEC = re.compile(r"^(kill|short|eio|enospc)@([1-9][0-9]*)(\+?)\Z")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One durable step, as told to an observer after it happened.
+
+    `kind`: mkdir, create, write, fsync, rename (`path` to `target`), unlink, rmdir, fsync_dir,
+    begin, before_commit, after_commit. `data` holds the bytes of a write.
+    """
+
+    kind: str
+    path: Path
+    target: Path | None = None
+    data: bytes | memoryview = b""
+
+
+class Faults:
+    """The armed fault, the count of steps so far, and the observer of a power-loss test."""
+
+    def __init__(self, spec: str | None) -> None:
+        """Raises ConfigurationError for a spec that is none of the kinds above."""
+        self.observer: Callable[[Operation], None] | None = None
+        self.arm(spec)
+
+    def arm(self, spec: str | None) -> None:
+        """Count from zero again, with another fault or none."""
+        found = _SPEC.match(spec) if spec else None
+        if spec and found is None:
+            raise ConfigurationError(
+                f"{VARIABLE}: expected kill@N, short@N, eio@N or enospc@N (N+ for every step from "
+                f"N on), got {spec!r}"
+            )
+        self._kind = found[1] if found else ""
+        self._at = int(found[2]) if found else 0
+        self._onwards = bool(found and found[3])
+        self.steps = 0
+        self.fired = False
+
+    def due(self) -> str:
+        """Count one step; the kind of the fault that falls on it, or ''."""
+        self.steps += 1
+        hit = self.steps >= self._at if self._onwards else self.steps == self._at
+        if not self._kind or not hit:
+            return ""
+        self.fired = True
+        return self._kind
+
+    def strike(self, kind: str, path: Path) -> None:
+        """Let the fault happen."""
+        if kind in ("kill", "short"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        code = errno.EIO if kind == "eio" else errno.ENOSPC
+        raise OSError(code, os.strerror(code), str(path))
+
+    def happened(self, operation: Operation) -> None:
+        """Tell the observer, if there is one."""
+        if self.observer is not None:
+            self.observer(operation)
+
+
+FAULTS = Faults(os.environ.get(VARIABLE))
+
+
+_UNWRITABLE = (
+    sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+)  # fmt: skip
+# What a wrong program meets, never a damaged file.
+_OURS = (sqlite3.ProgrammingError, sqlite3.NotSupportedError, sqlite3.InternalError)
+
+
+def refusal(path: Path, error: sqlite3.Error) -> NobackfillError | None:
+    """What SQLite's error means for the file at `path`; None where it is a mistake of ours.
+
+    Our statements are right for a whole file: one that misses a table or meets a value of another
+    kind is damage.
+    """
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return BusyError(f"{path}: another process is writing ({error}); try again")
+    if code & 0xFF in _UNWRITABLE and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+        return CannotWriteError(
+            f"{path}: cannot be read or written ({error}); free some space, check the disk and "
+            "the file's permissions"
+        )
+    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, _OURS):
+        return DamagedError(path, error)
+    return None
+
+
+@contextlib.contextmanager
+def refusing_sqlite(path: Path) -> Iterator[None]:
+    """SQLite's errors about a lock or the disk as ours. Raises BusyError, CannotWriteError."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        found = refusal(path, error)
+        if isinstance(found, BusyError | CannotWriteError):
+            raise found from error
+        raise
+
 
 TEMPORARY = ".tmp-"
 

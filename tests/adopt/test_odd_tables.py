@@ -18,7 +18,7 @@ from nobackfill.adopt.pairs import inspect
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import InvalidInputError
-from nobackfill.text_lines import read_texts
+from nobackfill.text import read_texts
 from tests.adopt.made import world
 from tests.support.pgbouncer import pooled
 from tests.support.postgres import Server

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nobackfill import durable
+from nobackfill.durable import FAULTS, Faults, Operation
 from nobackfill.errors import AlreadyExistsError, BusyError, CannotWriteError, ConfigurationError
-from nobackfill.faults import FAULTS, Faults, Operation
 from tests.support.crash import KILLED, run_with_fault, sweep
 
 

@@ -9,8 +9,7 @@ import pytest
 from PIL import Image
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.image_header import LONGEST_SIDE, MOST_PIECES, MOST_SCANS, read_header
-from nobackfill.images import decode
+from nobackfill.images import LONGEST_SIDE, MOST_PIECES, MOST_SCANS, decode, read_header
 from tests.support import pictures
 from tests.support.pictures import encoded
 

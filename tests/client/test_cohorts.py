@@ -9,6 +9,7 @@ from prometheus_client.core import Metric
 
 from nobackfill.client.device import Device
 from nobackfill.client.sync import Wishes, send_report
+from nobackfill.digests import in_share, share_digest
 from nobackfill.errors import (
     ConfigurationError,
     InvalidInputError,
@@ -17,7 +18,6 @@ from nobackfill.errors import (
 )
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.renew import roll_out, withdraw
-from nobackfill.shares import digest, in_share
 from tests.server.support import running
 from tests.support import edge
 from tests.support.edge import Setting
@@ -26,7 +26,7 @@ from tests.support.edge import Setting
 def named(setting: Setting, share: float, *, belongs: bool) -> None:
     """Give the device an id that does or does not belong to a share of release 2."""
     ids = (f"device {n}" for n in range(10_000))
-    own = next(name for name in ids if in_share(digest(2, name), share) is belongs)
+    own = next(name for name in ids if in_share(share_digest(2, name), share) is belongs)
     with Device(setting.gallery) as device:
         device.store.state_set({"cohort": own})
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nobackfill.durable import FAULTS
 from nobackfill.errors import NobackfillError, NotFoundError
-from nobackfill.faults import FAULTS
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import trial
 from nobackfill.server.embedding.embedding import InProcessModels

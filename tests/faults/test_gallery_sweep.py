@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nobackfill.durable import FAULTS
 from nobackfill.errors import CannotWriteError, NotFoundError
-from nobackfill.faults import FAULTS
 from nobackfill.gallery import staging
 from nobackfill.gallery.search import graph_file, hnsw
 from nobackfill.gallery.search.view import LiveView

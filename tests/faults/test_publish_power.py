@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from nobackfill.durable import FAULTS, Operation
 from nobackfill.errors import AlreadyExistsError, NobackfillError
-from nobackfill.faults import FAULTS, Operation
 from nobackfill.release.publishing.publish import publish
 from tests.support.powerloss import WAYS, record, states
 from tests.support.publication import seen, workshop

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nobackfill.durable import FAULTS
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
-from nobackfill.faults import FAULTS
 from nobackfill.gallery.search import (
     graph_file,
     graph_memory,

@@ -74,7 +74,7 @@ class World:
         self.manifests[number] = made
 
     def start(self, fault: str = "") -> None:
-        """Start the gateway; `fault` as in nobackfill.faults kills it at a step of its own."""
+        """Start the gateway; `fault` as in nobackfill.durable kills it at a step of its own."""
         self._armed = bool(fault)
         data, environment = self.top / "data", {"NOBACKFILL_FAULT": fault} if fault else {}
         while True:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from nobackfill.errors import DefectiveTokenizerError, InvalidInputError, VerificationError
 from nobackfill.release.trial import try_release
-from nobackfill.tokenizing import Tokenizing
+from nobackfill.text import Tokenizing
 from tests.support import text_releases
 
 # It goes back and forth over a's that something else follows, until the engine gives up.

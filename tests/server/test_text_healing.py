@@ -17,7 +17,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.items import LineItems, sources
-from nobackfill.text_lines import TextLine, read_line
+from nobackfill.text import TextLine, read_line
 from tests.server.conftest import publish_stage
 from tests.server.support import Client, ids, images, refused, running
 from tests.server.test_healing import healed, origins, progress, register

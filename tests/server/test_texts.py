@@ -17,7 +17,7 @@ from nobackfill.release.publishing.publish import publish
 from nobackfill.server.bulk import fill
 from nobackfill.server.cli import galleries  # noqa: F401 - puts its command into app
 from nobackfill.server.cli.app import app
-from nobackfill.tokenizing import LARGEST_BYTES
+from nobackfill.text import LARGEST_BYTES
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.adopt.models import WORDS
 from tests.release.test_tokenizers import ENDLESS, HARD

@@ -7,8 +7,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from nobackfill.durable import FAULTS
 from nobackfill.errors import NobackfillError
-from nobackfill.faults import FAULTS
 
 KILLED = -9
 
@@ -37,7 +37,7 @@ def fork() -> int:
 
 
 def run_with_fault(spec: str | None, action: Callable[[], object]) -> Outcome:
-    """Fork, arm `spec` (see nobackfill.faults), run `action`.
+    """Fork, arm `spec` (see nobackfill.durable), run `action`.
 
     Our own errors end the child with their exit codes; any other exception fails the caller, as no
     fault may show as a traceback.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from nobackfill.faults import FAULTS, Operation
+from nobackfill.durable import FAULTS, Operation
 
 Way = Literal["drop", "empty", "torn"]
 WAYS: tuple[Way, ...] = ("drop", "empty", "torn")

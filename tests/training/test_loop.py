@@ -13,8 +13,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from nobackfill.durable import FAULTS
 from nobackfill.errors import CannotWriteError, ConfigurationError, VerificationError
-from nobackfill.faults import FAULTS
 from nobackfill.training.config import Config
 from nobackfill.training.loop.loop import DivergedError, ProgressBars, fit, learning_rate
 from nobackfill.training.loop.objective import Batch, Objective, Terms

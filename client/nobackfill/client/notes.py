@@ -12,8 +12,7 @@ from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import NewVectors, check_batch
 from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.text_models import TextModel, no_text_vector, open_text_encoder
-from nobackfill.text_lines import TextLine
-from nobackfill.tokenizing import check_text
+from nobackfill.text import TextLine, check_text
 from nobackfill.vectors import Vectors
 
 _BATCH = 32

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nobackfill import durable
+from nobackfill.durable import refusal, refusing_sqlite
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -34,7 +35,6 @@ from nobackfill.gallery.tables import (
     format_of,
     not_a_gallery,
 )
-from nobackfill.sqlite_errors import refusal, refusing_sqlite
 
 # What a gallery file can be opened for: all that is said here is found out without writing.
 #

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nobackfill import durable
+from nobackfill.durable import refusal
 from nobackfill.errors import BusyError, DamagedError, InvalidInputError, UnusableRowsError
 from nobackfill.gallery import reading, store
 from nobackfill.gallery.connections import (
@@ -35,7 +36,6 @@ from nobackfill.gallery.tables import (
     read_spaces,
     vector_table,
 )
-from nobackfill.sqlite_errors import refusal
 from nobackfill.vectors import check_vectors
 
 # Rows asked for, checked and written together.

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from nobackfill.daemon_threads import DaemonThreads
 from nobackfill.errors import BusyError, CannotWriteError, ConfigurationError, TooLargeError
 from nobackfill.items.sources import Items
+from nobackfill.processes import DaemonThreads
 
 _DAY_S = 86_400.0
 # Of so many it is known; of more, those that rest longest.

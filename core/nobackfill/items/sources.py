@@ -24,8 +24,7 @@ from nobackfill.errors import (
 from nobackfill.items.kind import Kind
 from nobackfill.loopback import is_loopback
 from nobackfill.pace import paced, pool_manager
-from nobackfill.text_lines import read_line
-from nobackfill.tokenizing import LARGEST_BYTES
+from nobackfill.text import LARGEST_BYTES, read_line
 
 _PIECE = 1 << 16
 # Errors that a host can cause: urllib3 lets some of other libraries through.

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from nobackfill.class_folders import Listing, by_digest, digests
 from nobackfill.errors import InvalidInputError, few
 from nobackfill.metrics.ranking import Relevance, same_label
-from nobackfill.text_lines import TextLine, read_texts
-from nobackfill.tokenizing import check_text
+from nobackfill.text import TextLine, check_text, read_texts
 
 _LABEL, _QUERY = "label", "query"
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")

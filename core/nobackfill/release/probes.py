@@ -43,8 +43,8 @@ from nobackfill.release.tensors import (
     upgrade_ends,
 )
 from nobackfill.release.text_models import TextModel, open_text_encoder
-from nobackfill.tokenizing import LARGEST_BYTES as _LARGEST_TEXT
-from nobackfill.tokenizing import check_text
+from nobackfill.text import LARGEST_BYTES as _LARGEST_TEXT
+from nobackfill.text import check_text
 from nobackfill.vectors import Vectors
 
 # Unpacked.

@@ -8,7 +8,7 @@ import numpy as np
 from nobackfill.errors import InvalidInputError, VerificationError
 from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import Files, Session, checked_output, open_session, read_verified
-from nobackfill.tokenizing import Tokenizing, Tokens
+from nobackfill.text import Tokenizing, Tokens
 from nobackfill.vectors import Vectors
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill import forks
-from nobackfill.durable import make_dir, transaction
+from nobackfill import processes
+from nobackfill.durable import make_dir, refusal, refusing_sqlite, transaction
 from nobackfill.errors import (
     CannotWriteError,
     IncompatibleSpaceError,
@@ -22,7 +22,6 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.items import claims
-from nobackfill.sqlite_errors import refusal, refusing_sqlite
 from nobackfill.vectors import Vectors, check_vectors, from_bytes
 
 _ROOM = 1024
@@ -97,7 +96,7 @@ class Natives:
         self._ids: list[str | None] = []
         self._known: dict[str, tuple[int, Native]] = {}
         self._newest = 0
-        forks.watch(self)
+        processes.watch_forks(self)
 
     @property
     def _connection(self) -> sqlite3.Connection:

@@ -10,7 +10,7 @@ import numpy as np
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, TooLargeError
 from nobackfill.gallery.filters import Filter, Scalar
 from nobackfill.gallery.spec import Metadata
-from nobackfill.tokenizing import check_text
+from nobackfill.text import check_text
 from nobackfill.v1 import gallery_pb2, search_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from nobackfill.v1.search_pb2_grpc import SearchServiceStub

@@ -22,8 +22,8 @@ from nobackfill.class_folders import Listing, list_images
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NobackfillError
 from nobackfill.extras import extra
-from nobackfill.leash import end_with_parent
 from nobackfill.metrics.distances import Metric
+from nobackfill.processes import end_with_parent
 from nobackfill.ray_cluster import join
 from nobackfill.research.cells import (
     Evaluation,

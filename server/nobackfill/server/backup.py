@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from nobackfill import durable
 from nobackfill.digests import sha256_file
+from nobackfill.durable import refusal
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -41,7 +42,6 @@ from nobackfill.gallery.reading import count, load
 from nobackfill.gallery.tables import format_of, read_spaces
 from nobackfill.release.trust.trust import TrustedState
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, StateFile
-from nobackfill.sqlite_errors import refusal
 from nobackfill.vectors import check_vectors
 
 Result = TypeVar("Result")

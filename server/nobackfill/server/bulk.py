@@ -29,8 +29,7 @@ from nobackfill.release.models import no_vector, read_verified
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, size_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.workers import OpenCache, laid_out
-from nobackfill.text_lines import read_texts
-from nobackfill.tokenizing import check_text
+from nobackfill.text import check_text, read_texts
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors

@@ -26,7 +26,7 @@ from nobackfill.release.publishing.declaration import (
     tokenizer_file,
     weight_files,
 )
-from nobackfill.tokenizing import Tokenizing
+from nobackfill.text import Tokenizing
 from nobackfill.vectors import Vectors, check_vectors, normalised
 
 _TYPES = {"tensor(uint8)": np.uint8, "tensor(float16)": np.float16, "tensor(float)": np.float32}

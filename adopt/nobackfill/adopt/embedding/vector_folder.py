@@ -25,7 +25,7 @@ from nobackfill.errors import (
 from nobackfill.extras import extra
 from nobackfill.items.kind import Kind
 from nobackfill.picture_files import is_clutter, is_picture
-from nobackfill.text_lines import read_texts
+from nobackfill.text import read_texts
 from nobackfill.vectors import Vectors
 
 with extra("adopt"):

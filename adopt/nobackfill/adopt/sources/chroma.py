@@ -15,7 +15,7 @@ from urllib.parse import quote
 import numpy as np
 import urllib3
 
-from nobackfill import forks
+from nobackfill import processes
 from nobackfill.adopt.sources.copied import OF, Collection, Record
 from nobackfill.adopt.sources.source import (
     STATUSES,
@@ -63,7 +63,7 @@ class ChromaServer:
             "/collections"
         )
         self._http = _pool()
-        forks.watch(self)
+        processes.watch_forks(self)
 
     def before_fork(self) -> None:
         """Requests of other threads go on in the parent alone."""

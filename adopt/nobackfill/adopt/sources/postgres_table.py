@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, LiteralString, TypeVar
 
-from nobackfill import forks
+from nobackfill import processes
 from nobackfill.adopt.sources.source import Window
 from nobackfill.errors import (
     BusyError,
@@ -48,7 +48,7 @@ class ThreadConnections:
         self._open: dict[threading.Thread, Any] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, _end, self._open)
-        forks.watch(self)
+        processes.watch_forks(self)
 
     def before_fork(self) -> None:
         self._lock.acquire()

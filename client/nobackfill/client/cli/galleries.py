@@ -23,7 +23,7 @@ def add_texts(arguments: Namespace) -> None:
     """Add the texts of a file. Exits with 65 where some were refused; they are named."""
     from nobackfill.client.device import Device
     from nobackfill.client.notes import add
-    from nobackfill.text_lines import read_texts
+    from nobackfill.text import read_texts
 
     output, refused = Output(arguments.json), dict[str, str]()
     with Device(arguments.gallery) as device:

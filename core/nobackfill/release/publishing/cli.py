@@ -10,13 +10,13 @@ from typing import Annotated, cast
 
 import typer
 
+from nobackfill.digests import percent
 from nobackfill.errors import ConfigurationError, NobackfillError
 from nobackfill.release.publishing import publish, renew
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.publishing.inspection import verify as verify_publication
 from nobackfill.release.publishing.metadata import ROLES, Keys, Role
 from nobackfill.release.trust.trust import fingerprint
-from nobackfill.shares import percent
 from nobackfill.terminal import visible
 from nobackfill.version_option import Version
 

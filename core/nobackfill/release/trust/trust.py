@@ -30,7 +30,7 @@ from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
 from nobackfill import durable
-from nobackfill.digests import sha256_bytes, sha256_file
+from nobackfill.digests import in_share, sha256_bytes, sha256_file, share_digest
 from nobackfill.errors import (
     CannotWriteError,
     ConfigurationError,
@@ -56,7 +56,6 @@ from nobackfill.release.publishing.metadata import share_of, verified, withdrawn
 from nobackfill.release.routes import twin_of
 from nobackfill.release.tensors import configs
 from nobackfill.release.trust.fetchers import Fetcher, FolderFetcher
-from nobackfill.shares import digest, in_share
 
 Version = Annotated[int, Field(ge=0)]
 
@@ -449,7 +448,7 @@ class Trust:
 
     def belongs(self, release: int, device: str) -> bool:
         """Whether a release is for the device that made itself this id, by its signed share."""
-        return in_share(digest(release, device), self.share(release))
+        return in_share(share_digest(release, device), self.share(release))
 
     def share(self, release: int) -> float:
         """The share of devices that a release is for, 0 to 1."""

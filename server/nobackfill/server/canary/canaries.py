@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nobackfill.digests import in_share, share_digest
 from nobackfill.errors import (
     BusyError,
     CancelledError,
@@ -40,7 +41,6 @@ from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import Canary, GatewayState, OutdatedError
-from nobackfill.shares import digest, in_share
 
 # Queries answered once more by the other pair, off their callers' path.
 
@@ -157,7 +157,7 @@ class Canaries:
         if canary is None:
             return search(asked, plan, None)
         call = context.current()
-        key = digest(on_trial.query.release, call.key)
+        key = share_digest(on_trial.query.release, call.key)
         chosen = in_share(key, canary.share)
         by_new = chosen and not canary.shadow
         if not _takes_part(asked, plan, on_trial):
@@ -198,7 +198,7 @@ class Canaries:
         if canary is None or canary.shadow:
             return answer(None)
         release = on_trial.query.release
-        key = digest(release, context.current().key)
+        key = share_digest(release, context.current().key)
         if not in_share(key, canary.share):
             return answer(None)
         comparison = self._comparison(release)

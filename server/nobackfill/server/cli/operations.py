@@ -11,9 +11,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from nobackfill.digests import percent
 from nobackfill.errors import InvalidInputError
 from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
-from nobackfill.shares import percent
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1 import release_pb2 as pb

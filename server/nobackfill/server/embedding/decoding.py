@@ -13,7 +13,7 @@ from nobackfill.framing import Frame
 from nobackfill.images import Pixels, checked_header, decode_picture
 from nobackfill.server.grpc import context
 
-# Costs are in pixels of a plain JPEG, see core/nobackfill/image_header.py: 7 ns each on one core.
+# Costs are in pixels of a plain JPEG, see core/nobackfill/images.py: 7 ns each on one core.
 # What the pictures of one call, or of one message of a stream, may cost together.
 LARGEST_COST = 2_000_000_000
 _SECONDS = 7e-9

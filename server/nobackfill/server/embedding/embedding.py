@@ -32,7 +32,7 @@ from nobackfill.release.text_models import TextModel, no_text_vector, open_text_
 from nobackfill.server.embedding.decoding import Decoding, Size
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.tokenizing import check_text, check_texts
+from nobackfill.text import check_text, check_texts
 from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.models")

@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 import structlog
 
-from nobackfill.daemon_threads import DaemonThreads
 from nobackfill.errors import ConfigurationError
 from nobackfill.extras import extra
+from nobackfill.processes import DaemonThreads
 
 log = structlog.get_logger("server.traces")
 # At the end the last spans have so long to be sent.

@@ -19,7 +19,6 @@ import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nobackfill.daemon_threads import DaemonThreads
 from nobackfill.errors import (
     BusyError,
     InvalidInputError,
@@ -34,6 +33,7 @@ from nobackfill.gallery.search.index import Neighbours, give_way
 from nobackfill.gallery.spec import space_of
 from nobackfill.items.reembedding import EmbeddingCost
 from nobackfill.items.sources import Items
+from nobackfill.processes import DaemonThreads
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.hosted import Hosted

@@ -11,14 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from nobackfill.durable import transaction
+from nobackfill.durable import refusal, refusing_sqlite, transaction
 from nobackfill.errors import DamagedError, NotFoundError
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.listing import CarriedLabels
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.store import Store
 from nobackfill.items import claims
-from nobackfill.sqlite_errors import refusal, refusing_sqlite
 
 FILE = "healing.sqlite"
 _BEGUN = time.time()

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from nobackfill.class_folders import Listing, list_images
+from nobackfill.digests import percent
 from nobackfill.errors import AlreadyExistsError, ConfigurationError, GateFailedError, few
 from nobackfill.framing import Fit, Interpolation
 from nobackfill.quality.gate import Evidence, measure_release
@@ -23,7 +24,6 @@ from nobackfill.release.publishing.publish import (
     publish,
 )
 from nobackfill.release.trust.trust import Publication, read_publication
-from nobackfill.shares import percent
 from nobackfill.training.cli.command import command_app
 from nobackfill.training.cli.table import gate_table
 from nobackfill.training.export.assembly import (

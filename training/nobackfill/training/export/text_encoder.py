@@ -28,7 +28,7 @@ from nobackfill.release.publishing.declaration import (
     weight_files,
 )
 from nobackfill.terminal import visible
-from nobackfill.tokenizing import Tokenizing
+from nobackfill.text import Tokenizing
 from nobackfill.training.export.drafting import Release
 from nobackfill.training.export.external import TEXT_MODEL
 from nobackfill.training.export.onnx_export import run_onnx, strip

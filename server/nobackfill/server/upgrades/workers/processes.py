@@ -12,7 +12,7 @@ import structlog
 
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.index import Labels
-from nobackfill.leash import end_with_parent
+from nobackfill.processes import end_with_parent
 from nobackfill.server.settings import Settings
 from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES, Piece, UpgradeWork, carry_piece
 

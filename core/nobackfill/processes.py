@@ -1,10 +1,70 @@
-"""Threads for work that may hang: no stop has to wait for it."""
+"""What outlives its owner: children of a process that ends, connections after a fork, threads."""
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from multiprocessing import connection, parent_process
+from typing import Any, Protocol, TypeVar
+
+
+def end_with_parent() -> None:
+    """In a process of multiprocessing's: end as soon as its parent has, however that ended; what is
+    under way goes on in nobody's name otherwise, beside whoever starts it again."""
+    parent = parent_process()
+    assert parent is not None, "started by another process"
+
+    def end() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end, name="leash", daemon=True).start()
+
+
+# Resources that a process must not share with one that it forks: connections, and locks that
+# another thread held at that moment. Servers that open things before they fork their workers meet
+# this.
+
+
+class Forked(Protocol):
+    """An object that is open while its process forks."""
+
+    def before_fork(self) -> None:
+        """Wait until no other thread is at work in it, and keep it so."""
+
+    def after_fork(self, child: bool) -> None:
+        """Go on; in the child without what is its parent's."""
+
+
+_OPEN: "weakref.WeakSet[Forked]" = weakref.WeakSet()
+# Of the fork that is under way.
+_forking: list[Forked] = []
+
+
+def watch_forks(one: Forked) -> None:
+    """Tell `one` of every fork, as long as somebody uses it."""
+    _OPEN.add(one)
+
+
+def _before() -> None:
+    for one in list(_OPEN):
+        one.before_fork()
+        _forking.append(one)
+
+
+def _after(child: bool) -> None:
+    while _forking:
+        _forking.pop().after_fork(child)
+
+
+os.register_at_fork(
+    before=_before,
+    after_in_parent=lambda: _after(child=False),
+    after_in_child=lambda: _after(child=True),
+)
+
 
 Result = TypeVar("Result")
 
