@@ -17,8 +17,8 @@ from nobackfill.server.stores.milvus.columns import database_id, name_of
 from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from nobackfill.vectors import Vectors
 from tests.support import milvus, postgres
 

@@ -11,7 +11,10 @@ from bench.harness import Bench, Row, Table
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.searcher import Candidates, PostgresqlSearcher
+from nobackfill.server.stores.postgresql.search import (
+    CandidateSource,
+    PostgresqlSearcher,
+)
 
 K, WRITERS, READERS = 10, 2, 2
 NOTE = (
@@ -24,7 +27,7 @@ NOTE = (
 
 def flips(
     bench: Bench, store: PostgresqlGallery, specs: Sequence[SpaceSpec],
-    candidates: Candidates | None = None,
+    candidates: CandidateSource | None = None,
 ) -> Table:  # fmt: skip
     """What a flip takes, and what others wait meanwhile. `candidates`: in place of the database's
     graphs."""

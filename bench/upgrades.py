@@ -20,9 +20,9 @@ from nobackfill.gallery.upgrade import Runner, run_upgrade
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, open_route, plan_route
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.bulk import copy_in, copy_out
 from nobackfill.server.stores.postgresql.database import run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.rows import copy_in, copy_out
 from nobackfill.server.upgrades.workers.processes import Processes
 from nobackfill.server.upgrades.workers.workers import ByWorkers, Workers
 

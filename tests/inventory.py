@@ -428,7 +428,7 @@ def read_postgresql(server: "Server") -> dict[str, Any]:
     from nobackfill.server.stores.milvus import journal
     from nobackfill.server.stores.postgresql import schema
     from nobackfill.server.stores.postgresql.database import Database
-    from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+    from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
     from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
     from tests.adopt.table_beside import MADE, MAP, put
     from tests.gallery.making import spec

@@ -18,9 +18,8 @@ from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import EF, Database
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
-from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
+from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.support.postgres import running
 
 K = 10

@@ -9,7 +9,7 @@ from sklearn.metrics import average_precision_score
 from nobackfill.class_folders import decode, list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.onnx_runtime import onnxruntime as ort
-from nobackfill.release.models import Embedder, open_side_encoder
+from nobackfill.release.models import ImageEmbedder, open_side_encoder
 from nobackfill.release.paths import upgrade_int8_path, upgrade_path
 from nobackfill.report import page
 from nobackfill.report.comparison import (
@@ -146,14 +146,14 @@ def test_images_are_embedded_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = []
-    run = Embedder.run
+    run = ImageEmbedder.run
 
-    def spied(self: Embedder, pixels: np.ndarray) -> np.ndarray:
+    def spied(self: ImageEmbedder, pixels: np.ndarray) -> np.ndarray:
         sizes.append(len(pixels))
         return run(self, pixels)
 
     monkeypatch.setattr("nobackfill.quality.embedded.BATCH", 5)
-    monkeypatch.setattr(Embedder, "run", spied)
+    monkeypatch.setattr(ImageEmbedder, "run", spied)
     manifests = manifests_of(model_repo, tmp_path)
     again = compare(model_repo, manifests, 1, 2, comparison.pictures)
     assert sizes == 2 * [5, 5, 5, 5, 4]

@@ -17,7 +17,7 @@ from nobackfill.server.stores.milvus import candidates, journal
 from nobackfill.server.stores.milvus.collections import Collections
 from nobackfill.server.stores.milvus.columns import columns_of
 from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
-from nobackfill.server.stores.postgresql.recall import RECALL
+from nobackfill.server.stores.postgresql.graphs import RECALL
 from tests.gallery.making import Linear, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running

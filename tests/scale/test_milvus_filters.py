@@ -16,8 +16,8 @@ from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.milvus import candidates
 from nobackfill.server.stores.milvus.expressions import expression_of
 from nobackfill.server.stores.milvus.gallery import MilvusGallery
-from nobackfill.server.stores.postgresql.recall import RECALL
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.graphs import RECALL
+from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.gallery.making import ids, spec, vectors
 from tests.gallery.test_filters import FILTERS, TIMES, holds, moment
 from tests.stores.milvus_engine import MilvusEngine

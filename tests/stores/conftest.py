@@ -15,10 +15,8 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery, SqliteSearcher
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
-from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.matches import PostgresqlFiltering
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
+from nobackfill.server.stores.postgresql.search import PostgresqlFiltering, PostgresqlSearcher
 from tests.gallery.making import spec
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from nobackfill.server.stores.milvus.columns import database_id, name_of
 from nobackfill.server.stores.milvus.feeder import Feeder
 from nobackfill.server.stores.milvus.gallery import MilvusGallery
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.stores.conftest import PostgresqlEngine
 from tests.support.postgres import Server
 

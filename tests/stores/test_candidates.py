@@ -11,7 +11,7 @@ from nobackfill.gallery.search.index import EVERY
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.gallery.making import ids, spec, vectors
 
 pytest.importorskip("pymilvus", reason="the store is imported with it")

@@ -5,8 +5,8 @@ import threading
 import psycopg
 import pytest
 
-from nobackfill.server.stores.postgresql import commits, schema
-from nobackfill.server.stores.postgresql.database import Database, run
+from nobackfill.server.stores.postgresql import schema
+from nobackfill.server.stores.postgresql.database import Database, committed, run, sign
 from tests.support.postgres import Server
 
 
@@ -18,11 +18,11 @@ def test_a_transaction_is_under_way_then_committed_or_not(postgres: Server) -> N
             for ending, expected in (("COMMIT", True), ("ROLLBACK", False), ("COMMIT", True)):
                 run(one, "BEGIN")
                 run(one, "SELECT pg_current_xact_id()")
-                signature = commits.sign(one, None)
+                signature = sign(one, None)
                 assert signature is not None
-                assert commits.committed(other, signature) is None
+                assert committed(other, signature) is None
                 run(one, ending)
-                assert commits.committed(other, signature) is expected
+                assert committed(other, signature) is expected
         database.close()
 
 
@@ -33,24 +33,24 @@ def test_what_wrote_nothing_leaves_no_mark_and_old_marks_go(postgres: Server) ->
         with database.connect() as connection:
             run(connection, "DELETE FROM nobackfill.commits")
             run(connection, "BEGIN")
-            assert commits.sign(connection, None) is None
+            assert sign(connection, None) is None
             run(connection, "SELECT pg_current_xact_id()")
-            first = commits.sign(connection, None)
+            first = sign(connection, None)
             run(connection, "COMMIT")
-            assert first is not None and commits.committed(connection, first) is True
+            assert first is not None and committed(connection, first) is True
             run(connection, "BEGIN")
-            assert commits.sign(connection, first.mark) is None
+            assert sign(connection, first.mark) is None
             run(connection, "SELECT pg_current_xact_id()")
-            second = commits.sign(connection, first.mark)
+            second = sign(connection, first.mark)
             run(connection, "COMMIT")
-            assert second is not None and commits.committed(connection, second) is True
-            assert commits.committed(connection, first) is False
+            assert second is not None and committed(connection, second) is True
+            assert committed(connection, first) is False
             run(connection, "UPDATE nobackfill.commits SET at = at - interval '23 hours'")
             schema.prepare(connection)
-            assert commits.committed(connection, second) is True
+            assert committed(connection, second) is True
             run(connection, "UPDATE nobackfill.commits SET at = at - interval '2 hours'")
             schema.prepare(connection)
-            assert commits.committed(connection, second) is False
+            assert committed(connection, second) is False
         database.close()
 
 

@@ -7,8 +7,7 @@ import pytest
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted_database import HostedInDatabase
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
-from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
 from tests.gallery.making import ids, spec, vectors
 
 ONE, TWO = spec().space, spec(release=2).space

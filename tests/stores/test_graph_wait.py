@@ -13,7 +13,7 @@ from nobackfill.errors import BusyError, CancelledError
 from nobackfill.server.galleries import hosted_database
 from nobackfill.server.galleries.hosted import NOTE
 from nobackfill.server.galleries.hosted_database import HostedInDatabase
-from nobackfill.server.stores.postgresql import graphs, recall, schema
+from nobackfill.server.stores.postgresql import graphs, schema
 from nobackfill.server.stores.postgresql.database import EF, Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from tests.stores.thin_graphs import SPACE, filled, islands, thin
@@ -25,9 +25,9 @@ def hosted(
     empty: PostgresqlGallery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[HostedInDatabase]:
     """A gallery with a second space that is full, without a graph."""
-    monkeypatch.setattr(recall, "_LOOK_S", 0.02)
-    monkeypatch.setattr(recall, "_REST", 0.0)
-    monkeypatch.setattr(recall, "_TELL_S", 0.0)
+    monkeypatch.setattr(graphs, "_LOOK_S", 0.02)
+    monkeypatch.setattr(graphs, "_REST", 0.0)
+    monkeypatch.setattr(graphs, "_TELL_S", 0.0)
     filled(empty, islands(900))
     made = HostedInDatabase("g", tmp_path, empty)
     yield made
@@ -43,7 +43,7 @@ def only_thin(monkeypatch: pytest.MonkeyPatch) -> None:
 def is_good(store: PostgresqlGallery) -> bool:
     info = store.space(SPACE)
     measured = graphs.measured(store.database, store.schema, info, lambda: None)
-    return graphs.has_graph(store.database, store.schema, info) and measured[1] >= recall.RECALL
+    return graphs.has_graph(store.database, store.schema, info) and measured[1] >= graphs.RECALL
 
 
 def test_a_graph_is_built_measured_and_not_built_again(
@@ -77,7 +77,7 @@ def test_a_bad_graph_is_waited_for_and_its_words_mend_it(
     assert ready.is_alive()
     found = re.search(r"finds (0\.\d\d) of the 10 nearest among 1000 candidates", note)
     assert found is not None
-    assert float(found[1]) < recall.RECALL
+    assert float(found[1]) < graphs.RECALL
     commands = re.search(r"\((ALTER INDEX .*); (REINDEX .*)\)", note)
     assert commands is not None
     with empty.database.connect() as connection:

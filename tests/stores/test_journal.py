@@ -5,10 +5,9 @@ import pytest
 from nobackfill.gallery import edits
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.milvus import journal
-from nobackfill.server.stores.postgresql import commits
-from nobackfill.server.stores.postgresql.database import Connection, run
+from nobackfill.server.stores.postgresql.database import TABLE, Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.migrations import migrate
+from nobackfill.server.stores.postgresql.schema import migrate
 from tests.gallery.making import ids, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space
@@ -114,7 +113,7 @@ def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> Non
         with database.connect() as other, other.transaction():
             migrate(other, to)
             # This version's code goes on here, beside either format.
-            run(other, commits.TABLE)
+            run(other, TABLE)
         assert not database.read(lambda connection: journal.kept(connection, store.schema))
         assert database.read(lambda connection: run(connection, TRIGGERS).fetchone()) == (0,)
         assert store.delete(["item-0"]) == (to == 2)

@@ -9,9 +9,9 @@ from nobackfill.items.reembedding import today
 from nobackfill.server.healing.ledger import FileLedger
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.leading import Tenure
 from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
-from nobackfill.server.stores.postgresql.tenure import Tenure
 from tests.gallery.making import ids, spec, vectors
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until

@@ -15,8 +15,8 @@ from nobackfill.errors import BusyError, ConfigurationError, NotFoundError
 from nobackfill.gallery.filters import Exists, Not, OneOf, Range, TimeRange
 from nobackfill.server.storage import Storage, migrate_database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.migrations import FORMAT
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.schema import FORMAT
+from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.gallery.test_filters import holds, moment
 from tests.server.test_cli import run_json
 from tests.support.postgres import Server

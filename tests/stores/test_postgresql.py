@@ -21,11 +21,9 @@ from nobackfill.gallery.filters import Exists, Filter, OneOf
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import database as database_module
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.address import check_url
 from nobackfill.server.stores.postgresql.conditions import condition_of
-from nobackfill.server.stores.postgresql.database import Connection, Database, run
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
-from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
 from tests.gallery.making import ids, spec, vectors
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until

@@ -7,13 +7,16 @@ import pytest
 from psycopg import errors
 
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.stores.postgresql import prepared
+from nobackfill.server.stores.postgresql import search
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
-from nobackfill.server.stores.postgresql.database import Connection, run
-from nobackfill.server.stores.postgresql.failures import lost
+from nobackfill.server.stores.postgresql.database import Connection, lost, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.prepared import rows_near, usable
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher, Table
+from nobackfill.server.stores.postgresql.search import (
+    PostgresqlSearcher,
+    SpaceTable,
+    rows_near,
+    usable,
+)
 from tests.gallery.making import ids, spec, vectors
 
 QUERIES = vectors(5, 9)
@@ -26,7 +29,7 @@ def store(empty: PostgresqlGallery) -> PostgresqlGallery:
 
 
 def statement(store: PostgresqlGallery, limit: int = 18) -> str:
-    return Table(store.schema, store.active()).statement(EVERYTHING, False, limit)
+    return SpaceTable(store.schema, store.active()).statement(EVERYTHING, False, limit)
 
 
 def check(connection: Connection, store: PostgresqlGallery, limit: int = 18) -> None:
@@ -68,7 +71,7 @@ def test_names_that_are_gone_are_made_again(store: PostgresqlGallery) -> None:
 def test_a_connection_keeps_so_many(
     store: PostgresqlGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "_MOST", 3)
+    monkeypatch.setattr(search, "_MOST", 3)
 
     def work(connection: Connection) -> None:
         for limit in (*range(1, 9), 1):

@@ -5,7 +5,7 @@ import pytest
 
 from nobackfill.gallery.search import view
 from nobackfill.gallery.spec import Metric
-from nobackfill.server.stores.postgresql import searcher
+from nobackfill.server.stores.postgresql import search
 from nobackfill.vectors import Vectors
 from tests.gallery.making import spec, vectors
 
@@ -32,7 +32,7 @@ def test_compiled_code_ranks_as_python_does(
             for ranked in (compiled, None):
                 monkeypatch.setattr(view, "ranked", ranked)
                 rows = rows_of(content[:count])
-                found.append(searcher.ranked(spec(dim=dim, metric=metric), query, rows, k))
+                found.append(search.ranked(spec(dim=dim, metric=metric), query, rows, k))
             one, other = found
             assert one.labels.tolist() == other.labels.tolist()
             assert one.distances.tobytes() == other.distances.tobytes()

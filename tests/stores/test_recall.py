@@ -10,10 +10,10 @@ from nobackfill.errors import BusyError
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Metric, SpaceInfo
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.stores.postgresql import graphs, recall
+from nobackfill.server.stores.postgresql import graphs
 from nobackfill.server.stores.postgresql.database import EF
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.searcher import PostgresqlSearcher
+from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from nobackfill.vectors import Vectors
 from tests.gallery.making import ids, spec, vectors
 from tests.stores.thin_graphs import SPACE, filled, islands, thin
@@ -23,9 +23,9 @@ def nothing() -> None:
     """Between two pieces."""
 
 
-def probes(store: PostgresqlGallery, info: SpaceInfo) -> recall.Probes:
+def probes(store: PostgresqlGallery, info: SpaceInfo) -> graphs.RecallProbes:
     with store.database.snapshot() as connection:
-        return recall.probes_of(connection, store.schema, info, nothing)
+        return graphs.probes_of(connection, store.schema, info, nothing)
 
 
 def all_distances(queries: Vectors, content: Vectors, metric: Metric) -> np.ndarray:
@@ -48,7 +48,7 @@ def test_what_is_nearest_is_found_by_pieces(
     empty: PostgresqlGallery, monkeypatch: pytest.MonkeyPatch, metric: Metric, count: int
 ) -> None:
     """With gaps in labels, equal vectors and a zero one; pieces of 17 rows."""
-    monkeypatch.setattr(recall, "_NUMBERS", 17 * 12)
+    monkeypatch.setattr(graphs, "_NUMBERS", 17 * 12)
     content = vectors(count, 5)
     content[count // 2 : count // 2 + 14] = 0.0 if metric == "squared_l2" else 0.5
     info = filled(empty, content, metric)
@@ -58,7 +58,7 @@ def test_what_is_nearest_is_found_by_pieces(
     nearest = min(10, len(kept))
     assert made.nearest == nearest
     # Drawn labels may have the same next one.
-    assert 0.8 * min(recall.PROBES, len(kept)) <= len(made.queries) <= recall.PROBES
+    assert 0.8 * min(graphs.PROBES, len(kept)) <= len(made.queries) <= graphs.PROBES
     true = np.sort(all_distances(made.queries, kept, metric), axis=1)[:, :nearest]
     np.testing.assert_allclose(made.farthest, true[:, -1:], rtol=1e-5, atol=1e-6)
     # The answers of a search that forgets some of them, and its share by the same oracle.
@@ -98,7 +98,7 @@ def test_a_thin_graph_is_seen_and_a_whole_one_too(
     assert graphs.has_graph(empty.database, empty.schema, info), "its word: it is valid"
     graphs.make_graph(empty.database, empty.schema, info)
     width, found = measuring(info)
-    assert found >= recall.RECALL
+    assert found >= graphs.RECALL
     assert shares_of_searches(empty, info, width) >= 0.85
 
 
@@ -108,10 +108,10 @@ def test_a_wider_search_is_tried_before_a_graph_is_refused(
     rng = np.random.default_rng(4)
     info = filled(empty, rng.standard_normal((3_000, 48)).astype(np.float32))
     thin(empty, info, m=5, construction=10)
-    assert shares_of_searches(empty, info, 0) < recall.RECALL
+    assert shares_of_searches(empty, info, 0) < graphs.RECALL
     width, found = measuring(info)
     assert EF < width <= 1000
-    assert found >= recall.RECALL
+    assert found >= graphs.RECALL
     assert shares_of_searches(empty, info, width) > shares_of_searches(empty, info, 0)
 
 
@@ -160,10 +160,10 @@ class Looks:
 def test_it_is_waited_until_it_is_enough(
     monkeypatch: pytest.MonkeyPatch, found: Sequence[float | Exception], told: list[float]
 ) -> None:
-    monkeypatch.setattr(recall, "_LOOK_S", 0.01)
-    monkeypatch.setattr(recall, "_TELL_S", 0.0)
+    monkeypatch.setattr(graphs, "_LOOK_S", 0.01)
+    monkeypatch.setattr(graphs, "_TELL_S", 0.0)
     looks = Looks(*found)
-    recall.wait_for_recall(lambda: True, looks.measure, nothing, looks.told.append)
+    graphs.wait_for_recall(lambda: True, looks.measure, nothing, looks.told.append)
     assert not looks.left
     assert looks.told == told
 

@@ -8,8 +8,7 @@ import pytest
 
 from nobackfill.errors import CannotWriteError, ConfigurationError, UnavailableError
 from nobackfill.server.stores.postgresql import schema
-from nobackfill.server.stores.postgresql.address import check_url
-from nobackfill.server.stores.postgresql.database import Connection, Database, run
+from nobackfill.server.stores.postgresql.database import Connection, Database, check_url, run
 from tests.support.postgres import Server
 
 

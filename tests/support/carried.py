@@ -15,7 +15,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import open_route, route_along
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
 from nobackfill.server.upgrades.workers.workers import ByWorkers, Workers
 from nobackfill.vectors import Vectors
 from tests.support import graphs

@@ -17,7 +17,7 @@ from nobackfill.quality import embedded
 from nobackfill.quality.gate import measure_release
 from nobackfill.quality.listing import list_texts
 from nobackfill.release.manifest import Manifest
-from nobackfill.release.models import Embedder, open_embedder
+from nobackfill.release.models import ImageEmbedder, open_embedder
 from nobackfill.release.paths import text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.inspection import verify
 from nobackfill.release.text_models import open_text_encoder
@@ -214,7 +214,7 @@ def test_the_gate_embeds_images_once_for_images_and_texts(
         Image.fromarray(pixels).save(file)
     opened = []
 
-    def counted(*arguments: Any) -> Embedder:
+    def counted(*arguments: Any) -> ImageEmbedder:
         opened.append(arguments)
         return open_embedder(*arguments)
 

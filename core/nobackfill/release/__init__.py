@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         Upgrade as Upgrade,
     )
     from nobackfill.release.models import (
-        Embedder as Embedder,
+        ImageEmbedder as ImageEmbedder,
         SideEncoder as SideEncoder,
         UpgradeModel as UpgradeModel,
         Upgraded as Upgraded,
@@ -54,10 +54,8 @@ else:
         {
             "calibration": "Scorer scores",
             "manifest": "Calibration Manifest Upgrade parse_manifest",
-            "models": (
-                "Embedder SideEncoder UpgradeModel Upgraded open_embedder open_side_encoder "
-                "open_upgrade"
-            ),
+            "models": "ImageEmbedder SideEncoder UpgradeModel "
+            "Upgraded open_embedder open_side_encoder open_upgrade",
             "probes": "check_probes check_release",
             "routes": "Route RouteRunner every_route open_route plan_route",
             "text_models": "TextModel open_text_encoder",

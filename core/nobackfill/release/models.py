@@ -43,7 +43,7 @@ class Upgraded:
     uncertainty: Vectors | None
 
 
-class Embedder:
+class ImageEmbedder:
     """phi_N: images to embeddings. Made by `open_embedder`."""
 
     def __init__(self, session: "Session", model: ImageModel) -> None:
@@ -124,15 +124,15 @@ class UpgradeModel:
         return side if self.upgrade.side == "carries" else None
 
 
-def open_embedder(files: Files, manifest: "Manifest", threads: int = 1) -> Embedder:
+def open_embedder(files: Files, manifest: "Manifest", threads: int = 1) -> ImageEmbedder:
     """Load phi_N on the CPU. Raises VerificationError for a file other than the manifest's,
     NoEncoderError where the release embeds no images."""
     return open_image_model(files, ImageModel.of(manifest), threads)
 
 
-def open_image_model(files: Files, model: ImageModel, threads: int = 1) -> Embedder:
+def open_image_model(files: Files, model: ImageModel, threads: int = 1) -> ImageEmbedder:
     """The same of what was read of a manifest. Raises VerificationError."""
-    return Embedder(open_session(files, model.file, threads), model)
+    return ImageEmbedder(open_session(files, model.file, threads), model)
 
 
 def open_side_encoder(files: Files, manifest: "Manifest", threads: int = 1) -> SideEncoder:

@@ -24,7 +24,7 @@ from nobackfill.server.state import UNFINISHED_RESTORE, GatewayState, StateFile
 if TYPE_CHECKING:
     # They need the extra `postgres`.
     from nobackfill.server.stores.postgresql.database import Database
-    from nobackfill.server.stores.postgresql.news import News
+    from nobackfill.server.stores.postgresql.leading import News
 
 # Connections of a gateway to its database, beside four that wait or hold locks.
 _CONNECTIONS = 24
@@ -108,7 +108,7 @@ def migrate_database(url: str, to: int | None) -> tuple[int, int]:
     UnavailableError."""
     with extra("postgres"):
         from nobackfill.server.stores.postgresql.database import Connection, Database, run
-        from nobackfill.server.stores.postgresql.migrations import FORMAT, migrate
+        from nobackfill.server.stores.postgresql.schema import FORMAT, migrate
     found: list[int] = []
     wanted = FORMAT if to is None else to
 
@@ -165,9 +165,7 @@ class Storage:
             from nobackfill.server.galleries.hosted_database import InDatabase
             from nobackfill.server.stores.postgresql import schema
             from nobackfill.server.stores.postgresql.database import Database
-            from nobackfill.server.stores.postgresql.news import News
-            from nobackfill.server.stores.postgresql.state import StateRow
-            from nobackfill.server.stores.postgresql.tenure import Tenure
+            from nobackfill.server.stores.postgresql.leading import News, StateRow, Tenure
         url, engine = split_store(store)
         database = Database(url, _CONNECTIONS, reader=context.reader)
         ending.callback(database.close)

@@ -21,7 +21,7 @@ from nobackfill.errors import (
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import (
-    Embedder,
+    ImageEmbedder,
     Images,
     SideEncoder,
     no_vector,
@@ -89,7 +89,7 @@ class Models(Protocol):
 class _Loaded:
     """A release's models, as far as it has them."""
 
-    images: Embedder | None
+    images: ImageEmbedder | None
     texts: TextModel | None
     side: SideEncoder | None
 

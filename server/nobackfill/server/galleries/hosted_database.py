@@ -19,14 +19,26 @@ from nobackfill.server.galleries.hosted import EXACT, NOTE, ROLLOUT, Allowance, 
 from nobackfill.server.galleries.plan import Filling, Plan, PlanPart
 from nobackfill.server.state import OutdatedError
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
-from nobackfill.server.stores.postgresql.counts import count_alone
 from nobackfill.server.stores.postgresql.database import EF, Database
-from nobackfill.server.stores.postgresql.galleries import PostgresqlGalleries
-from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.graphs import graph_name, has_graph, make_graph, measured
-from nobackfill.server.stores.postgresql.matches import PostgresqlFiltering, PostgresqlMatches
-from nobackfill.server.stores.postgresql.recall import RECALL, K, wait_for_recall
-from nobackfill.server.stores.postgresql.searcher import Candidates, Table, compares, search
+from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery
+from nobackfill.server.stores.postgresql.graphs import (
+    RECALL,
+    K,
+    graph_name,
+    has_graph,
+    make_graph,
+    measured,
+    wait_for_recall,
+)
+from nobackfill.server.stores.postgresql.search import (
+    CandidateSource,
+    PostgresqlFiltering,
+    PostgresqlMatches,
+    SpaceTable,
+    compares,
+    count_alone,
+    search,
+)
 from nobackfill.vectors import Vectors
 
 # The wait of a flip for a database's graph: until it finds what is there, and how wide it is to be
@@ -124,7 +136,7 @@ class HostedInDatabase(Hosted):
 
     def __init__(
         self, name: str, folder: Path, store: PostgresqlGallery,
-        candidates: Candidates | None = None,
+        candidates: CandidateSource | None = None,
     ) -> None:  # fmt: skip
         """`candidates`: in place of the database's graphs."""
         self._candidates = candidates
@@ -223,12 +235,12 @@ class HostedInDatabase(Hosted):
             found = rank_origins(found, of_carried, part.scale)
         return Neighbours(found.labels[:, :k], found.distances[:, :k])
 
-    def _table(self, space: str, without: str | None = None) -> Table:
+    def _table(self, space: str, without: str | None = None) -> SpaceTable:
         known = self.spaces()
         try:
             rest = None if without is None else space_of(known, without)
             width = self._widths.get(space, EF)
-            return Table(self._gallery.schema, space_of(known, space), rest, width)
+            return SpaceTable(self._gallery.schema, space_of(known, space), rest, width)
         except IncompatibleSpaceError as error:
             raise OutdatedError("another gateway has dropped a space; try again") from error
 

@@ -13,7 +13,12 @@ from numpy.typing import NDArray
 from nobackfill.class_folders import Images
 from nobackfill.errors import UnusableOutputError, few
 from nobackfill.release.manifest import Manifest, Probes, PublishedFile
-from nobackfill.release.models import Embedder, open_embedder, open_side_encoder, open_upgrade
+from nobackfill.release.models import (
+    ImageEmbedder,
+    open_embedder,
+    open_side_encoder,
+    open_upgrade,
+)
 from nobackfill.release.paths import probes_path
 from nobackfill.release.probes import text_probes
 from nobackfill.release.text_models import open_text_encoder
@@ -145,7 +150,7 @@ def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
     return trouble
 
 
-def _usual(embedder: Embedder, images: Images) -> float:
+def _usual(embedder: ImageEmbedder, images: Images) -> float:
     """The median distance between pictures of something; 0 where those have no vectors."""
     try:
         vectors: NDArray[np.float32] = embedder.run(images)

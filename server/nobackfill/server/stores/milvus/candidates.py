@@ -27,7 +27,7 @@ from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_o
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING as EVERY_ITEM
 from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
-from nobackfill.server.stores.postgresql.searcher import Table
+from nobackfill.server.stores.postgresql.search import SpaceTable
 from nobackfill.vectors import Vectors
 
 # So many vectors are compared in the database as quickly, and exactly.
@@ -50,7 +50,7 @@ class Candidates:
         self._large: set[str] = set()
 
     def rows(
-        self, connection: Connection, table: Table, query: Vectors, limit: int,
+        self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
         """Of label and vector, at least `limit` or of all that pass; None where all rows are to be
@@ -78,9 +78,15 @@ class Candidates:
         return None
 
     def _near(
-        self, name: str, table: Table, query: Vectors, limit: int, condition: Condition, ef: int,
+        self,
+        name: str,
+        table: SpaceTable,
+        query: Vectors,
+        limit: int,
+        condition: Condition,
+        ef: int,
         since: int | None,
-    ) -> Iterator[tuple[list[int], bool]]:  # fmt: skip
+    ) -> Iterator[tuple[list[int], bool]]:
         """Labels that may pass, more and more of the nearest, and whether they are all there are.
 
         That fewer come than were asked for does not say so: a graph may be left too early. But
@@ -114,14 +120,14 @@ class Candidates:
             return None
         return self._collections.search(name, info.spec, query, k, EF)
 
-    def _is_large(self, connection: Connection, table: Table) -> bool:
+    def _is_large(self, connection: Connection, table: SpaceTable) -> bool:
         if table.name not in self._large:
             if _count(connection, f"{table.name} v", EVERY_ITEM, SMALL) <= SMALL:
                 return False
             self._large.add(table.name)
         return True
 
-    def _few_pass(self, connection: Connection, table: Table, condition: Condition) -> bool:
+    def _few_pass(self, connection: Connection, table: SpaceTable, condition: Condition) -> bool:
         """Whether an index of the database says so: sooner than Milvus, which goes through its
         columns."""
         found = None if condition.says is None else _indexed(condition.says)

@@ -16,9 +16,8 @@ from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.candidates import too_many_pending
 from nobackfill.server.stores.milvus.collections import Collections
 from nobackfill.server.stores.milvus.columns import columns_of, name_of, prefix_of
-from nobackfill.server.stores.postgresql.bulk import among, copy_out
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
-from nobackfill.server.stores.postgresql.rows import facets_of, read_spaces
+from nobackfill.server.stores.postgresql.rows import among, copy_out, facets_of, read_spaces
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
 
 log = structlog.get_logger("server.stores")

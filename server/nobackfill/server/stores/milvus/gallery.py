@@ -9,18 +9,18 @@ from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.server.stores.milvus import candidates as limits
 from nobackfill.server.stores.milvus import journal
 from nobackfill.server.stores.milvus.candidates import Candidates, too_many_pending
-from nobackfill.server.stores.postgresql import rows, spaces
+from nobackfill.server.stores.postgresql import rows, writing
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.stores.postgresql.recall import (
+from nobackfill.server.stores.postgresql.graphs import (
     RECALL,
     K,
-    Probes,
+    RecallProbes,
     probes_of,
     wait_for_recall,
 )
-from nobackfill.server.stores.postgresql.searcher import Table, ranked
+from nobackfill.server.stores.postgresql.search import SpaceTable, ranked
 from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.stores")
@@ -51,7 +51,7 @@ class MilvusGallery(PostgresqlGallery):
 
     def begin(self, spec: SpaceSpec) -> None:
         def work(connection: Connection) -> None:
-            if spaces.begin(connection, self.schema, spec):
+            if writing.begin(connection, self.schema, spec):
                 info = rows.find_space(connection, self.schema, spec.space)
                 journal.watch(connection, self.schema, info)
 
@@ -69,7 +69,7 @@ def wait_for_milvus(
     """
     if gallery.count(info.spec.space) <= limits.SMALL:
         return
-    probes: Probes | None = None
+    probes: RecallProbes | None = None
 
     def ready() -> bool:
         # Searches compare as many beside Milvus: of a gallery that is put to, some always are.
@@ -110,6 +110,6 @@ def _found(
     )
     found = candidates.found(gallery.schema, info, query, K)
     labels = [] if found is None else [*found, *new.tolist()]
-    table = Table(gallery.schema, info)
+    table = SpaceTable(gallery.schema, info)
     rows = gallery.database.read(lambda one: table.rows_of(one, labels, EVERYTHING))
     return ranked(info.spec, query, rows, K)

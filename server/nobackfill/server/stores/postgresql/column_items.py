@@ -10,8 +10,7 @@ from psycopg import sql
 from nobackfill.errors import ConfigurationError, InvalidInputError, UnavailableError
 from nobackfill.items.kind import Kind
 from nobackfill.items.sources import bounded
-from nobackfill.server.stores.postgresql.address import check_url
-from nobackfill.server.stores.postgresql.failures import lost, refusal
+from nobackfill.server.stores.postgresql.database import check_url, lost, refusal
 
 _SECONDS = 10
 

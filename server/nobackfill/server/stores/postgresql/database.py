@@ -15,18 +15,204 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol, TypeAlias, TypeVar
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import psycopg
 from pgvector.psycopg import register_vector
+from psycopg import errors as pg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types import TypeInfo
 from psycopg.types.string import ByteaBinaryLoader
-from psycopg_pool import ConnectionPool, PoolTimeout
+from psycopg_pool import ConnectionPool, PoolTimeout, TooManyRequests
 
-from nobackfill.errors import BusyError, NobackfillError, UnavailableError
-from nobackfill.server.stores.postgresql.address import bounded, check_url, in_the_clear, is_local
-from nobackfill.server.stores.postgresql.commits import Signature, committed, sign
-from nobackfill.server.stores.postgresql.failures import COLLISIONS, lost, refusal
+from nobackfill.errors import (
+    BusyError,
+    CannotWriteError,
+    ConfigurationError,
+    DamagedError,
+    NobackfillError,
+    OverloadedError,
+    UnavailableError,
+)
+from nobackfill.loopback import is_loopback
+from nobackfill.server.state import GoneError
+
+# Addresses of databases: what is taken, and what may not travel in the clear.
+
+_ENCRYPTED = ("require", "verify-ca", "verify-full")
+
+
+def check_url(url: str, setting: str = "store") -> None:
+    """Raises ConfigurationError for what is no address, or one over the network in the clear. The
+    sentence names the setting and does not repeat the address: it may hold a password."""
+    try:
+        given = conninfo_to_dict(url)
+    except (psycopg.Error, UnicodeEncodeError) as error:
+        raise ConfigurationError(
+            f"{setting}: expected postgresql://USER@HOST/DATABASE?sslmode=verify-full, or a "
+            "socket's folder as host"
+        ) from error
+    hosts = [*str(given.get("host") or "").split(","), str(given.get("hostaddr") or "")]
+    if not all(map(is_local, hosts)) and given.get("sslmode") not in _ENCRYPTED:
+        raise in_the_clear(setting)
+
+
+def bounded(url: str, seconds: float) -> str:
+    """A server that does not take a connection in some seconds is away."""
+    return make_conninfo(url, **({"connect_timeout": int(seconds)} | conninfo_to_dict(url)))
+
+
+def is_local(host: str) -> bool:
+    """Whether a host, or a socket's folder, is on this machine."""
+    return not host or is_loopback(host) or host.startswith(("/", "@"))
+
+
+def in_the_clear(setting: str = "store") -> ConfigurationError:
+    """What is said of an address on another machine without TLS."""
+    return ConfigurationError(
+        f"{setting}: a database on another machine demands TLS; add sslmode=verify-full (and "
+        "sslrootcert) to its address"
+    )
+
+
+# What an error of PostgreSQL means to who asked.
+
+# The transaction was rolled back because of another; the same again may go through.
+COLLISIONS = (pg.DeadlockDetected, pg.SerializationFailure, pg.UniqueViolation)
+# The server ends, or has just started.
+_ENDING = (pg.AdminShutdown, pg.CrashShutdown, pg.CannotConnectNow, pg.IdleSessionTimeout)
+_BUSY = (
+    *COLLISIONS, pg.LockNotAvailable, pg.QueryCanceled, pg.TooManyConnections,
+    pg.IdleInTransactionSessionTimeout,
+)  # fmt: skip
+_UNWRITABLE = (pg.DiskFull, pg.IoError)
+_REFUSED = (
+    pg.InsufficientPrivilege, pg.InvalidAuthorizationSpecification, pg.InvalidPassword,
+    pg.InvalidCatalogName, pg.FeatureNotSupported, pg.UndefinedFile,
+)  # fmt: skip
+_GONE = (pg.UndefinedTable, pg.InvalidSchemaName)
+
+
+def lost(error: Exception) -> bool:
+    """Whether the connection is gone, or the server ends it: another one may be had soon."""
+    if isinstance(error, _ENDING):
+        return True
+    # Errors without a code come from the connection, not from the server.
+    return isinstance(error, psycopg.OperationalError) and error.sqlstate is None
+
+
+def refusal(error: Exception) -> NobackfillError | None:
+    """What an error means; None where it is a mistake of ours. Sentences hold neither a password
+    nor a value: PostgreSQL tells those in the details of an error."""
+    if isinstance(error, PoolTimeout | TooManyRequests):
+        return OverloadedError(
+            "every connection to the database is in use, or none could be made; try again with a "
+            "delay, and see that PostgreSQL answers"
+        )
+    if not isinstance(error, psycopg.Error):
+        return None
+    said = error.diag.message_primary or type(error).__name__
+    if lost(error):
+        # What the connection says of itself: where it leads, and why it failed.
+        said = (str(error).splitlines() or [said])[0]
+    kinds: tuple[tuple[tuple[type[Exception], ...], NobackfillError], ...] = (
+        (
+            (pg.ReadOnlySqlTransaction,),
+            CannotWriteError(
+                "the database is read-only, a standby perhaps; name the one that takes writes, or "
+                "all of them as postgresql://USER@HOST1,HOST2/DATABASE?target_session_attrs="
+                "read-write"
+            ),
+        ),
+        (_BUSY, BusyError(f"the database is busy ({said}); try again")),
+        (_UNWRITABLE, CannotWriteError(f"the database cannot write ({said}); free some space")),
+        (_REFUSED, ConfigurationError(f"the database refuses: {said}; check user and rights")),
+        (_GONE, GoneError("the gallery was closed or deleted")),
+        (
+            (pg.DataCorrupted, pg.IndexCorrupted),
+            DamagedError("the database", said),
+        ),
+        (
+            (pg.OutOfMemory, pg.InsufficientResources),
+            UnavailableError(f"the database has no resources left ({said})"),
+        ),
+    )
+    for classes, meant in kinds:
+        if isinstance(error, classes):
+            return meant
+    if lost(error) or isinstance(error, psycopg.OperationalError):
+        return UnavailableError(
+            f"the database does not answer ({said}); try again with a delay, and see that its "
+            "server runs and can be reached from here"
+        )
+    return None
+
+
+# Whether a transaction was committed whose connection broke while it was.
+#
+# Its number alone does not tell: numbers of which a crash left nothing on the disk are given out
+# again, and then the server speaks of another transaction. So each transaction that writes leaves a
+# mark of its own, and takes away the one that its thread left before. (A row that each of them
+# updates would gather versions while a backup holds a snapshot, and every write would go through
+# them: three times as slow after 20,000.)
+
+_Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
+
+TABLE = """
+CREATE TABLE IF NOT EXISTS nobackfill.commits (
+    mark uuid PRIMARY KEY, at timestamptz NOT NULL DEFAULT now()
+)
+"""
+DROP = "DROP TABLE IF EXISTS nobackfill.commits"
+# The number is read before the mark takes one: a transaction that wrote nothing leaves none.
+_SIGN = b"""
+WITH own AS MATERIALIZED (SELECT pg_current_xact_id_if_assigned() AS number),
+former AS (DELETE FROM nobackfill.commits USING own WHERE mark = %s AND number IS NOT NULL),
+signed AS (INSERT INTO nobackfill.commits (mark) SELECT %s FROM own WHERE number IS NOT NULL)
+SELECT number::text FROM own
+"""
+_STATUS = b"SELECT pg_xact_status(%s::xid8)"
+_FOUND = b"SELECT EXISTS (SELECT FROM nobackfill.commits WHERE mark = %s)"
+# No transaction is asked for so long after its end.
+_FORGET = b"DELETE FROM nobackfill.commits WHERE at < now() - interval '1 day'"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A transaction by its number on a server that has not crashed since, and by its mark."""
+
+    number: str
+    mark: UUID
+
+
+def sign(connection: _Connection, former: UUID | None) -> Signature | None:
+    """The last statement of a transaction; None where it wrote nothing. `former`: the mark of one
+    that is known to be committed, which goes."""
+    mark = uuid4()
+    row = connection.execute(_SIGN, [former, mark], binary=True).fetchone()
+    assert row is not None, "a SELECT without a condition"
+    return None if row[0] is None else Signature(row[0], mark)
+
+
+def committed(connection: _Connection, signature: Signature) -> bool | None:
+    """Whether it was, on a connection that commits each statement; None while it is under way."""
+    try:
+        row = connection.execute(_STATUS, [signature.number], binary=True).fetchone()
+    except psycopg.errors.InvalidParameterValue:
+        # "In the future": the server crashed before anything of it was on its disk.
+        return False
+    if row is not None and row[0] == "in progress":
+        return None
+    # Asked only now: what was under way when a statement began is not seen by it.
+    found = connection.execute(_FOUND, [signature.mark]).fetchone()
+    assert found is not None, "a SELECT without a condition"
+    return bool(found[0])
+
+
+def forget(connection: _Connection) -> None:
+    """Drop the marks of threads that are gone."""
+    connection.execute(_FORGET)
+
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 Result = TypeVar("Result")

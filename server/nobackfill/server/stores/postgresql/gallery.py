@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nobackfill.errors import IncompatibleSpaceError
+from nobackfill.errors import AlreadyExistsError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.edits import described
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.reading import StoredItem, item_of
@@ -25,13 +25,13 @@ from nobackfill.gallery.store import (
     put_change,
 )
 from nobackfill.server.state import OutdatedError
-from nobackfill.server.stores.postgresql import rows, spaces, writing
+from nobackfill.server.stores.postgresql import rows, schema, writing
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
-from nobackfill.server.stores.postgresql.frontier import advance
-from nobackfill.server.stores.postgresql.news import gallery_changed
+from nobackfill.server.stores.postgresql.leading import gallery_changed, tell
 from nobackfill.server.stores.postgresql.reads import Reads, existing
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
+from nobackfill.server.stores.postgresql.writing import advance
 
 _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces=True)
@@ -208,7 +208,7 @@ class PostgresqlGallery(Reads):
         self.database.write(work)
 
     def begin(self, spec: SpaceSpec) -> None:
-        self._alone(lambda connection: spaces.begin(connection, self.schema, spec))
+        self._alone(lambda connection: writing.begin(connection, self.schema, spec))
 
     def write(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
@@ -218,7 +218,7 @@ class PostgresqlGallery(Reads):
         checked = check_new(self.space(space), new, len(labels))
         doubt = check_doubt(uncertainty, len(labels))
         good, kept = self._shared(
-            lambda connection: spaces.write(
+            lambda connection: writing.write(
                 connection, self.schema, checked, labels, doubt, replace=replace
             )
         )
@@ -238,7 +238,7 @@ class PostgresqlGallery(Reads):
             self.look_ahead(space)
 
         def work(connection: Connection) -> None:
-            spaces.flip(connection, self.schema, space, leave_behind=leave_behind)
+            writing.flip(connection, self.schema, space, leave_behind=leave_behind)
             rows.set_state(connection, self.schema, state or {})
 
         self._alone(work)
@@ -247,17 +247,17 @@ class PostgresqlGallery(Reads):
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> str:
         if not leave_behind:
-            self.look_ahead(spaces.previous_of(self.spaces()).spec.space)
+            self.look_ahead(writing.previous_of(self.spaces()).spec.space)
 
         def work(connection: Connection) -> str:
-            space = spaces.rollback(connection, self.schema, leave_behind=leave_behind)
+            space = writing.rollback(connection, self.schema, leave_behind=leave_behind)
             rows.set_state(connection, self.schema, state or {})
             return space
 
         return self._alone(work)
 
     def drop(self, space: str) -> None:
-        self._alone(lambda connection: spaces.drop(connection, self.schema, space))
+        self._alone(lambda connection: writing.drop(connection, self.schema, space))
 
     def look(self) -> Look:
         """What plans are made of, in one snapshot."""
@@ -288,3 +288,68 @@ class PostgresqlGallery(Reads):
 
     def active(self) -> SpaceInfo:
         return next(info for info in self.spaces() if info.state == "active")
+
+
+# The galleries of a database, by name: made and deleted in one transaction each.
+
+
+class PostgresqlGalleries:
+    """What is said of each method: Stores."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    def names(self) -> list[str]:
+        query = "SELECT name FROM nobackfill.galleries ORDER BY name"
+        return self.database.read(lambda connection: [name for (name,) in run(connection, query)])
+
+    def open(self, name: str) -> PostgresqlGallery:
+        number = self.database.read(lambda connection: _number(connection, name))
+        if number is None:
+            raise NotFoundError(f"the database has no gallery {name!r}; create it first")
+        return PostgresqlGallery(self.database, number)
+
+    def create(
+        self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]
+    ) -> PostgresqlGallery:
+        def work(connection: Connection) -> int:
+            if _number(connection, name) is not None:
+                raise AlreadyExistsError(f"gallery {name!r} exists already")
+            number = run(
+                connection,
+                "INSERT INTO nobackfill.galleries (name) VALUES (%s) RETURNING number",
+                [name],
+            ).fetchone()[0]
+            made = schema.schema_of(number)
+            schema.create_gallery(connection, number, specs[0])
+            for spec in specs[1:]:
+                writing.begin(connection, made, spec)
+                writing.flip(connection, made, spec.space, leave_behind=False)
+            for info in rows.read_spaces(connection, made):
+                for statement in schema.index_statements(made, info.number, info.spec):
+                    run(connection, statement)
+            rows.set_state(connection, made, state)
+            tell(connection)
+            return int(number)
+
+        return PostgresqlGallery(self.database, self.database.write(work))
+
+    def delete(self, name: str) -> None:
+        def work(connection: Connection) -> None:
+            gone = run(
+                connection,
+                "DELETE FROM nobackfill.galleries WHERE name = %s RETURNING number",
+                [name],
+            ).fetchone()
+            if gone is not None:
+                schema.drop_gallery(connection, gone[0])
+                tell(connection)
+
+        self.database.write(work)
+
+
+def _number(connection: Connection, name: str) -> int | None:
+    row = run(
+        connection, "SELECT number FROM nobackfill.galleries WHERE name = %s", [name]
+    ).fetchone()
+    return None if row is None else int(row[0])

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from nobackfill.gallery.filters import Matches
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
+from nobackfill.server.stores.postgresql.leading import HOLDERS
 from nobackfill.server.stores.postgresql.schema import table_of
-from nobackfill.server.stores.postgresql.tenure import HOLDERS
 
 # A claim is another's when its gateway has ended, and after so long where that cannot be told: its
 # machine is gone, or it is of an older version.

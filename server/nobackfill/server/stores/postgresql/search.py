@@ -4,22 +4,89 @@ What a search returns is computed here, from the vectors of the candidates, as e
 does it (distances.py): the same numbers for the same vectors, equal distances by label.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import count
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
+import psycopg
+from psycopg import errors, pq
 
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.search import index, view
-from nobackfill.gallery.search.index import Labels, Neighbours, best
+from nobackfill.gallery.search.index import Labels, Mask, Neighbours, best, mask_of
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.server.stores.postgresql.bulk import from_binary
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
-from nobackfill.server.stores.postgresql.frontier import few_left
-from nobackfill.server.stores.postgresql.prepared import rows_near, usable
-from nobackfill.server.stores.postgresql.schema import MOST_HALF, MOST_INDEXED, table_of
+from nobackfill.server.stores.postgresql.rows import from_binary, label_column, to_binary
+from nobackfill.server.stores.postgresql.schema import (
+    MOST_HALF,
+    MOST_INDEXED,
+    schema_of,
+    table_of,
+)
+from nobackfill.server.stores.postgresql.writing import few_left
 from nobackfill.vectors import Vectors, check_vectors
+
+# The statement that nearly every search is, asked in one call of libpq: psycopg's way around it, a
+# cursor and each value in its type, took a third of the time that a search takes here.
+#
+# A connection prepares it once, under a name of its own. psycopg drops all names now and then
+# (`DEALLOCATE ALL` after a rollback): it is prepared again.
+
+# Statements that a connection keeps: one for each table and number of hits that are asked for.
+_MOST = 100
+_BINARY = pq.Format.BINARY
+_names: WeakKeyDictionary[Connection, dict[str, bytes]] = WeakKeyDictionary()
+_numbers = count()
+
+
+def usable(connection: Connection) -> bool:
+    """Whether a refusal ends no transaction."""
+    return connection.pgconn.transaction_status == pq.TransactionStatus.IDLE
+
+
+def rows_near(connection: Connection, statement: str, query: Vectors) -> list[tuple[int, bytes]]:
+    """Rows of a label and a vector, in binary form, of a statement with one place, %s, for a vector
+    [dim]. Not within a transaction. Raises psycopg.Error."""
+    asked = connection.pgconn
+    known = _names.setdefault(connection, {})
+    values: Sequence[bytes] = [to_binary(query)]
+    for _ in range(2):
+        if statement not in known:
+            _prepare(asked, known, statement)
+        result = asked.exec_prepared(known[statement], values, [_BINARY], _BINARY)
+        if result.status == pq.ExecStatus.TUPLES_OK:
+            break
+        if result.error_field(pq.DiagnosticField.SQLSTATE) != b"26000":
+            raise _error(asked, result)
+        known.clear()
+    else:
+        raise _error(asked, result)
+    value = result.get_value
+    return [
+        (int.from_bytes(value(row, 0) or b"", "big"), value(row, 1) or b"")
+        for row in range(result.ntuples)
+    ]
+
+
+def _prepare(asked: pq.abc.PGconn, known: dict[str, bytes], statement: str) -> None:
+    if len(known) >= _MOST:
+        asked.exec_(b"DEALLOCATE " + known.pop(next(iter(known))))
+    name = b"near_%d" % next(_numbers)
+    result = asked.prepare(name, statement.replace("%s", "$1::vector").encode())
+    if result.status != pq.ExecStatus.COMMAND_OK:
+        raise _error(asked, result)
+    known[statement] = name
+
+
+def _error(asked: pq.abc.PGconn, result: pq.abc.PGresult) -> psycopg.Error:
+    if asked.status == pq.ConnStatus.BAD:
+        # As psycopg says it: without a code, for no server does.
+        return psycopg.OperationalError(asked.get_error_message())
+    return errors.error_from_result(result)
+
 
 # Candidates taken beyond k, so that rounding seldom leaves the k-th in doubt.
 _SPARE = 8
@@ -27,7 +94,7 @@ _SPARE = 8
 MOST_EF = 1000
 
 
-class Table:
+class SpaceTable:
     """A space's table, and how it is asked."""
 
     def __init__(
@@ -89,11 +156,11 @@ class Table:
         return found
 
 
-class Candidates(Protocol):
+class CandidateSource(Protocol):
     """Where candidates come from that no graph of the database gives."""
 
     def rows(
-        self, connection: Connection, table: Table, query: Vectors, limit: int,
+        self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
         """Of label and vector, at least `limit` or of all that pass; None where all rows are to be
@@ -105,11 +172,15 @@ class PostgresqlSearcher:
     """What is said of it: Searcher."""
 
     def __init__(
-        self, database: Database, schema: str, info: SpaceInfo, candidates: Candidates | None = None
+        self,
+        database: Database,
+        schema: str,
+        info: SpaceInfo,
+        candidates: CandidateSource | None = None,
     ) -> None:
         self._database = database
         self._candidates = candidates
-        self._asked = Table(schema, info)
+        self._asked = SpaceTable(schema, info)
 
     def search(
         self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
@@ -122,12 +193,12 @@ class PostgresqlSearcher:
 
 def search(
     database: Database,
-    asked: Sequence[tuple[Table, Vectors]],
+    asked: Sequence[tuple[SpaceTable, Vectors]],
     k: int,
     condition: Condition = EVERYTHING,
     ef: int = 0,
     *,
-    candidates: Candidates | None = None,
+    candidates: CandidateSource | None = None,
 ) -> list[Neighbours]:
     """What several tables of one gallery answer to queries float32 [q, dim], in one snapshot.
 
@@ -169,7 +240,7 @@ def compares(spec: SpaceSpec, ef: int) -> bool:
     return spec.dim > MOST_HALF or ef > MOST_EF
 
 
-def _width(table: Table, k: int, ef: int) -> int:
+def _width(table: SpaceTable, k: int, ef: int) -> int:
     """Candidates of a graph to look at."""
     return max(ef or table.ef, k + _SPARE)
 
@@ -180,9 +251,14 @@ def widen(connection: Connection, width: int) -> None:
 
 
 def _nearest(
-    connection: Connection, table: Table, query: Vectors, k: int, condition: Condition, width: int,
-    candidates: Candidates | None,
-) -> Neighbours:  # fmt: skip
+    connection: Connection,
+    table: SpaceTable,
+    query: Vectors,
+    k: int,
+    condition: Condition,
+    width: int,
+    candidates: CandidateSource | None,
+) -> Neighbours:
     limit = k + _SPARE
     cosine = table.spec.metric == "cosine"
     exact = compares(table.spec, width) or (cosine and not query.any())
@@ -204,14 +280,14 @@ def _nearest(
         limit *= 4
 
 
-def by_graph(connection: Connection, table: Table, query: Vectors, k: int) -> Neighbours:
+def by_graph(connection: Connection, table: SpaceTable, query: Vectors, k: int) -> Neighbours:
     """What the graph alone answers to one query [dim], as wide as it is looked through now."""
     rows = _ask(connection, table, query, k + _SPARE, EVERYTHING, exact=False)
     return ranked(table.spec, query, rows, k)
 
 
 def _ask(
-    connection: Connection, table: Table, query: Vectors, limit: int, condition: Condition, *,
+    connection: Connection, table: SpaceTable, query: Vectors, limit: int, condition: Condition, *,
     exact: bool,
 ) -> list[Any]:  # fmt: skip
     if not exact and condition is EVERYTHING and usable(connection):
@@ -255,3 +331,81 @@ def _together(rows: list[Neighbours], k: int) -> Neighbours:
         np.concatenate([np.empty((0, k), np.int64), *labels]),
         np.concatenate([np.empty((0, k), np.float32), *(row.distances for row in rows)]),
     )
+
+
+# Filters that PostgreSQL answers, from an index of `facets`.
+
+
+class PostgresqlMatches:
+    """The items that pass, asked for when they are needed. `condition` is for other statements."""
+
+    def __init__(self, database: Database, schema: str, condition: Condition) -> None:
+        self._database = database
+        self._items = f"{schema}.items i WHERE {condition.text}"
+        self.condition = condition
+
+    def labels(self) -> Labels:
+        """All of them, increasing."""
+        query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
+        return self._database.read(
+            lambda connection: label_column(
+                run(connection, query, self.condition.values, filters=True)
+            )
+        )
+
+    def __len__(self) -> int:
+        query = f"SELECT count(*) FROM {self._items}"
+        return self._database.read(
+            lambda connection: int(
+                run(connection, query, self.condition.values, filters=True).fetchone()[0]
+            )
+        )
+
+    def mask(self, labels: Labels) -> Mask:
+        """Which of `labels` (increasing) pass."""
+        return mask_of(np.asarray(labels), self.labels())
+
+
+class PostgresqlFiltering:
+    """What is said of it: Filtering."""
+
+    def __init__(self, database: Database, schema: str) -> None:
+        self._database = database
+        self._schema = schema
+
+    def passing(self, filtered: Filter) -> PostgresqlMatches:
+        return PostgresqlMatches(self._database, self._schema, condition_of(filtered))
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+# How many items several galleries hold together, for who adds some in the same transaction.
+
+
+def count_alone(database: Database, names: Collection[str]) -> int:
+    """Items in the galleries of these names that are there. Within Database.together nobody else
+    counts one of them here, nor drops one, before the end of the transaction."""
+
+    def work(connection: Connection) -> int:
+        # One after the other, in one order. Locks of their own: an upgrade's flip waits for none.
+        for name in sorted(names):
+            run(
+                connection,
+                "SELECT pg_advisory_xact_lock(hashtext('nobackfill items'), hashtext(%s))",
+                [name],
+            )
+        rows = run(
+            connection,
+            "SELECT number FROM nobackfill.galleries WHERE name = ANY(%s) ORDER BY number"
+            " FOR KEY SHARE",
+            [list(names)],
+        ).fetchall()
+        counts = " UNION ALL ".join(
+            f"SELECT count(*) AS items FROM {schema_of(number)}.items" for (number,) in rows
+        )
+        if not counts:
+            return 0
+        return int(run(connection, f"SELECT sum(items) FROM ({counts}) AS counts").fetchone()[0])
+
+    return database.write(work)
