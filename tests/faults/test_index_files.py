@@ -22,10 +22,10 @@ CHILD = """
 import sys
 from pathlib import Path
 import numpy as np
-from nobackfill.gallery.search import graph_index, hnsw
+from nobackfill.gallery.search import hnsw
 from nobackfill.errors import NotFoundError, VerificationError
 from tests.gallery.making import spec, vectors
-graph_index._GRAPH_QUERY = graph_index._GRAPH_CANDIDATE = 0
+hnsw._GRAPH_QUERY = hnsw._GRAPH_CANDIDATE = 0
 folder = Path(sys.argv[1])
 queries = vectors(200, 3)
 content = np.arange(2500) + 1, vectors(2500, 1)

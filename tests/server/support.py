@@ -1,6 +1,7 @@
 """A gateway in this process, and the client of its calls."""
 
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -102,7 +103,10 @@ def running(model_repo: Path, data: Path, **given: Any) -> Iterator[GatewayServe
     and activates it as it starts.
     """
     activates = given.pop("activates", False)
-    if not activates and all(given.get(name) is None for name in _ELSEWHERE):
+    elsewhere = "NOBACKFILL_STORE" in os.environ or any(
+        given.get(name) is not None for name in _ELSEWHERE
+    )
+    if not activates and not elsewhere:
         copy_activated(model_repo, data)
     gateway = GatewayServer(settings(model_repo, data, **given))
     gateway.start()
