@@ -50,7 +50,6 @@ from nobackfill.server.triton.client import TritonClient, remote_client
 from nobackfill.server.triton.models import TritonModels
 from nobackfill.server.triton.process import TritonProcess, default_folder, has_triton
 from nobackfill.server.upgrades.upgrading import Upgrading
-from nobackfill.server.upgrades.workers.processes import workers_of
 from nobackfill.server.vault import VaultBlobs
 from nobackfill.v1 import (
     gallery_pb2_grpc,
@@ -187,7 +186,7 @@ class GatewayServer:
         closing.callback(models.close)
         storage = storage_of(settings)
         closing.callback(storage.close)
-        elsewhere = workers_of(settings)
+        elsewhere = _workers_of(settings)
         if elsewhere is not None:
             closing.callback(elsewhere.close)
         self.assemble(models, metrics, storage, elsewhere)
@@ -296,3 +295,18 @@ class GatewayServer:
                 self._listener.set_health(
                     embedding=self.models.ready(), aside=self.galleries.aside()
                 )
+
+
+def _workers_of(settings: Settings) -> "ByWorkers | None":
+    """None: a thread of the gateway carries."""
+    if settings.ray is not None:
+        from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+        from nobackfill.server.upgrades.workers.workers import ByWorkers
+
+        return ByWorkers(RayCluster(settings.ray), settings.model_repo)
+    if settings.workers:
+        from nobackfill.server.upgrades.workers.processes import Processes
+        from nobackfill.server.upgrades.workers.workers import ByWorkers
+
+        return ByWorkers(Processes(settings.workers), settings.model_repo)
+    return None

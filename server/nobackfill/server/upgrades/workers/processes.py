@@ -6,19 +6,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from typing import TYPE_CHECKING
 
 import structlog
 
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.index import Labels
 from nobackfill.processes import end_with_parent
-from nobackfill.server.settings import Settings
 from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES, Piece, UpgradeWork, carry_piece
-
-if TYPE_CHECKING:
-    from nobackfill.server.upgrades.workers.workers import ByWorkers
-
 
 log = structlog.get_logger("server.upgrading")
 
@@ -98,17 +92,3 @@ def _begin() -> None:
 
 
 # Where upgrades are carried, by the settings.
-
-
-def workers_of(settings: Settings) -> "ByWorkers | None":
-    """None: a thread of the gateway carries."""
-    if settings.ray is not None:
-        from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
-        from nobackfill.server.upgrades.workers.workers import ByWorkers
-
-        return ByWorkers(RayCluster(settings.ray), settings.model_repo)
-    if settings.workers:
-        from nobackfill.server.upgrades.workers.workers import ByWorkers
-
-        return ByWorkers(Processes(settings.workers), settings.model_repo)
-    return None

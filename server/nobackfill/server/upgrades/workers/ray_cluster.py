@@ -15,10 +15,10 @@ from nobackfill.errors import UnavailableError
 from nobackfill.extras import extra
 from nobackfill.gallery.search.index import Labels
 from nobackfill.ray_cluster import join
+from nobackfill.server.upgrades.workers.cache import OpenCache
 from nobackfill.server.upgrades.workers.workers import (
     AHEAD,
     TRIES,
-    OpenCache,
     Piece,
     UpgradeWork,
     carry_piece,
