@@ -239,7 +239,7 @@ def test_galleries_move_to_milvus_and_away(
         with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
             client.create_gallery("g")
             client.put_images(images(40))
-            assert moved(files, store) == {"g": (40, 40, 0, True)}
+            assert moved(files, store, beside=True) == {"g": (40, 40, 0, True)}
             client.delete("g", ["i3"])
         assert moved(files, store) == {"g": (39, 0, 1, True)}
         with (
@@ -249,7 +249,7 @@ def test_galleries_move_to_milvus_and_away(
             assert client.find(images(1)[0]).hits[0].id == "i0"
             # The vault lies in the gateway's data folder.
             vault = "--from-data", str(tmp_path / "other")
-            assert moved(store, plain, *vault) == {"g": (39, 39, 0, True)}
+            assert moved(store, plain, *vault, beside=True) == {"g": (39, 39, 0, True)}
             client.put_images(images(41)[40:], first=40)
         assert moved(store, plain, *vault) == {"g": (40, 1, 0, True)}
         assert moved(plain, f"sqlite:{tmp_path / 'back'}", *vault) == {"g": (40, 40, 0, True)}

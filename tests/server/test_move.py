@@ -19,9 +19,9 @@ from tests.server.test_cli import run, run_json
 from tests.support.postgres import Server
 
 
-def move_beside(source: str, target: str) -> dict[str, Any]:
+def move_beside(source: str, target: str, *more: str) -> dict[str, Any]:
     """What `move` prints as JSON while a gateway serves `source`."""
-    words = command("move", "--from", source, "--to", target, "--json")
+    words = command("move", "--from", source, "--to", target, *more, "--json")
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 75, done.stderr
     assert done.stderr.startswith("gateway: the move is not finished: a gateway still serves")
@@ -35,7 +35,7 @@ def moved(
 ) -> dict[str, tuple[int, int, int, bool]]:
     """Items, written, deleted, alike, by gallery; `beside` a gateway that serves `source`."""
     if beside:
-        found = move_beside(source, target)
+        found = move_beside(source, target, *more)
     else:
         found = run_json("move", "--from", source, "--to", target, *more)
     return {
