@@ -16,8 +16,8 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.onnx_runtime import onnxruntime
+from nobackfill.release.manifest import embedder_path
 from nobackfill.release.models import CHUNK
-from nobackfill.release.paths import embedder_path
 
 ADD_BATCH = 32
 

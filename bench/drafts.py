@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from bench import data
 from bench.models import Backboned, Projected, transform, write_encoder, write_transform
 from nobackfill.digests import side_space_id
-from nobackfill.release import paths
 from nobackfill.release.manifest import (
     Calibration,
     GateVerdict,
@@ -21,7 +20,12 @@ from nobackfill.release.manifest import (
     PublishedSideEncoder,
     RouteEvidence,
     Upgrade,
+    embedder_path,
+    probes_path,
+    side_encoder_path,
     space_of,
+    upgrade_int8_path,
+    upgrade_path,
 )
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
 from nobackfill.release.publishing.draft import Draft, described
@@ -38,7 +42,7 @@ def draft(
     size: int,
 ) -> Draft:
     """Release `number`, its upgrades from `sources` of inner width `inner`; see `publication`."""
-    path = paths.embedder_path(number)
+    path = embedder_path(number)
     files = {path: folder / path}
     encoder = (
         Projected(size, data.DIM, number, unit=True)
@@ -72,7 +76,7 @@ def draft(
         calibration=_curves(space, sources),
         gate=GateVerdict(verdict="passed" if sources else "first"),
         probes=Probes(
-            file=PublishedFile(path=paths.probes_path(number), sha256="0" * 64, length=1),
+            file=PublishedFile(path=probes_path(number), sha256="0" * 64, length=1),
             tolerance=1e-3,
             int8_tolerance=0.2,
         ),
@@ -85,7 +89,7 @@ def draft(
 def _side_encoder(
     folder: Path, number: int, size: int, files: dict[str, Path]
 ) -> PublishedSideEncoder:
-    path = paths.side_encoder_path(number)
+    path = side_encoder_path(number)
     files[path] = folder / path
     write_encoder(Projected(size, data.SIDE_DIM, 99, unit=False), size, "side", files[path])
     return PublishedSideEncoder(
@@ -96,8 +100,8 @@ def _side_encoder(
 def _upgrade(
     folder: Path, number: int, source: Manifest, inner: int, files: dict[str, Path]
 ) -> Upgrade:
-    path = paths.upgrade_path(source.release, number)
-    twin = paths.upgrade_int8_path(source.release, number)
+    path = upgrade_path(source.release, number)
+    twin = upgrade_int8_path(source.release, number)
     write_transform(transform(inner), folder / path)
     files |= {path: folder / path, twin: folder / twin}
     return Upgrade(
@@ -135,7 +139,7 @@ def _probed(folder: Path, manifest: Manifest, files: dict[str, Path], size: int)
         arrays |= {f"{name}/embedding": some.old, f"{name}/side": some.side}
         got = open_upgrade(folder, manifest, upgrade).run(some.old, some.side)
         arrays[f"{name}/upgraded"] = got.embedding
-    path = paths.probes_path(manifest.release)
+    path = probes_path(manifest.release)
     with (folder / path).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     files[path] = folder / path

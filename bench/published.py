@@ -4,8 +4,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from nobackfill.release import paths
 from nobackfill.release.manifest import Manifest, parse_manifest
+from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.publish import publish
 
@@ -62,7 +62,7 @@ def publication(
         _copy(first, both)
         publish(both, draft(folder / "draft", 2, [one.manifest], inner, backbone, size))
         done.touch()
-    manifests = {n: parse_manifest((both / paths.manifest_path(n)).read_bytes()) for n in (1, 2)}
+    manifests = {n: parse_manifest((both / manifest_path(n)).read_bytes()) for n in (1, 2)}
     return Publication(folder, manifests)
 
 

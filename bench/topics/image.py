@@ -16,7 +16,7 @@ from bench.record import ROOT
 from bench.serving import by_image, copy_filled, serving
 from demo.load import SEARCH, write_requests
 from nobackfill.images import decode
-from nobackfill.release import paths
+from nobackfill.release import manifest
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.models import model_config
 from nobackfill.server.triton.process import TritonProcess
@@ -78,7 +78,7 @@ def _triton(folder: Path, repo: Path) -> Iterator[str]:
     try:
         while not client.live(1.0):
             assert process.alive(), process.log_tail()
-        name = paths.embedder_model(2)
+        name = manifest.embedder_model(2)
         client.load(name, model_config(repo, name), LOAD_SECONDS)
         yield process.address
     finally:
@@ -88,7 +88,9 @@ def _triton(folder: Path, repo: Path) -> Iterator[str]:
 
 def _infer(image: bytes, side: int) -> bytes:
     pixels = decode(image, side, side)[None]
-    request = service_pb2.ModelInferRequest(model_name=paths.embedder_model(2), model_version="1")
+    request = service_pb2.ModelInferRequest(
+        model_name=manifest.embedder_model(2), model_version="1"
+    )
     request.inputs.add(name="image", datatype="UINT8", shape=pixels.shape)
     request.outputs.add(name="embedding")
     request.raw_input_contents.append(pixels.tobytes())

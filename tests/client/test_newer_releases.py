@@ -7,8 +7,7 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.errors import UnfitError
-from nobackfill.release import paths
-from nobackfill.release.paths import NEWEST_FORMAT
+from nobackfill.release.paths import NEWEST_FORMAT, manifest_path
 from nobackfill.release.publishing.inspection import list_releases
 from nobackfill.release.trust.trust import TrustedFolder
 from tests.support import blocks, edge
@@ -19,13 +18,13 @@ NEWER = b'{"format": %d, "everything": "else"}' % (NEWEST_FORMAT + 1)
 
 
 def unknown_key(repo: Path) -> bytes:
-    fields = json.loads((repo / paths.manifest_path(2)).read_bytes())
+    fields = json.loads((repo / manifest_path(2)).read_bytes())
     return json.dumps(fields | {"surprise": 1}).encode()
 
 
 def taking_a_file_of_ours(repo: Path) -> bytes:
     """Its embedder would be written over the device's trusted metadata."""
-    fields = json.loads((repo / paths.manifest_path(2)).read_bytes())
+    fields = json.loads((repo / manifest_path(2)).read_bytes())
     fields["embedder"]["file"]["path"] = "trusted.json"
     return json.dumps(fields).encode()
 

@@ -257,7 +257,7 @@ def test_an_app_is_checked_against_our_types(base: Environment, tmp_path: Path) 
     app = tmp_path / "app.py"
     app.write_text(
         "from nobackfill.errors import NobackfillError\n"
-        "from nobackfill.release.paths import embedder_model\n"
+        "from nobackfill.release.manifest import embedder_model\n"
         "reveal_type(NobackfillError.exit_code)\n"
         "reveal_type(embedder_model(1))\n"
     )

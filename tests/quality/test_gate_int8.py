@@ -17,8 +17,14 @@ from nobackfill.quality.gate import Evidence, measure_release
 from nobackfill.quality.listing import halves
 from nobackfill.quality.retrieval import search_cell
 from nobackfill.quality.route_evidence import fit_calibration
-from nobackfill.release import paths
-from nobackfill.release.manifest import Manifest, Upgrade, space_of
+from nobackfill.release.manifest import (
+    Manifest,
+    Upgrade,
+    embedder_path,
+    space_of,
+    upgrade_int8_path,
+    upgrade_path,
+)
 from nobackfill.release.publishing.draft import described
 from nobackfill.release.trust.trust import Publication, read_publication
 from nobackfill.training.cli.table import gate_table
@@ -39,8 +45,8 @@ def spoilt(life: Life, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
     """The life, but the int8 twin of its upgrade leads nowhere."""
     published = read_publication(life.repo).manifests
     folder = tmp_path_factory.mktemp("spoilt")
-    path = paths.upgrade_int8_path(1, 2)
-    graph = onnx.load(life.repo / paths.upgrade_path(1, 2))
+    path = upgrade_int8_path(1, 2)
+    graph = onnx.load(life.repo / upgrade_path(1, 2))
     rng = np.random.default_rng(0)
     for tensor in graph.graph.initializer:
         values = numpy_helper.to_array(tensor)
@@ -100,18 +106,18 @@ def test_a_twin_that_fails_the_gate_is_not_published(life: Life, spoilt: Drafted
 def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
     """A release 3 that embeds as release 2 does, with an upgrade that changes nothing."""
     second = spoilt.manifests[2]
-    embedder = onnx.load(life.repo / paths.embedder_path(2))
+    embedder = onnx.load(life.repo / embedder_path(2))
     embedder.doc_string = "release 3"
     dim = second.embedder.dim
     ends = [helper.make_tensor_value_info(n, 1, ["n", dim]) for n in ("embedding", "upgraded")]
     same = graphs.model(
         [helper.make_node("Identity", ["embedding"], ["upgraded"])], ends[:1], ends[1:], {}
     )
-    files = {paths.embedder_path(3): embedder, paths.upgrade_path(2, 3): same}
+    files = {embedder_path(3): embedder, upgrade_path(2, 3): same}
     for path, graph in files.items():
         graphs.save(graph, folder / path)
     spec = second.embedder.model_copy(
-        update={"file": described(paths.embedder_path(3), folder / paths.embedder_path(3))}
+        update={"file": described(embedder_path(3), folder / embedder_path(3))}
     )
     upgrade = Upgrade(
         from_release=2,
@@ -120,7 +126,7 @@ def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
         from_side_space=None,
         from_side_dim=0,
         method="identity",
-        file=described(paths.upgrade_path(2, 3), folder / paths.upgrade_path(2, 3)),
+        file=described(upgrade_path(2, 3), folder / upgrade_path(2, 3)),
         side="drops",
         predicts_uncertainty=False,
     )

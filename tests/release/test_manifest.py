@@ -7,10 +7,17 @@ from typing import Any, get_args
 import pytest
 
 from nobackfill.errors import UnfitError, VerificationError
-from nobackfill.release import paths
 from nobackfill.release.image_model import KEYS, ImageModel
-from nobackfill.release.manifest import Format, PublishedEmbedder, parse_manifest
-from nobackfill.release.paths import NEWEST_FORMAT
+from nobackfill.release.manifest import (
+    Format,
+    PublishedEmbedder,
+    embedder_path,
+    parse_manifest,
+    probes_path,
+    side_encoder_path,
+    upgrade_path,
+)
+from nobackfill.release.paths import NEWEST_FORMAT, manifest_path, release_of_manifest
 from tests.support.releases import draft
 
 
@@ -26,8 +33,8 @@ def test_a_manifest_survives_json(fields: dict[str, Any]) -> None:
     assert parse_manifest(manifest.model_dump_json()) == manifest
     named = {file.path for file in manifest.files()}
     assert named == {
-        paths.embedder_path(2), paths.side_encoder_path(2), paths.upgrade_path(1, 2),
-        paths.probes_path(2),
+        embedder_path(2), side_encoder_path(2), upgrade_path(1, 2),
+        probes_path(2),
     }  # fmt: skip
     assert manifest.upgrade_from(1) == manifest.upgrades[0]
     assert manifest.upgrade_from(3) is None
@@ -158,8 +165,8 @@ def test_what_is_no_manifest_is_refused(text: str | bytes) -> None:
 
 def test_names_of_manifests_give_their_release() -> None:
     for number in (1, 7, 1_000_000):
-        assert paths.release_of_manifest(paths.manifest_path(number)) == number
+        assert release_of_manifest(manifest_path(number)) == number
     for name in ("release-.json", "release-01.json", "release-x.json", "release-1.jso",
                  "xrelease-1.json", "release-1.json/", "release--1.json", "release-²·json",
                  "release-².json", "1"):  # fmt: skip
-        assert paths.release_of_manifest(name) is None
+        assert release_of_manifest(name) is None

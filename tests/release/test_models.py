@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import InvalidInputError, VerificationError
-from nobackfill.release import paths
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, embedder_path
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade, read_verified
 from nobackfill.release.publishing.draft import Draft
 from tests.support import graphs
@@ -116,7 +115,7 @@ def test_a_file_that_is_not_the_published_one_is_refused(
     damage: str, life: tuple[Draft, Draft]
 ) -> None:
     first, second = life
-    path = first.files[paths.embedder_path(1)]
+    path = first.files[embedder_path(1)]
     data = bytearray(path.read_bytes())
     if damage == "bit":
         data[len(data) // 2] ^= 1
@@ -125,7 +124,7 @@ def test_a_file_that_is_not_the_published_one_is_refused(
     elif damage == "longer":
         data += b"\0"
     elif damage == "swapped":
-        data = bytearray(second.files[paths.embedder_path(2)].read_bytes())
+        data = bytearray(second.files[embedder_path(2)].read_bytes())
     path.write_bytes(data)
     if damage == "missing":
         path.unlink()
@@ -141,7 +140,7 @@ def test_a_draft_that_lacks_a_file_names_it(life: tuple[Draft, Draft]) -> None:
 
 def with_embedder(first: Draft, folder: Path, weights: graphs.Matrix, unit: bool) -> Manifest:
     """The manifest of `first` with another embedder, digest and all."""
-    path = paths.embedder_path(1)
+    path = embedder_path(1)
     graphs.save(graphs.encoder("embedding", weights, unit=unit), folder / path)
     spec = first.manifest.embedder.model_copy(update={"file": published(folder, path)})
     return first.manifest.model_copy(update={"embedder": spec})
@@ -167,11 +166,11 @@ def test_outputs_that_are_no_vectors_of_the_space_are_refused(
 
 def test_signed_nonsense_is_refused_by_the_runtime_not_crashed_on(tmp_path: Path) -> None:
     first = draft(tmp_path, 1)
-    path = tmp_path / paths.embedder_path(1)
+    path = tmp_path / embedder_path(1)
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no model at all")
     spec = first.manifest.embedder.model_copy(
-        update={"file": published(tmp_path, paths.embedder_path(1))}
+        update={"file": published(tmp_path, embedder_path(1))}
     )
     manifest = first.manifest.model_copy(update={"embedder": spec})
     with pytest.raises(VerificationError, match="onnxruntime cannot load"):

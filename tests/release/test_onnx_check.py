@@ -8,11 +8,11 @@ import pytest
 
 from nobackfill.digests import sha256_bytes
 from nobackfill.errors import VerificationError
-from nobackfill.release import paths
+from nobackfill.release import manifest
+from nobackfill.release.manifest import Tensor
 from nobackfill.release.models import open_embedder
 from nobackfill.release.onnx_rules import RefusedError, inspect
 from nobackfill.release.probes import OnnxFile, check_onnx, check_release
-from nobackfill.release.tensors import Tensor
 from tests.release.crafted import CRAFTED, good, write_all
 from tests.support import graphs
 from tests.support.releases import draft, published
@@ -109,7 +109,7 @@ def mutations(data: bytes, count: int, seed: int) -> list[bytes]:
 def test_mutated_files_never_reach_a_session(count: int, tmp_path: Path) -> None:
     """Bits of weights may flip unseen by any parser: it is the digest that refuses all of them."""
     first = draft(tmp_path, 1)
-    path = first.files[paths.embedder_path(1)]
+    path = first.files[manifest.embedder_path(1)]
     data = path.read_bytes()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for mutated in mutations(data, count, seed=count):
@@ -144,7 +144,7 @@ def test_the_manifest_decides_what_a_model_must_look_like(tmp_path: Path) -> Non
     wider = first.manifest.embedder.model_copy(update={"dim": graphs.DIM + 1})
     with pytest.raises(VerificationError, match="shape"):
         check_release(first.files, first.manifest.model_copy(update={"embedder": wider}))
-    path = paths.side_encoder_path(1)
+    path = manifest.side_encoder_path(1)
     swapped = graphs.save(good(), tmp_path / "1" / path)
     assert first.manifest.side_encoder is not None
     encoder = first.manifest.side_encoder.model_copy(

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import VerificationError
+from nobackfill.release.manifest import Tensor
 from nobackfill.release.models import Session
 from nobackfill.release.onnx_rules import RefusedError, inspect
-from nobackfill.release.tensors import Tensor
 from tests.support.crash import fork
 from tests.support.fuzzed import DIM, fuzzed
 

@@ -9,8 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from nobackfill.errors import VerificationError
-from nobackfill.release import paths
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, embedder_path, probes_path, upgrade_int8_path
 from nobackfill.release.probes import check_probes
 from nobackfill.release.publishing.draft import Draft
 from tests.support import graphs
@@ -26,13 +25,13 @@ def second(tmp_path: Path) -> Draft:
 
 def changed(second: Draft, change: Callable[[Arrays], None]) -> Manifest:
     """The manifest with other probes, digest and all."""
-    path = second.files[paths.probes_path(2)]
+    path = second.files[probes_path(2)]
     with np.load(path) as archive:
         arrays = {name: archive[name] for name in archive.files}
     change(arrays)
     np.savez(path, allow_pickle=False, **arrays)
     probes = second.manifest.probes
-    file = published(path.parent, paths.probes_path(2))
+    file = published(path.parent, probes_path(2))
     return second.manifest.model_copy(update={"probes": probes.model_copy(update={"file": file})})
 
 
@@ -74,7 +73,7 @@ def test_expected_values_that_are_no_numbers_never_agree(second: Draft) -> None:
 
 def test_an_int8_twin_that_is_off_is_refused(second: Draft, tmp_path: Path) -> None:
     """The twin of another map, signed, of the right shape, but wrong."""
-    path = paths.upgrade_int8_path(1, 2)
+    path = upgrade_int8_path(1, 2)
     proto = graphs.upgrade(1, 3, reads_side=True, maps_side=True)
     graphs.save(proto, tmp_path / "2" / path)
     upgrade = second.manifest.upgrades[0].model_copy(
@@ -87,17 +86,17 @@ def test_an_int8_twin_that_is_off_is_refused(second: Draft, tmp_path: Path) -> N
 
 def test_a_device_checks_what_it_has(second: Draft, tmp_path: Path) -> None:
     held = tmp_path / "2"
-    (held / paths.upgrade_int8_path(1, 2)).unlink()
+    (held / upgrade_int8_path(1, 2)).unlink()
     check_probes(held, second.manifest)
-    (held / paths.embedder_path(2)).write_bytes(b"other")
+    (held / embedder_path(2)).write_bytes(b"other")
     with pytest.raises(VerificationError, match="embedder_2"):
         check_probes(held, second.manifest)
 
 
 def test_pickles_are_not_read(second: Draft, tmp_path: Path) -> None:
-    path = second.files[paths.probes_path(2)]
+    path = second.files[probes_path(2)]
     np.savez(path, image=np.array([{"evil": 1}], dtype=object))
-    file = published(path.parent, paths.probes_path(2))
+    file = published(path.parent, probes_path(2))
     probes = second.manifest.probes.model_copy(update={"file": file})
     manifest = second.manifest.model_copy(update={"probes": probes})
     with pytest.raises(VerificationError, match="golden probes"):

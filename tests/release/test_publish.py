@@ -14,7 +14,7 @@ from nobackfill.errors import (
     PreconditionError,
     VerificationError,
 )
-from nobackfill.release import paths
+from nobackfill.release import manifest
 from nobackfill.release.manifest import GateVerdict
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.inspection import list_releases, verify
@@ -153,7 +153,7 @@ def test_files_lie_where_their_names_say(tmp_path: Path) -> None:
     assert published is not None
     file = published.model_copy(update={"path": "embedder_9/1/model.onnx"})
     spec = first.manifest.embedder.model_copy(update={"file": file})
-    files = {**first.files, file.path: first.files[paths.embedder_path(1)]}
+    files = {**first.files, file.path: first.files[manifest.embedder_path(1)]}
     wrong = Draft(first.manifest.model_copy(update={"embedder": spec}), files)
     with pytest.raises(VerificationError, match="expected embedder_1"):
         publish(tmp_path / "repo", wrong)

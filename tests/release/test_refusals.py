@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import GateFailedError, NobackfillError, NotFoundError, VerificationError
-from nobackfill.release import paths
+from nobackfill.release import manifest
 from nobackfill.release.manifest import GateVerdict, Manifest
 from nobackfill.release.publishing.draft import Draft
 from nobackfill.release.publishing.publish import publish
@@ -61,9 +61,9 @@ WRONG: list[tuple[str, Callable[[Draft], Draft], type[NobackfillError], str]] = 
     ("source dim", change_upgrade(from_dim=3), VerificationError, "another space"),
     ("source side", change_upgrade(from_side_space=SIDE), VerificationError, "side-information"),
     ("carried", change_upgrade(side="carries"), VerificationError, "carried"),
-    ("damaged", damage(paths.upgrade_path(1, 2)), VerificationError, "upgrade_1_to_2"),
-    ("damaged probes", damage(paths.probes_path(2)), VerificationError, "probes-2"),
-    ("missing", lose(paths.embedder_path(2)), VerificationError, "embedder_2"),
+    ("damaged", damage(manifest.upgrade_path(1, 2)), VerificationError, "upgrade_1_to_2"),
+    ("damaged probes", damage(manifest.probes_path(2)), VerificationError, "probes-2"),
+    ("missing", lose(manifest.embedder_path(2)), VerificationError, "embedder_2"),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 from nobackfill.errors import VerificationError
-from nobackfill.release import paths, trial
+from nobackfill.release import manifest, trial
 from nobackfill.release.manifest import space_of
 from nobackfill.release.models import CHUNK, open_upgrade
 from nobackfill.release.publishing.draft import Draft, described
@@ -65,7 +65,7 @@ def trials() -> list[Path]:
 
 def with_embedder(made: Draft, change: Callable[[onnx.ModelProto], None]) -> Draft:
     """The same release, validly described, with another embedder."""
-    path = paths.embedder_path(1)
+    path = manifest.embedder_path(1)
     model = onnx.load(made.files[path])
     change(model)
     graphs.save(model, made.files[path])
@@ -108,7 +108,7 @@ def test_a_good_release_passes_and_costs_this_process_nothing(first: Draft) -> N
 def with_upgrade(tmp_path: Path, change: Callable[[onnx.ModelProto], None]) -> Draft:
     """Release 2 with an upgrade from 1, validly described, that computes something else as well."""
     made = draft(tmp_path, 2, [draft(tmp_path, 1).manifest])
-    path = paths.upgrade_path(1, 2)
+    path = manifest.upgrade_path(1, 2)
     model = onnx.load(made.files[path])
     change(model)
     graphs.save(model, made.files[path])
@@ -270,7 +270,7 @@ def test_who_no_longer_wants_the_answer_ends_the_child(first: Draft) -> None:
 
 @pytest.mark.slow
 def test_probes_that_unpack_to_more_than_they_may_are_refused(first: Draft) -> None:
-    path = paths.probes_path(1)
+    path = manifest.probes_path(1)
     target = first.files[path]
     np.savez_compressed(target, image=np.zeros((2**17, graphs.SIZE, graphs.SIZE, 64), np.uint8))
     assert target.stat().st_size < 2**20

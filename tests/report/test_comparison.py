@@ -9,8 +9,8 @@ from sklearn.metrics import average_precision_score
 from nobackfill.class_folders import decode, list_images
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.onnx_runtime import onnxruntime as ort
+from nobackfill.release.manifest import upgrade_int8_path, upgrade_path
 from nobackfill.release.models import ImageEmbedder, open_side_encoder
-from nobackfill.release.paths import upgrade_int8_path, upgrade_path
 from nobackfill.report import page
 from nobackfill.report.comparison import (
     HITS,

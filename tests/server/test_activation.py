@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import NotFoundError, PreconditionError, VerificationError
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, embedder_path, probes_path, upgrade_path
 from nobackfill.release.models import Images
-from nobackfill.release.paths import embedder_path, manifest_path, probes_path, upgrade_path
+from nobackfill.release.paths import manifest_path
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.vectors import Vectors

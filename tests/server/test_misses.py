@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.release.manifest import Manifest
-from nobackfill.release.paths import embedder_model
+from nobackfill.release.manifest import Manifest, embedder_model
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.server.triton.models import TritonModels

@@ -17,8 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc.service_pb2 import SystemSharedMemoryStatusRequest
 
 from nobackfill.errors import UnavailableError
-from nobackfill.release.manifest import Manifest
-from nobackfill.release.paths import embedder_model
+from nobackfill.release.manifest import Manifest, embedder_model
 from nobackfill.server.triton import client as shared_memory_module
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, vault_pb2

@@ -18,10 +18,10 @@ from onnx import helper, numpy_helper
 from tuf.api.metadata import TargetFile
 
 from nobackfill.digests import sha256_bytes, side_space_id, space_id
-from nobackfill.release import paths
+from nobackfill.release import manifest
+from nobackfill.release.paths import manifest_path
 from nobackfill.release.publishing.metadata import Keys, next_metadata, require_ledger
 from nobackfill.release.publishing.publish import put_metadata, signers_of
-from nobackfill.release.tensors import configs
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import blocks, graphs, releases
 
@@ -253,12 +253,12 @@ def publish_spoiled(repo: Path, number: int, spoil: Spoil, drafts: Path) -> None
     made = releases.draft(drafts, number, [blocks.manifest(repo, 2)])
     fields = json.loads(made.manifest.model_dump_json())
     files = {path: local.read_bytes() for path, local in made.files.items()}
-    files["of release 2"] = (repo / paths.embedder_path(2)).read_bytes()
+    files["of release 2"] = (repo / manifest.embedder_path(2)).read_bytes()
     bad = Bad(number, fields, files)
     spoil(bad)
     del files["of release 2"]
-    files |= {path: text.encode() for path, text in configs(made.manifest).items()}
-    files[paths.manifest_path(number)] = json.dumps(fields).encode()
+    files |= {path: text.encode() for path, text in made.manifest.triton_configs().items()}
+    files[manifest_path(number)] = json.dumps(fields).encode()
     sign(repo, files)
 
 

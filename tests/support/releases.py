@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.digests import side_space_id
-from nobackfill.release import paths
 from nobackfill.release.manifest import (
     BothEvidence,
     Calibration,
@@ -20,7 +19,12 @@ from nobackfill.release.manifest import (
     PublishedSideEncoder,
     RouteEvidence,
     Upgrade,
+    embedder_path,
+    probes_path,
+    side_encoder_path,
     space_of,
+    upgrade_int8_path,
+    upgrade_path,
 )
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
 from nobackfill.release.publishing.draft import Draft, described
@@ -61,13 +65,13 @@ def draft(
     vectors beside native ones; `both`: weights of both models.
     """
     folder = folder / str(number)
-    files = {paths.embedder_path(number): folder / paths.embedder_path(number)}
+    files = {embedder_path(number): folder / embedder_path(number)}
     block = block_of(directly[0]) if directly else number
     weights = graphs.into_block(graphs.projection(graphs.BLOCK, 1), block)
     embedder = graphs.encoder("embedding", weights, unit=True, middle=middle)
     # Releases that share a block are still spaces of their own.
     embedder.doc_string = f"release {number}"
-    graphs.save(embedder, files[paths.embedder_path(number)])
+    graphs.save(embedder, files[embedder_path(number)])
     encoder = _side_encoder(folder, (number, block), sources, side, files)
     upgrades = tuple(
         _upgrade(
@@ -76,7 +80,7 @@ def draft(
         for s in sources
     )
     published_embedder = PublishedEmbedder(
-        file=published(folder, paths.embedder_path(number)),
+        file=published(folder, embedder_path(number)),
         height=graphs.SIZE,
         width=graphs.SIZE,
         dim=graphs.DIM,
@@ -101,7 +105,7 @@ def draft(
         calibration=_calibration(space, sources, directly, scale),
         gate=gate or GateVerdict(verdict="passed" if number > 1 else "first"),
         probes=Probes(
-            file=PublishedFile(path=paths.probes_path(number), sha256="0" * 64, length=1),
+            file=PublishedFile(path=probes_path(number), sha256="0" * 64, length=1),
             tolerance=1e-4,
             int8_tolerance=0.1,
         ),
@@ -151,7 +155,7 @@ def _side_encoder(
     if side == "carries" and sources:
         return sources[0].side_encoder
     number, block = target
-    path = paths.side_encoder_path(number)
+    path = side_encoder_path(number)
     weights = graphs.into_block(graphs.projection(graphs.SIDE_BLOCK, 2), block)
     encoder = graphs.encoder("side", weights, unit=False)
     encoder.doc_string = f"release {number}"
@@ -171,12 +175,12 @@ def _upgrade(
 ) -> Upgrade:
     number, block = target
     reads, effect = way
-    path = paths.upgrade_path(source.release, number)
+    path = upgrade_path(source.release, number)
     proto = graphs.upgrade(block_of(source), block, reads_side=reads, maps_side=effect == "maps")
     files[path] = graphs.save(proto, folder / path)
     twin = None
     if int8:
-        twin_path = paths.upgrade_int8_path(source.release, number)
+        twin_path = upgrade_int8_path(source.release, number)
         files[twin_path] = graphs.quantise(folder / path, folder / twin_path)
         twin = published(folder, twin_path)
     return Upgrade(
@@ -240,7 +244,7 @@ def _with_probes(
         arrays[f"{name}/upgraded"] = got.embedding
         if upgrade.side == "maps" and got.side is not None:
             arrays[f"{name}/upgraded_side"] = got.side
-    path = paths.probes_path(manifest.release)
+    path = probes_path(manifest.release)
     with (folder / path).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     files[path] = folder / path

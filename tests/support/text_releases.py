@@ -13,8 +13,17 @@ from typing import Any, Literal
 import numpy as np
 import onnx
 
-from nobackfill.release import paths
-from nobackfill.release.manifest import Manifest, TextEncoder, format_of, space_of
+from nobackfill.release.manifest import (
+    Manifest,
+    TextEncoder,
+    embedder_path,
+    format_of,
+    probes_path,
+    query_encoder_path,
+    space_of,
+    text_encoder_path,
+    tokenizer_path,
+)
 from nobackfill.release.models import open_embedder
 from nobackfill.release.probes import text_probes
 from nobackfill.release.publishing.declaration import Declaration
@@ -54,7 +63,7 @@ def draft(
         gone = {"file": None, "height": None, "width": None}
         name = {"vectors_of": f"model {number}"} if reads == "nothing" else {}
         embedder = embedder.model_copy(update=gone | name)
-        del files[paths.embedder_path(number)]
+        del files[embedder_path(number)]
     space = space_of(embedder, text)
     update = {
         "format": format_of(embedder, text),
@@ -87,11 +96,11 @@ def _encoder(
     pictured = open_embedder(made.files, made.manifest).run(releases.images(PICTURED))
     first = WORDS.index("w0")
     rows[first : first + PICTURED] = pictured[:, start : start + graphs.BLOCK]
-    path, tokenizer = paths.text_encoder_path(number), paths.tokenizer_path(number)
+    path, tokenizer = text_encoder_path(number), tokenizer_path(number)
     inputs = _graph(place, path, number, graphs.into_block(rows, block), files)
     if asking:
         rows[first + 18 : first + 20] = rows[first + 18 : first + 20][::-1].copy()
-        query = paths.query_encoder_path(number)
+        query = query_encoder_path(number)
         _graph(place, query, number, graphs.into_block(rows, block), files)
         spec = {**spec, "query_file": releases.published(place, query)}
     files[tokenizer] = place / tokenizer
@@ -128,7 +137,7 @@ def _graph(
 
 def _probed(place: Path, manifest: Manifest, files: dict[str, Path]) -> Draft:
     """With golden probes of what there is."""
-    probes = paths.probes_path(manifest.release)
+    probes = probes_path(manifest.release)
     arrays = dict(np.load(place / probes))
     if manifest.embedder.file is None:
         for name in ("image", "embedding"):

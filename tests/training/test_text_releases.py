@@ -16,9 +16,8 @@ from nobackfill.errors import NoEncoderError, VerificationError
 from nobackfill.quality import embedded
 from nobackfill.quality.gate import measure_release
 from nobackfill.quality.listing import list_texts
-from nobackfill.release.manifest import Manifest
+from nobackfill.release.manifest import Manifest, text_encoder_path, tokenizer_path
 from nobackfill.release.models import ImageEmbedder, open_embedder
-from nobackfill.release.paths import text_encoder_path, tokenizer_path
 from nobackfill.release.publishing.inspection import verify
 from nobackfill.release.text_models import open_text_encoder
 from nobackfill.release.trust.trust import Publication

@@ -31,7 +31,12 @@ from nobackfill.errors import (
     PreconditionError,
     UnfitError,
 )
-from nobackfill.release.manifest import Converter, ConverterEvidence, ModelCard, PublishedFile
+from nobackfill.release.manifest import (
+    Converter,
+    ConverterEvidence,
+    ModelCard,
+    PublishedFile,
+)
 from nobackfill.release.publishing.declaration import digest, weight_files
 from nobackfill.release.publishing.publish import publish_converter
 from nobackfill.release.trust.fetchers import fetcher_for

@@ -32,7 +32,7 @@ from nobackfill.errors import DamagedError, NotFoundError, VerificationError
 from nobackfill.gallery.connections import has_room
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.release import paths
+from nobackfill.release.paths import manifest_path
 
 if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
@@ -151,7 +151,7 @@ class GalleryFile:
         Raises NotFoundError if it is not installed, VerificationError if the file was changed.
         """
         digest = self.state("installed", {}).get(str(release))
-        path = self.models / paths.manifest_path(release)
+        path = self.models / manifest_path(release)
         if digest is None:
             raise NotFoundError(f"release {release} is not installed here; run `edge-client sync`")
         try:

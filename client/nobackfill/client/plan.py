@@ -15,9 +15,9 @@ from nobackfill.client.photos import threads
 from nobackfill.digests import sha256_file
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.release import paths
 from nobackfill.release.manifest import Manifest, PublishedFile
 from nobackfill.release.models import CHUNK
+from nobackfill.release.paths import manifest_path
 from nobackfill.release.probes import check_probes
 from nobackfill.release.routes import Route, kept_by_chain, plan_route
 from nobackfill.release.trial import try_release
@@ -230,7 +230,7 @@ def check_models(
 
 def manifest_digest(trust: Trust, release: int) -> str:
     """The signed digest of a release's manifest."""
-    return trust.target(paths.manifest_path(release)).hashes["sha256"]
+    return trust.target(manifest_path(release)).hashes["sha256"]
 
 
 def tidy_models(device: GalleryFile) -> int:

@@ -1,9 +1,12 @@
-"""The manifests: `release-N.json`, all that a reader must know of it, and `converter-N.json`.
+"""The manifests: `release-N.json`, what a reader must know of release N, and `converter-N.json`.
 
 A converter is a signed map between the spaces of two models that others made. Unknown keys are
 refused at every level. Cells of the evidence are named query/gallery, as in the compatibility
 matrix. A manifest is a TUF target like the files it lists, so who holds a verified manifest holds
 verified digests.
+
+Files of release N have fixed names. A model's folder is called like its Triton model and holds
+version 1 only: a release is immutable, so a new model is a new name.
 """
 
 import itertools
@@ -16,9 +19,93 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from nobackfill.digests import sha256_bytes, side_space_id, space_id
 from nobackfill.errors import NoEncoderError, UnfitError, few
 from nobackfill.framing import Fit, Frame, Interpolation
-from nobackfill.release import paths
 from nobackfill.release.paths import NEWEST_FORMAT
 from nobackfill.vectors import Metric, Origin
+
+_PLAIN = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*")
+
+
+def is_plain(path: str) -> bool:
+    """Whether a name can be a file of a publication: relative, nothing hidden, no way up."""
+    return _PLAIN.fullmatch(path) is not None and ".." not in path
+
+
+def embedder_model(release: int) -> str:
+    """Triton's name of phi_N."""
+    return f"embedder_{release}"
+
+
+def side_encoder_model(release: int) -> str:
+    """Triton's name of psi_N."""
+    return f"side_encoder_{release}"
+
+
+def text_encoder_model(release: int) -> str:
+    """Triton's name of the text encoder of release N."""
+    return f"text_encoder_{release}"
+
+
+def query_encoder_model(release: int) -> str:
+    """Triton's name of what reads queries, where release N has a model of its own for them."""
+    return f"query_encoder_{release}"
+
+
+def upgrade_model(from_release: int, to_release: int) -> str:
+    """Triton's name of the upgrade M->N."""
+    return f"upgrade_{from_release}_to_{to_release}"
+
+
+def embedder_path(release: int) -> str:
+    """phi_N's ONNX file."""
+    return f"{embedder_model(release)}/1/model.onnx"
+
+
+def side_encoder_path(release: int) -> str:
+    """psi_N's ONNX file."""
+    return f"{side_encoder_model(release)}/1/model.onnx"
+
+
+def text_encoder_path(release: int) -> str:
+    """The text encoder's ONNX file."""
+    return f"{text_encoder_model(release)}/1/model.onnx"
+
+
+def query_encoder_path(release: int) -> str:
+    """The ONNX file of what reads queries."""
+    return f"{query_encoder_model(release)}/1/model.onnx"
+
+
+def tokenizer_path(release: int) -> str:
+    """The text encoder's tokenizer, beside its ONNX file."""
+    return f"{text_encoder_model(release)}/1/tokenizer.json"
+
+
+def upgrade_path(from_release: int, to_release: int) -> str:
+    """The fp32 ONNX file of the upgrade M->N."""
+    return f"{upgrade_model(from_release, to_release)}/1/model.onnx"
+
+
+def upgrade_int8_path(from_release: int, to_release: int) -> str:
+    """The quantised twin of the upgrade M->N."""
+    return f"{upgrade_model(from_release, to_release)}/1/model.int8.onnx"
+
+
+def config_path(model: str) -> str:
+    """Triton's configuration of a model."""
+    return f"{model}/config.pbtxt"
+
+
+def probes_path(release: int) -> str:
+    """The golden probes of release N."""
+    return f"probes-{release}.npz"
+
+
+# The manifests: `release-N.json`, all that a reader must know of it, and `converter-N.json`.
+#
+# A converter is a signed map between the spaces of two models that others made. Unknown keys are
+# refused at every level. Cells of the evidence are named query/gallery, as in the compatibility
+# matrix. A manifest is a TUF target like the files it lists, so who holds a verified manifest holds
+# verified digests.
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -26,12 +113,20 @@ ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
 TextRole = Literal["query", "document"]
 TEXT_ROLES: tuple[TextRole, ...] = ("query", "document")
 LARGEST_LENGTH = 8192
-# Of manifests; the last is paths.NEWEST_FORMAT.
+# The last is NEWEST_FORMAT.
 Format = Literal[1, 2, 3, 4]
+# name, dtype ("uint8", "int64" or "float32"), shape of one item (None: as long as a text); the
+# number of items stands before it.
+Tensor = tuple[str, str, tuple[int | None, ...]]
+# The inputs and outputs of a model.
+Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+# Of Triton.
+_LARGEST_BATCH = 256
+_TRITON_TYPES = {"uint8": "TYPE_UINT8", "int64": "TYPE_INT64", "float32": "TYPE_FP32"}
 
 
 def _plain_path(path: str) -> str:
-    if not paths.is_plain(path):
+    if not is_plain(path):
         raise ValueError(f"expected a plain relative path of a-z, 0-9, '_', '-', '.', got {path!r}")
     return path
 
@@ -444,19 +539,19 @@ class Manifest(Strict):
     def _places(self) -> Iterator[tuple[str, PublishedFile]]:
         """Where each file belongs, and what the manifest says of it."""
         if self.embedder.file is not None:
-            yield paths.embedder_path(self.release), self.embedder.file
+            yield embedder_path(self.release), self.embedder.file
         if self.text_encoder is not None:
-            yield paths.text_encoder_path(self.release), self.text_encoder.file
-            yield paths.tokenizer_path(self.release), self.text_encoder.tokenizer
+            yield text_encoder_path(self.release), self.text_encoder.file
+            yield tokenizer_path(self.release), self.text_encoder.tokenizer
             if self.text_encoder.query_file is not None:
-                yield paths.query_encoder_path(self.release), self.text_encoder.query_file
-        yield paths.probes_path(self.release), self.probes.file
+                yield query_encoder_path(self.release), self.text_encoder.query_file
+        yield probes_path(self.release), self.probes.file
         if self.side_encoder is not None:
-            yield paths.side_encoder_path(self.side_encoder.origin_release), self.side_encoder.file
+            yield side_encoder_path(self.side_encoder.origin_release), self.side_encoder.file
         for upgrade in self.upgrades:
-            yield paths.upgrade_path(upgrade.from_release, self.release), upgrade.file
+            yield upgrade_path(upgrade.from_release, self.release), upgrade.file
             if upgrade.int8_file is not None:
-                int8_path = paths.upgrade_int8_path(upgrade.from_release, self.release)
+                int8_path = upgrade_int8_path(upgrade.from_release, self.release)
                 yield int8_path, upgrade.int8_file
 
     @property
@@ -519,6 +614,56 @@ class Manifest(Strict):
     def files(self) -> tuple[PublishedFile, ...]:
         """Every ONNX and probe file that the manifest names."""
         return tuple(file for _, file in self._places())
+
+    def embedder_ends(self) -> Ends:
+        """phi_N: uint8 [n,H,W,3] to float32 [n,dim]."""
+        return (self._image(),), (_vector("embedding", self.embedder.dim),)
+
+    def text_encoder_ends(self, encoder: TextEncoder) -> Ends:
+        """The text encoder: tokens int64 [n,t] to float32 [n,dim]."""
+        tokens = tuple((name, "int64", (None,)) for name in encoder.inputs)
+        return tokens, (_vector("embedding", self.embedder.dim),)
+
+    def side_encoder_ends(self, encoder: PublishedSideEncoder) -> Ends:
+        """psi_N: uint8 [n,H,W,3] to float32 [n,side_dim]."""
+        return (self._image(),), (_vector("side", encoder.dim),)
+
+    def upgrade_ends(self, upgrade: Upgrade) -> Ends:
+        """The upgrade M->N: embeddings, with side-information where it is read and written."""
+        inputs = [_vector("embedding", upgrade.from_dim)]
+        outputs = [_vector("upgraded", self.embedder.dim)]
+        if upgrade.reads_side:
+            inputs.append(_vector("side", upgrade.from_side_dim))
+        if upgrade.side == "maps" and self.side_encoder is not None:
+            outputs.append(_vector("upgraded_side", self.side_encoder.dim))
+        if upgrade.predicts_uncertainty:
+            outputs.append(("uncertainty", "float32", ()))
+        return tuple(inputs), tuple(outputs)
+
+    def triton_configs(self) -> dict[str, str]:
+        """Triton's `config.pbtxt` by published path, for each model that the release itself
+        publishes, with exact dimensions."""
+        models: dict[str, Ends] = {}
+        if self.embedder.file is not None:
+            models[embedder_model(self.release)] = self.embedder_ends()
+        if (text := self.text_encoder) is not None:
+            models[text_encoder_model(self.release)] = self.text_encoder_ends(text)
+            if text.query_file is not None:
+                models[query_encoder_model(self.release)] = self.text_encoder_ends(text)
+        encoder = self.side_encoder
+        if encoder is not None and encoder.origin_release == self.release:
+            models[side_encoder_model(self.release)] = self.side_encoder_ends(encoder)
+        for upgrade in self.upgrades:
+            name = upgrade_model(upgrade.from_release, self.release)
+            models[name] = self.upgrade_ends(upgrade)
+        return {config_path(name): _config(name, ends) for name, ends in models.items()}
+
+    def _image(self) -> Tensor:
+        return "image", "uint8", (self.frame.height, self.frame.width, 3)
+
+
+def _vector(name: str, dim: int) -> Tensor:
+    return name, "float32", (dim,)
 
 
 def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
@@ -644,3 +789,21 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
     if found.converter != number:
         raise UnfitError(f"converter {number}: its manifest says it is {found.converter}")
     return found
+
+
+def _config(name: str, ends: Ends) -> str:
+    lines = [f'name: "{name}"', 'backend: "onnxruntime"', f"max_batch_size: {_LARGEST_BATCH}"]
+    for direction, tensors in zip(("input", "output"), ends, strict=True):
+        for tensor, dtype, shape in tensors:
+            # Triton knows no tensor without dimensions; one number an item is said by a reshape.
+            dims = ", ".join(str(-1 if size is None else size) for size in shape or (1,))
+            reshape = "" if shape else " reshape { shape: [ ] }"
+            kind = _TRITON_TYPES[dtype]
+            lines.append(
+                f'{direction} {{ name: "{tensor}" data_type: {kind} dims: [ {dims} ]{reshape} }}'
+            )
+    # No queue delay: it would be half of a single client's latency (measured 500 us of 1 ms).
+    lines.append("dynamic_batching { }")
+    # Triton's default on a CPU is two instances: twice the memory, and twice the time to come back.
+    lines.append("instance_group [ { count: 1 } ]")
+    return "\n".join(lines) + "\n"

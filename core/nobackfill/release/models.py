@@ -17,7 +17,6 @@ from nobackfill.errors import (
 )
 from nobackfill.framing import Frame
 from nobackfill.release.image_model import File, ImageModel
-from nobackfill.release.tensors import upgrade_ends
 from nobackfill.vectors import Vectors, check_vectors
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class UpgradeModel:
         self._session = session
         self._manifest = manifest
         self.upgrade = upgrade
-        self._outputs = [name for name, _, _ in upgrade_ends(manifest, upgrade)[1]]
+        self._outputs = [name for name, _, _ in manifest.upgrade_ends(upgrade)[1]]
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
         """Embeddings [n,from_dim] and, where the upgrade reads it, `side` [n,from_side_dim].

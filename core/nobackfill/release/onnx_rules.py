@@ -22,7 +22,7 @@ from onnx import (
     numpy_helper,
 )
 
-from nobackfill.release.tensors import Tensor
+from nobackfill.release.manifest import Tensor
 
 LARGEST_FILE = 512 * 2**20
 # Elements of any one intermediate value for one item: 256 MiB in float32.

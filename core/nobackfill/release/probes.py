@@ -24,7 +24,15 @@ from nobackfill.errors import (
     UnusableOutputError,
     VerificationError,
 )
-from nobackfill.release.manifest import TEXT_ROLES, Manifest, PublishedFile, TextRole, Upgrade
+from nobackfill.release.manifest import (
+    TEXT_ROLES,
+    Ends,
+    Manifest,
+    PublishedFile,
+    Tensor,
+    TextRole,
+    Upgrade,
+)
 from nobackfill.release.models import (
     Files,
     Images,
@@ -33,14 +41,6 @@ from nobackfill.release.models import (
     open_side_encoder,
     open_upgrade,
     read_verified,
-)
-from nobackfill.release.tensors import (
-    Ends,
-    Tensor,
-    embedder_ends,
-    side_encoder_ends,
-    text_encoder_ends,
-    upgrade_ends,
 )
 from nobackfill.release.text_models import TextModel, open_text_encoder
 from nobackfill.text import LARGEST_BYTES as _LARGEST_TEXT
@@ -285,14 +285,14 @@ def check_release(files: Files, manifest: Manifest) -> None:
     """Check every ONNX file of a release that `files` holds. Raises VerificationError naming it."""
     wanted: list[tuple[PublishedFile, Ends]] = []
     if (images := manifest.embedder.file) is not None:
-        wanted.append((images, embedder_ends(manifest)))
+        wanted.append((images, manifest.embedder_ends()))
     if (text := manifest.text_encoder) is not None:
-        ends = text_encoder_ends(manifest, text)
+        ends = manifest.text_encoder_ends(text)
         wanted += [(text.read_by(role), ends) for role in TEXT_ROLES]
     if (encoder := manifest.side_encoder) is not None:
-        wanted.append((encoder.file, side_encoder_ends(manifest, encoder)))
+        wanted.append((encoder.file, manifest.side_encoder_ends(encoder)))
     for upgrade in manifest.upgrades:
-        ends = upgrade_ends(manifest, upgrade)
+        ends = manifest.upgrade_ends(upgrade)
         wanted.append((upgrade.file, ends))
         if upgrade.int8_file is not None:
             wanted.append((upgrade.int8_file, ends))

@@ -21,8 +21,7 @@ from nobackfill.errors import (
     VerificationError,
     few,
 )
-from nobackfill.release.manifest import Manifest
-from nobackfill.release.paths import is_plain
+from nobackfill.release.manifest import Manifest, is_plain
 from nobackfill.release.routes import twin_of
 from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.grpc.context import error_boundary

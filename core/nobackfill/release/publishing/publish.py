@@ -45,7 +45,6 @@ from nobackfill.release.publishing.metadata import (
     read_root,
     verified,
 )
-from nobackfill.release.tensors import configs
 
 # Where releases are put together: beside the publication folder, as Triton trips over any other
 # folder in it, and on its file system, so that what is complete can be renamed into it.
@@ -205,7 +204,7 @@ def _checked_files(repo: Path, draft: Draft, ledger: MetadataLedger | None) -> d
         for file in manifest.files()
         if file.path not in carried
     }
-    new |= {path: text.encode() for path, text in configs(manifest).items()}
+    new |= {path: text.encode() for path, text in manifest.triton_configs().items()}
     new[manifest_path(manifest.release)] = (manifest.model_dump_json(indent=1) + "\n").encode()
     return new
 

@@ -47,14 +47,14 @@ from nobackfill.release.manifest import (
     Converter,
     Manifest,
     converter_manifest_path,
+    is_plain,
     number_of_converter,
     parse_converter,
     parse_manifest,
 )
-from nobackfill.release.paths import is_plain, manifest_path, release_of_manifest
+from nobackfill.release.paths import manifest_path, release_of_manifest
 from nobackfill.release.publishing.metadata import share_of, verified, withdrawn
 from nobackfill.release.routes import twin_of
-from nobackfill.release.tensors import configs
 from nobackfill.release.trust.fetchers import Fetcher, FolderFetcher
 
 Version = Annotated[int, Field(ge=0)]
@@ -566,7 +566,7 @@ class TrustedFolder(Trust):
         NotFoundError, VerificationError.
         """
         manifest = self.manifest(release)
-        paths = {file.path for file in manifest.files()} | set(configs(manifest))
+        paths = {file.path for file in manifest.files()} | manifest.triton_configs().keys()
         paths.add(manifest_path(release))
         for path in sorted(paths):
             self._check_in_place(path)

@@ -23,15 +23,17 @@ from nobackfill.errors import (
     VerificationError,
     few,
 )
-from nobackfill.release.manifest import TEXT_ROLES, Manifest, TextRole
-from nobackfill.release.models import Images
-from nobackfill.release.paths import (
+from nobackfill.release.manifest import (
+    TEXT_ROLES,
+    Manifest,
+    TextRole,
     config_path,
     embedder_model,
     query_encoder_model,
     side_encoder_model,
     text_encoder_model,
 )
+from nobackfill.release.models import Images
 from nobackfill.release.text_models import TextReader
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary

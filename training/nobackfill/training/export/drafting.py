@@ -27,12 +27,10 @@ from nobackfill.release.manifest import (
     PublishedSideEncoder,
     TextEncoder,
     Upgrade,
-    format_of,
-    space_of,
-)
-from nobackfill.release.paths import (
     embedder_path,
+    format_of,
     side_encoder_path,
+    space_of,
     upgrade_int8_path,
     upgrade_path,
 )

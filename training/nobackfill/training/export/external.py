@@ -24,8 +24,15 @@ from torch import nn
 from nobackfill.digests import SPACE
 from nobackfill.errors import ConfigurationError, InvalidInputError, VerificationError
 from nobackfill.framing import Fit, Interpolation
-from nobackfill.release.manifest import Manifest, PublishedEmbedder, Upgrade, space_of
-from nobackfill.release.paths import embedder_path, upgrade_int8_path, upgrade_path
+from nobackfill.release.manifest import (
+    Manifest,
+    PublishedEmbedder,
+    Upgrade,
+    embedder_path,
+    space_of,
+    upgrade_int8_path,
+    upgrade_path,
+)
 from nobackfill.release.publishing.declaration import digest, weight_files
 from nobackfill.release.publishing.preprocessing import Preprocessing
 from nobackfill.training.export.drafting import Recipe, Release, probe_images

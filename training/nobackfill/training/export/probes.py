@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from nobackfill.class_folders import Images
 from nobackfill.errors import UnusableOutputError, few
-from nobackfill.release.manifest import Manifest, Probes, PublishedFile
+from nobackfill.release.manifest import Manifest, Probes, PublishedFile, probes_path
 from nobackfill.release.models import (
     ImageEmbedder,
     open_embedder,
     open_side_encoder,
     open_upgrade,
 )
-from nobackfill.release.paths import probes_path
 from nobackfill.release.probes import text_probes
 from nobackfill.release.text_models import open_text_encoder
 from nobackfill.training.export.drafting import Release, probe_images

@@ -16,8 +16,14 @@ from onnx import TensorProto, compose, helper, numpy_helper, shape_inference, ve
 
 from nobackfill.digests import sha256_file
 from nobackfill.errors import InvalidInputError, NotFoundError, VerificationError
-from nobackfill.release.manifest import LARGEST_LENGTH, PublishedEmbedder, TextEncoder
-from nobackfill.release.paths import query_encoder_path, text_encoder_path, tokenizer_path
+from nobackfill.release.manifest import (
+    LARGEST_LENGTH,
+    PublishedEmbedder,
+    TextEncoder,
+    query_encoder_path,
+    text_encoder_path,
+    tokenizer_path,
+)
 from nobackfill.release.publishing.declaration import (
     Declaration,
     digest,
