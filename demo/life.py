@@ -97,16 +97,25 @@ def command(
     seed: Annotated[int, typer.Option(min=0, help="Cuts the images, seeds the training.")] = 0,
     image_size: Annotated[
         int | None,
-        typer.Option(min=8, max=224, help="Side of the models' input; else as the pictures are."),
+        typer.Option(
+            min=8, max=224, help="Side of the models' input.", show_default="that of the pictures"
+        ),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(min=1, help="Epochs of every training; else as in configs/digits.")
+        int | None,
+        typer.Option(min=1, help="Epochs of every training.", show_default="as in configs/digits"),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=2, help="Images a step; few images want small batches.")
+        int | None,
+        typer.Option(
+            min=2,
+            help="Images a step; few images want small batches.",
+            show_default="as in configs/digits",
+        ),
     ] = None,
     images_per_class: Annotated[
-        int | None, typer.Option(min=13, help="Take at most so many of each class.")
+        int | None,
+        typer.Option(min=13, help="Take at most so many of each class.", show_default="all"),
     ] = None,
     clients: Annotated[int, typer.Option(min=1, max=64, help="Clients during the swap.")] = 4,
     steady_seconds: Annotated[

@@ -160,7 +160,7 @@ def read() -> dict[str, Any]:
         "files": {name: _keys(sources) for name, sources in FILES.items()},
         "gallery_state": _gallery_state(),
         "sqlite": _sqlite(),
-        "proto_defaults": _proto_defaults(),
+        "proto_defaults": proto_defaults(),
         "commands": {name: _command(application(name)) for name in PROGRAMS},
         "settings": _settings(),
         "services": protos["services"],
@@ -392,7 +392,7 @@ def _sqlite_names(path: Path) -> dict[str, Any]:
     return found
 
 
-def _proto_defaults() -> dict[str, Any]:
+def proto_defaults() -> dict[str, Any]:
     """What the gateway takes where a number of a request is 0, which proto3 cannot tell from
     absent."""
     from nobackfill.server.galleries.immediate_answers import DEFAULT_K

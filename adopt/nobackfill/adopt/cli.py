@@ -22,22 +22,49 @@ FitOption = Annotated[
     typer.Option(
         "--fit",
         help="Pictures of another aspect: sides scaled by themselves, the middle, or all on black.",
+        show_default="as the model's files say, else stretch",
     ),
 ]
 Size = Annotated[
-    int | None, typer.Option(min=1, max=4096, help="Pixels a side, where the graph leaves it open.")
+    int | None,
+    typer.Option(
+        min=1,
+        max=4096,
+        help="Pixels a side, where the graph leaves it open.",
+        show_default="as the model's files say",
+    ),
 ]
 Shortest = Annotated[
     int | None,
-    typer.Option(min=1, max=4096, help="With --fit crop: the shortest side before; default: size."),
+    typer.Option(
+        min=1,
+        max=4096,
+        help="With --fit crop: the shortest side before.",
+        show_default="as the model's files say, else the longer side of --size",
+    ),
 ]
 Interpolating = Annotated[
-    Interpolation | None, typer.Option("--interpolation", help="How pictures are scaled.")
+    Interpolation | None,
+    typer.Option(
+        "--interpolation",
+        help="How pictures are scaled.",
+        show_default="as the model's files say, else bilinear",
+    ),
 ]
 Mean = Annotated[
-    tuple[float, float, float] | None, typer.Option(help="Taken off pixels of 0 to 1.")
+    tuple[float, float, float] | None,
+    typer.Option(
+        help="Taken off pixels of 0 to 1.",
+        show_default="as the model's files say, else 0.485 0.456 0.406",
+    ),
 ]
-Std = Annotated[tuple[float, float, float] | None, typer.Option(help="What that is divided by.")]
+Std = Annotated[
+    tuple[float, float, float] | None,
+    typer.Option(
+        help="What that is divided by.",
+        show_default="as the model's files say, else 0.229 0.224 0.225",
+    ),
+]
 
 
 def given_options(**options: object) -> dict[str, object]:
@@ -83,11 +110,17 @@ app = typer.Typer(
 
 SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help="Where the vectors are.")]
 Key = Annotated[
-    str | None, typer.Option(help="Column of unique keys; default: the primary key, or `id`.")
+    str | None,
+    typer.Option(help="Column of unique keys.", show_default="the primary key, or `id`"),
 ]
-Vector = Annotated[str | None, typer.Option(help="Column of old vectors; default: the only one.")]
+Vector = Annotated[
+    str | None, typer.Option(help="Column of old vectors.", show_default="the only one")
+]
 Root = Annotated[
-    Path | None, typer.Option(help="The publisher's 1.root.json; once, then it is remembered.")
+    Path | None,
+    typer.Option(
+        help="The publisher's 1.root.json.", show_default="the one given before, remembered"
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
@@ -114,7 +147,7 @@ def sample(
     source: SourceArgument,
     count: Annotated[int, typer.Option("-n", min=1, help="How many items, or all.")] = 2000,
     out: Annotated[
-        Path | None, typer.Option(help="File of ids, one a line; default stdout.")
+        Path | None, typer.Option(help="File of ids, one a line.", show_default="stdout")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws the same items again.")] = 0,
     key: Key = None,
@@ -152,7 +185,9 @@ def embed(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the vectors; what is there is kept.")],
     column: Annotated[str, typer.Option(help="Column, or JSON field, of the texts.")] = "text",
-    only: Annotated[Path | None, typer.Option(help="File of ids, from `sample`.")] = None,
+    only: Annotated[
+        Path | None, typer.Option(help="File of ids, from `sample`.", show_default="all items")
+    ] = None,
     model_name: Annotated[str | None, typer.Option(help="The model's name at an endpoint.")] = None,
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for an endpoint that is busy.")
@@ -164,11 +199,13 @@ def embed(
     ] = False,
     query_encoder: Annotated[
         str | None,
-        typer.Option(help="What reads them, where that is a model of its own, as --with."),
+        typer.Option(
+            help="What reads them, where that is a model of its own.", show_default="that of --with"
+        ),
     ] = None,
     query_model_name: Annotated[
         str | None,
-        typer.Option(help="Its name at an endpoint, where that is not --model-name."),
+        typer.Option(help="Its name at an endpoint.", show_default="that of --model-name"),
     ] = None,
     fit: FitOption = None,
     size: Size = None,
@@ -287,7 +324,9 @@ def carry(
     root: Root = None,
     model: Annotated[
         str | None,
-        typer.Option(help="The old model, as `embed --with`, where the store does not name it."),
+        typer.Option(
+            help="The old model, as `embed --with`.", show_default="the one that the store names"
+        ),
     ] = None,
     flip: Annotated[
         bool,

@@ -81,11 +81,12 @@ works in OUT, 78 wrong configuration.
 def main(
     data: Annotated[
         str | None,
-        typer.Option(help="digits, cifar100-cpu, cifar100, or a folder of class folders; required"),
+        typer.Option(help="digits, cifar100-cpu, cifar100, or a folder of class folders"),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="number of seeds")] = 3,
     methods: Annotated[
-        str | None, typer.Option(help="groups and methods, with commas; the preset's own if absent")
+        str | None,
+        typer.Option(help="groups and methods, with commas", show_default="those of the preset"),
     ] = None,
     once: Annotated[
         str | None, typer.Option(help="further groups and methods, for the first seed alone")

@@ -29,7 +29,9 @@ class Parser(argparse.ArgumentParser):
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         """Add an option or argument; its default is put into its help."""
-        if options.get("default", argparse.SUPPRESS) not in (None, False, argparse.SUPPRESS):
+        default = options.get("default")
+        # Zero is a default, too, and equal to False.
+        if default is not None and default is not False and default is not argparse.SUPPRESS:
             shown = names[0] if options.get("action") is Switch else "%(default)s"
             options["help"] += f" [default: {shown}]"
         if options.get("required"):

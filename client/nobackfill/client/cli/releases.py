@@ -157,7 +157,7 @@ def _report_options(command: Command) -> None:
     command.add_argument(
         "--to",
         metavar="ADDRESS",
-        help="The gateway to send it to, grpc(s)://HOST:PORT; without: only show it.",
+        help="The gateway to send it to, grpc(s)://HOST:PORT. [default: none, only show it]",
     )
 
 
@@ -172,7 +172,8 @@ def _push_options(command: Command) -> None:
     command.add_argument(
         "--vault",
         metavar="ADDRESS",
-        help="The vault's gateway, grpc(s)://HOST:PORT (remembered); else the gallery's source.",
+        help="The vault's gateway, grpc(s)://HOST:PORT. [default: the one of the push before, else "
+        "the gallery's source]",
     )
     command.add_argument(
         "--new-key",
@@ -195,7 +196,7 @@ def _pull_options(command: Command) -> None:
         "--identity",
         type=named_path,
         metavar="FILE",
-        help="An age identity file to use: the recovery key.",
+        help="An age identity file to use: the recovery key. [default: the gallery's own key]",
     )
     command.add_argument(
         "--unknown",

@@ -49,10 +49,14 @@ app = typer.Typer(
 
 Repo = Annotated[Path, typer.Option("--model-repo", help="The publication folder.")]
 RootKey = Annotated[
-    Path | None, typer.Option("--root-key", help="The root key, if kept elsewhere.")
+    Path | None,
+    typer.Option("--root-key", help="The root key.", show_default="MODEL_REPO.keys/root.pem"),
 ]
 TargetsKey = Annotated[
-    Path | None, typer.Option("--targets-key", help="The targets key, if kept elsewhere.")
+    Path | None,
+    typer.Option(
+        "--targets-key", help="The targets key.", show_default="MODEL_REPO.keys/targets.pem"
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and report, write nothing.")]
@@ -180,9 +184,12 @@ def withdraw(
 @app.command()
 def verify(
     model_repo: Repo = DEFAULT_REPO,
-    release: Annotated[int | None, typer.Option(help="Only this release.")] = None,
+    release: Annotated[
+        int | None, typer.Option(help="Only this release.", show_default="all")
+    ] = None,
     root: Annotated[
-        Path | None, typer.Option(help="Root metadata to trust; default: the folder's own.")
+        Path | None,
+        typer.Option(help="Root metadata to trust.", show_default="1.root.json of --model-repo"),
     ] = None,
     as_json: Json = False,
 ) -> None:

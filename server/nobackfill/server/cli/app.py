@@ -27,6 +27,16 @@ Server = Annotated[
     typer.Option("--server", envvar="NOBACKFILL_SERVER", help="HOST:PORT, or grpcs://HOST:PORT"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
+Rollout = Annotated[
+    str | None,
+    typer.Option(
+        help="direct, dual or cutover",
+        show_default="direct where the release declares it, else cutover",
+    ),
+]
+SpareCores = Annotated[
+    float | None, typer.Option(help="share of cores left to searches", show_default="0.5")
+]
 DEFAULT_SERVER = "127.0.0.1:50051"
 
 

@@ -68,7 +68,9 @@ def export(
     gallery: Annotated[str, typer.Argument(help="its name")],
     store: Annotated[str, typer.Option("--from", help="sqlite:FOLDER or postgresql://…")],
     out: Annotated[Path, typer.Option(help="folder to make: a Parquet file for each release")],
-    release: Annotated[list[int] | None, typer.Option(help="only these; may be repeated")] = None,
+    release: Annotated[
+        list[int] | None, typer.Option(help="only these; may be repeated", show_default="all")
+    ] = None,
     native: Annotated[
         bool, typer.Option("--native", help="only vectors that the release's own model made")
     ] = False,
@@ -104,7 +106,9 @@ def migrate(
     store: Annotated[
         str, typer.Option("--store", envvar="NOBACKFILL_STORE", help="postgresql://…")
     ],
-    to: Annotated[int | None, typer.Option("--to", help="format; without: this version's")] = None,
+    to: Annotated[
+        int | None, typer.Option("--to", help="format", show_default="that of this version")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Bring a database that no gateway serves to a format: this version's, or back to the one
@@ -126,15 +130,19 @@ def migrate(
 
 # `gateway move`.
 
-_HOLDS_VAULT = "its gateway's data folder, which holds the vault, where that is another"
+_HOLDS_VAULT = "its gateway's data folder, which holds the vault"
 
 
 @app.command()
 def move(
     source: Annotated[str, typer.Option("--from", help="sqlite:FOLDER or postgresql://…")],
     target: Annotated[str, typer.Option("--to", help="the other; no gateway may serve it")],
-    from_data: Annotated[Path | None, typer.Option(help=_HOLDS_VAULT)] = None,
-    to_data: Annotated[Path | None, typer.Option(help="the same of --to")] = None,
+    from_data: Annotated[
+        Path | None, typer.Option(help=_HOLDS_VAULT, show_default="the folder of --from")
+    ] = None,
+    to_data: Annotated[
+        Path | None, typer.Option(help="the same of --to", show_default="the folder of --to")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Copy every gallery and the vault, also beside a gateway that serves --from: the exit code is

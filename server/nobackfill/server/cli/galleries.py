@@ -24,11 +24,20 @@ def update_gallery(
             "column:NAME, function:NAME, or none"
         ),
     ] = None,
-    hits: Annotated[int, typer.Option(help="first hits embedded again, 20 to 200 (100)")] = 0,
-    seconds: Annotated[float, typer.Option(help="what a query waits for them (1)")] = 0.0,
-    bytes_a_query: Annotated[int, typer.Option(help="what it may read (64 MiB)")] = 0,
-    concurrency: Annotated[int, typer.Option(help="batches at once (2)")] = 0,
-    a_day: Annotated[int, typer.Option(help="items of a day (100000)")] = 0,
+    hits: Annotated[
+        int | None,
+        typer.Option(help="first hits embedded again, 20 to 200", show_default="100"),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="what a query waits for them", show_default="1")
+    ] = None,
+    bytes_a_query: Annotated[
+        int | None, typer.Option(help="what it may read", show_default="67108864")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="batches at once", show_default="2")
+    ] = None,
+    a_day: Annotated[int | None, typer.Option(help="items of a day", show_default="100000")] = None,
     both: Annotated[
         bool | None,
         typer.Option("--both/--no-both", help="the model before ranks carried items, too"),
@@ -49,9 +58,9 @@ def update_gallery(
         else:
             patience = Duration()
             numbers = (hits, bytes_a_query, concurrency, a_day, seconds)
-            if not all(0 <= number < 1 << 32 for number in numbers):
-                raise typer.BadParameter("expected numbers from 0 to below 2**32")
-            patience.FromNanoseconds(int(1e9 * seconds))
+            if not all(number is None or 0 < number < 1 << 32 for number in numbers):
+                raise typer.BadParameter("expected numbers above 0 and below 2**32")
+            patience.FromNanoseconds(int(1e9 * (seconds or 0)))
             message = gallery_pb2.ItemSource(
                 address="" if source == "none" else source, hits=hits, patience=patience,
                 bytes_a_query=bytes_a_query, concurrency=concurrency, items_a_day=a_day,

@@ -13,7 +13,16 @@ from google.protobuf.message import Message
 
 from nobackfill.digests import percent
 from nobackfill.errors import InvalidInputError
-from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
+from nobackfill.server.cli.app import (
+    DEFAULT_SERVER,
+    Json,
+    Rollout,
+    Server,
+    SpareCores,
+    app,
+    exit_codes,
+    show,
+)
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1 import release_pb2 as pb
@@ -182,31 +191,37 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 @app.command()
 def activate(
     number: Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="release to serve")],
-    rollout: Annotated[str, typer.Option(help="direct, dual or cutover")] = "unspecified",
-    spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
-    old_space_seconds: Annotated[int, typer.Option(help="answer old queries so long")] = 0,
+    rollout: Rollout = None,
+    spare_cores: SpareCores = None,
+    old_space_seconds: Annotated[
+        int, typer.Option(help="answer old queries so long; 0: until `gateway retire`")
+    ] = 0,
     canary: Annotated[str, typer.Option(help="share of callers that meet it first: 5%")] = "",
     shadow: Annotated[str, typer.Option(help="share that it answers only to compare: 5%")] = "",
     steps: Annotated[str, typer.Option(help="shares one after the other: 5,25,100")] = "",
     every: Annotated[str, typer.Option(help="time of each step: 30s, 10m, 2h, 1d")] = "",
     promote: Annotated[bool, typer.Option("--promote", help="end its canary: for all")] = False,
-    max_errors: Annotated[str, typer.Option(help="errors that stop a canary (1%)")] = "",
-    max_p99_ratio: Annotated[float, typer.Option(help="p99 by the old one's that does (2)")] = 0.0,
+    max_errors: Annotated[
+        str, typer.Option(help="errors that stop a canary", show_default="1%")
+    ] = "",
+    max_p99_ratio: Annotated[
+        float | None, typer.Option(help="p99 by the old one's that does", show_default="2")
+    ] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Make a release the one that answers; progress on stderr. Ctrl-C leaves it running. With
     --canary, --shadow or --steps it returns when that has begun."""
-    if rollout not in ROLLOUTS:
+    if rollout is not None and rollout not in ROLLOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}")
-    tried = canary_of(canary, shadow, steps, every, max_errors, max_p99_ratio)
+    tried = canary_of(canary, shadow, steps, every, max_errors, max_p99_ratio or 0.0)
     if promote and tried is not None:
         raise typer.BadParameter("expected --promote alone: it ends a canary")
     with exit_codes(), asking(server) as gateway:
         event = release_pb2.ActivateReleaseResponse()
         events = gateway.promote(number) if promote else gateway.activate(
-            number, rollout=rollout, spare_cores=spare_cores, old_space_seconds=old_space_seconds,
-            canary=tried,
+            number, rollout=rollout or "unspecified", spare_cores=spare_cores or 0.0,
+            old_space_seconds=old_space_seconds, canary=tried,
         )  # fmt: skip
         for event in events:
             progress = f" {event.done}/{event.total}" if event.total else ""
@@ -250,13 +265,13 @@ def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
 def estimate(
     gallery: Annotated[str, typer.Argument(help="gallery")],
     number: Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="release to carry it to")],
-    spare_cores: Annotated[float, typer.Option(help="share of cores left to searches")] = 0.0,
+    spare_cores: SpareCores = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
     """Items, seconds and bytes of an upgrade, measured on a few items; nothing is changed."""
     with exit_codes(), asking(server) as gateway:
-        answer = gateway.estimate_upgrade(gallery, number, spare_cores=spare_cores)
+        answer = gateway.estimate_upgrade(gallery, number, spare_cores=spare_cores or 0.0)
     rows = [
         ["items", "seconds", "then indexed", "bytes", "memory", "route", "kept of new/new",
          "left behind"],

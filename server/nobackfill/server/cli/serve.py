@@ -15,6 +15,16 @@ from nobackfill.server.cli.app import Json, app, exit_codes, show
 # ask for it four times, and beside an upgrade waited 5 ms each time.
 _SWITCH_S = 0.0005
 
+ModelRepo = Annotated[
+    Path | None, typer.Option(help="publication folder", show_default="model_repo")
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(help="processes that carry upgrades, beside a database", show_default="0"),
+]
+Ray = Annotated[
+    str | None, typer.Option(help="a Ray cluster that carries upgrades: auto or HOST:PORT")
+]
 _Console = Annotated[bool | None, typer.Option("--console", help="show pages for operators")]
 _Folders = Annotated[
     list[Path] | None, typer.Option("--item-folder", help="sources of images lie below it; repeat")
@@ -24,32 +34,52 @@ _Hosts = Annotated[list[str] | None, typer.Option("--item-host", help="or on thi
 
 @app.command()
 def serve(
-    model_repo: Annotated[Path | None, typer.Option(help="publication folder")] = None,
-    data: Annotated[Path | None, typer.Option(help="what the gateway keeps")] = None,
+    model_repo: ModelRepo = None,
+    data: Annotated[
+        Path | None, typer.Option(help="what the gateway keeps", show_default="gateway-data")
+    ] = None,
     store: Annotated[
-        str | None, typer.Option(help="sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
+        str | None,
+        typer.Option(
+            help="sqlite:FOLDER or postgresql://USER@HOST/DATABASE",
+            show_default="SQLite in --data",
+        ),
     ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="processes that carry upgrades, beside a database")
+    workers: Workers = None,
+    ray: Ray = None,
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of gRPC", show_default="127.0.0.1:50051")
     ] = None,
-    ray: Annotated[
-        str | None, typer.Option(help="a Ray cluster that does: auto or HOST:PORT")
+    metrics_address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of /metrics", show_default="127.0.0.1:9464")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="HOST:PORT of gRPC")] = None,
-    metrics_address: Annotated[str | None, typer.Option(help="HOST:PORT of /metrics")] = None,
     console: _Console = None,
-    console_address: Annotated[str | None, typer.Option(help="HOST:PORT of them")] = None,
+    console_address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of them", show_default="127.0.0.1:9465")
+    ] = None,
     metrics_open: Annotated[
         bool | None, typer.Option("--metrics-open", help="not on loopback alone")
     ] = None,
     triton: Annotated[
         str | None,
-        typer.Option(help="(grpcs://)HOST:PORT of a tritonserver, or in-process"),
+        typer.Option(
+            help="(grpcs://)HOST:PORT of a tritonserver, or in-process",
+            show_default="a tritonserver of its own where there is one, else in-process",
+        ),
     ] = None,
     triton_ca: Annotated[Path | None, typer.Option(help="its authority (PEM)")] = None,
     triton_token_file: Annotated[Path | None, typer.Option(help="token for it")] = None,
-    triton_venv: Annotated[Path | None, typer.Option(help="where nvidia-pytriton is")] = None,
-    root: Annotated[Path | None, typer.Option(help="the first root metadata to trust")] = None,
+    triton_venv: Annotated[
+        Path | None,
+        typer.Option(
+            help="where nvidia-pytriton is",
+            show_default=".venv-triton beside the environment of this command",
+        ),
+    ] = None,
+    root: Annotated[
+        Path | None,
+        typer.Option(help="the first root metadata to trust", show_default="that of --model-repo"),
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="certificate chain (PEM)")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="its private key (PEM)")] = None,
     tls_client_ca: Annotated[Path | None, typer.Option(help="demand client certificates")] = None,
@@ -117,7 +147,11 @@ def _ended() -> int:
 def install_triton(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", help="a new folder; else where `serve` looks for it"),
+        typer.Argument(
+            metavar="[DIR]",
+            help="a new folder",
+            show_default=".venv-triton beside the environment of this command",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

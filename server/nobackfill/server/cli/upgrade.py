@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from nobackfill.server.cli.app import Json, app, exit_codes, show
+from nobackfill.server.cli.app import Json, Rollout, app, exit_codes, show
+from nobackfill.server.cli.serve import ModelRepo, Ray, Workers
 from nobackfill.terminal import visible
 
 if TYPE_CHECKING:
@@ -22,13 +23,16 @@ _ROLLOUTS = ("direct", "dual", "cutover")
 @app.command()
 def upgrade(
     number: Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="release to serve")],
-    store: Annotated[str | None, typer.Option(help="postgresql://USER@HOST/DATABASE")] = None,
-    model_repo: Annotated[Path | None, typer.Option(help="publication folder")] = None,
-    workers: Annotated[int | None, typer.Option(help="processes that carry it")] = None,
-    ray: Annotated[
-        str | None, typer.Option(help="a Ray cluster that does: auto or HOST:PORT")
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="postgresql://USER@HOST/DATABASE", show_default="the variable NOBACKFILL_STORE"
+        ),
     ] = None,
-    rollout: Annotated[str | None, typer.Option(help="direct, dual or cutover")] = None,
+    model_repo: ModelRepo = None,
+    workers: Workers = None,
+    ray: Ray = None,
+    rollout: Rollout = None,
     as_json: Json = False,
 ) -> None:
     """Activate a release from a job of its own: it leads, and the serving gateways follow. Killed,

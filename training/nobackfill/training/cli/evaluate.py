@@ -108,10 +108,12 @@ _Picture = Annotated[
     Path | None, typer.Option(metavar="FILE.png", help="draw the matrix, rows the query model")
 ]
 _Far = Annotated[
-    list[float] | None, typer.Option(min=0, max=1, help="ijbc: TAR at this FAR, for 1e-4")
+    list[float] | None,
+    typer.Option(min=0, max=1, help="ijbc: TAR at this FAR", show_default="0.0001"),
 ]
 _Fpir = Annotated[
-    list[float] | None, typer.Option(min=0, max=1, help="ijbc: TPIR at this FPIR, for 1e-2")
+    list[float] | None,
+    typer.Option(min=0, max=1, help="ijbc: TPIR at this FPIR", show_default="0.01"),
 ]
 
 
@@ -129,7 +131,7 @@ def main(
     fpir: _Fpir = None,
     cells: Annotated[
         str | None,
-        typer.Option(help="e.g. 1/1,2/1,2/1>2,2/2; all that there are when absent"),
+        typer.Option(help="e.g. 1/1,2/1,2/1>2,2/2", show_default="all that there are"),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="write every figure as JSON")

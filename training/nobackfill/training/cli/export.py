@@ -202,7 +202,8 @@ def main(
     force: Annotated[bool, typer.Option("--force", help="publish past a failed gate")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="do all but write to DIR")] = False,
     targets_key: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the targets key, where it is kept offline")
+        Path | None,
+        typer.Option(metavar="FILE", help="the targets key", show_default="DIR.keys/targets.pem"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:

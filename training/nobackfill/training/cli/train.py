@@ -42,7 +42,11 @@ def main(
     ],
     weights: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="pretrained weights to begin with"),
+        typer.Option(
+            metavar="NAME|FILE",
+            help="pretrained weights to begin with",
+            show_default="the key weights of CONFIG",
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,

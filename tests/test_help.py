@@ -1,0 +1,152 @@
+"""Help tells of each option the default that the code applies, and tells it in one place."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from manual.commands import COMMANDS, Command, Parameter, application
+from nobackfill.release.publishing.declaration import Declaration
+from nobackfill.release.publishing.metadata import Keys
+from nobackfill.server.settings import Settings
+from nobackfill.server.triton.process import default_folder
+from nobackfill.training.protocols.persons import OperatingPoints
+from tests.inventory import proto_defaults
+
+pytestmark = pytest.mark.slow
+_TOLD = re.compile(r" ?\[(?:env var: \w+; )?(?:default: ([^\];]*)(?:; |\]))?[^\]]*\]?\Z")
+# A help text that tells a default itself, where nothing compares it.
+_ELSEWHERE = re.compile(r"\bdefault|\(\d[^)]*\)|\b0 means\b", re.IGNORECASE)
+# Options that nothing stands in for: without one, that is not done, or not narrowed.
+OPTIONAL = """
+--also --beside --browse --by --canary --card --config --console --converter --data --embedder
+--eval --eval-texts --every --from --gallery --id --images --independent --item-folder
+--item-host --joining --json --map --model-name --once --onnx --page --picture --protocol
+--publish --queries --queries-new --queries-old --query-encoder --ray --recipient --release
+--report --root --set --shadow --sheet --shortest --side-encoder --source --steps --text
+--text-encoder --texts --tls-cert --tls-client-ca --tls-key --tokens-file --triton-ca
+--triton-token-file --upgrade --vectors-of --weights --where
+"""
+
+
+def everything() -> Iterator[tuple[str, Command]]:
+    """Every command by what is typed, with the groups and the commands in them."""
+
+    def below(name: str, command: Command) -> Iterator[tuple[str, Command]]:
+        yield name, command
+        for word, one in command.commands.items():
+            yield from below(f"{name} {word}", one)
+
+    for name in COMMANDS:
+        yield from below(name, application(name))
+
+
+def parameters() -> dict[str, Parameter]:
+    """Everything that help shows of a value, by command and name."""
+    return {
+        f"{name} {one.name}": one
+        for name, command in everything()
+        for one in command.params
+        if one.record is not None and one.name != "--help"
+    }
+
+
+def told(parameter: Parameter) -> tuple[str, str | None]:
+    """The help text, and the default beside it."""
+    assert parameter.record is not None
+    text = " ".join(parameter.record[1].split())
+    found = _TOLD.search(text)
+    if found is None:
+        return text, None
+    default = found[1]
+    return text[: found.start()], default and re.sub(r"^\((.*)\)\Z", r"\1", default)
+
+
+def applied() -> Mapping[str, object]:
+    """Defaults that stand elsewhere in the code than in the option."""
+    proto, keys = proto_defaults(), Keys.beside(Path("/MODEL_REPO"))
+    points, declared = OperatingPoints(), Declaration()
+    found: dict[str, object] = {
+        "gateway activate --spare-cores": proto["ActivateReleaseRequest.spare_cores"],
+        "gateway activate --max-errors": f"{100 * proto['Canary.most_errors']:g}%",
+        "gateway activate --max-p99-ratio": proto["Canary.largest_p99_ratio"],
+        "gateway estimate --spare-cores": proto["EstimateUpgradeRequest.spare_cores"],
+        "gateway update-gallery --hits": proto["ItemSource.hits"],
+        "gateway update-gallery --seconds": proto["ItemSource.patience"],
+        "gateway update-gallery --bytes-a-query": proto["ItemSource.bytes_a_query"],
+        "gateway update-gallery --concurrency": proto["ItemSource.concurrency"],
+        "gateway update-gallery --a-day": proto["ItemSource.items_a_day"],
+        "gateway serve --triton-venv": default_folder().name,
+        "gateway install-triton [DIR]": default_folder().name,
+        "python training/evaluate.py --far": points.far,
+        "python training/evaluate.py --fpir": points.fpir,
+        "nobackfill embed --fit": declared.fit,
+        "nobackfill embed --interpolation": declared.interpolation,
+        "nobackfill embed --mean": declared.mean,
+        "nobackfill embed --std": declared.std,
+    }
+    shown = parameters()
+    for command in ("serve", "upgrade"):
+        for name, field in Settings.model_fields.items():
+            option = f"gateway {command} --{name.replace('_', '-')}"
+            if option in shown and field.default not in (None, ()):
+                found[option] = field.default
+    for option, parameter in shown.items():
+        for role in ("root", "targets"):
+            if parameter.name == f"--{role}-key" and option.startswith("publication"):
+                path = keys.path("root" if role == "root" else "targets")
+                found[option] = path.relative_to("/")
+    return found
+
+
+def written(value: object) -> str:
+    return plain(" ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+
+
+def plain(text: str) -> str:
+    """The text, whatever zeros and commas its numbers are written with."""
+    words = text.replace(",", "").split(" ")
+    return " ".join(str(float(w)) if re.fullmatch(r"\d[\d.e-]*", w) else w for w in words)
+
+
+def test_help_tells_the_default_that_the_code_applies() -> None:
+    shown, elsewhere = parameters(), applied()
+    assert set(elsewhere) <= set(shown)
+    wrong = []
+    for option, parameter in shown.items():
+        value = elsewhere.get(option, parameter.default)
+        if value is None or value is False or value == "" or parameter.required:
+            continue
+        _, default = told(parameter)
+        expected = parameter.opts[0] if value is True else written(value)
+        got = (default or "").replace(", ", " ")
+        if value is True:
+            got, expected = got.lstrip("-"), expected.lstrip("-")
+        numbers = written(float(got)) if re.fullmatch(r"[\d.]+", got) else got
+        # A sentence may say what comes before it, or where a folder lies.
+        if expected not in (numbers, got.rpartition(" else ")[2], got.split(" beside ")[0]):
+            wrong.append(f"{option}: help tells {default}, the code applies {expected}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_an_option_tells_what_stands_in_for_it() -> None:
+    """Every option with a value, but those of OPTIONAL and those that must be given."""
+    optional = set(OPTIONAL.split())
+    assert optional <= {parameter.name for parameter in parameters().values()}
+    silent = [
+        option
+        for option, parameter in parameters().items()
+        if not parameter.required
+        and parameter.name.startswith("-")
+        and not re.fullmatch(r"(-\S+[, /]*)+", parameter.record[0] if parameter.record else "")
+        and not told(parameter)[1]
+        and parameter.name not in optional
+    ]
+    assert not silent
+
+
+def test_a_default_is_told_beside_the_text_alone() -> None:
+    """Where this test compares it, and not in the words of the text."""
+    found = {option: told(parameter)[0] for option, parameter in parameters().items()}
+    assert not {option: text for option, text in found.items() if _ELSEWHERE.search(text)}
