@@ -4,7 +4,8 @@ Each walk runs on real parts: a gateway and a device over three small releases, 
 `nobackfill fit`. A profile hook records each call of a product function and each return, in all
 threads, during one request.
 
-- **Product files**: the Python files below core/, adopt/, server/, client/ and training/.
+- **Product files**: the Python files below core/, adopt/, server/, client/, plugins/ and
+  training/.
 - **Functions**: functions, methods, lambdas and generators. A generator's resume counts as a call,
   its yield as a return. Modules, class bodies and comprehensions are not counted.
 - **Moves**: calls in another file than the call before them on the same thread. **Returns**: moves
@@ -48,7 +49,7 @@ from tests.adopt.made import world, write_parquet
 from tests.server.support import TIMEOUT_S, Client, Stubs, embedding, images, running
 from tests.support import blocks, edge
 
-ROOTS = ("core", "adopt", "server", "client", "training")
+ROOTS = ("core", "adopt", "server", "client", "plugins", "training")
 # From Python 3.12 on these are part of the function around them.
 _COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>"}
 # A request has ended once no function was called for so long, or at the latest after so long.

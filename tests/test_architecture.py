@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -28,6 +29,7 @@ ROOTS = {
     "server": ("server",),
     "client": ("client",),
     "training": ("training",),
+    "plugins": ("plugins",),
     "research": ("research",),
     "protos": ("v1",),
 }
@@ -53,6 +55,12 @@ BASE = {
     "onnx_runtime": set[str](),
     "durable": {"errors"},
 }
+# Rooms that each plug-in may import, beside the base; no other room imports a plug-in.
+PLUGINS = {
+    "chroma": {"adopt"},
+    "milvus": {"adopt"},
+    "qdrant": {"adopt"},
+}
 # Rooms that each may import, beside the base.
 ARROWS = {
     "metrics": set[str](),
@@ -69,6 +77,7 @@ ARROWS = {
     "report": {"quality", "release", "gallery", "metrics", "pages"},
     "adopt": {"quality", "release", "gallery", "metrics", "wire", "items"},
     "serve": {"adopt", "items"},
+    "plugins": set[str]().union(*PLUGINS.values()),
 }
 # The parts of the server, lowest first: each may import those before it.
 SERVER = (
@@ -152,6 +161,33 @@ def test_the_base_imports_nothing_but_the_base(name: str) -> None:
 
 def test_every_module_of_the_base_is_known() -> None:
     assert {path.stem for path in (ROOT / "core" / "nobackfill").glob("*.py")} == set(BASE)
+
+
+def plugin_of(name: str) -> str:
+    """The plug-in that a module belongs to, "" for one of another room."""
+    inside = name.removeprefix("nobackfill.plugins.")
+    return "" if inside == name else inside.split(".")[0]
+
+
+def test_plugins_import_only_what_their_arrows_allow() -> None:
+    seen = set()
+    for path in sources("plugins"):
+        if plugin := plugin_of(module(path)):
+            seen.add(plugin)
+            strangers = rooms_of(path) - PLUGINS[plugin] - {"plugins"} - set(BASE)
+            strangers |= {plugin_of(name) for name in imports(path)} - {"", plugin}
+            assert not strangers, f"{path.relative_to(ROOT)} imports {sorted(strangers)}"
+    assert seen == set(PLUGINS)
+
+
+def test_plugins_are_found_through_entry_points_alone() -> None:
+    """Others name no module of theirs, not even in a string, and each plug-in is registered."""
+    for name, path in product().items():
+        if not name.startswith("nobackfill.plugins"):
+            assert "nobackfill.plugins" not in path.read_text(encoding="utf-8"), name
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found = [one for group in project["entry-points"].values() for one in group.values()]
+    assert {plugin_of(one.partition(":")[0]) for one in found} == set(PLUGINS)
 
 
 def test_the_demo_uses_what_an_app_uses() -> None:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from nobackfill.adopt.sources.chroma import ChromaServer
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Searchable, Source
+from nobackfill.plugins.chroma import ChromaServer
 from nobackfill.vectors import Vectors
 from tests.adopt.made import World
 

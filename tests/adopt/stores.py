@@ -12,10 +12,10 @@ import psycopg
 import pytest
 from qdrant_client import QdrantClient, models
 
-from nobackfill.adopt.sources import qdrant
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.pgvector import PgvectorSource
 from nobackfill.adopt.sources.source import Beside, Searchable, Source, Target
+from nobackfill.plugins import qdrant
 from nobackfill.vectors import Vectors
 from tests.adopt.copies import Chroma, Milvus
 from tests.adopt.made import World, world, write_parquet

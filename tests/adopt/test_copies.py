@@ -221,7 +221,7 @@ def test_numbers_as_keys_and_a_field_among_several(
     pytest.importorskip("milvus_lite", reason="milvus-lite is not installed")
     from pymilvus import DataType, MilvusClient
 
-    from nobackfill.adopt.sources import milvus
+    from nobackfill.plugins.milvus import source as milvus
 
     path = str(tmp_path / "n.db")
     client = MilvusClient(uri=path)

@@ -15,11 +15,11 @@ from nobackfill.adopt.joining import Joining, OddsLine, load_joining, save_joini
 from nobackfill.adopt.judgement import Queries, among_items, blocked
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import inspect, match
-from nobackfill.adopt.sources import qdrant
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import InvalidInputError
+from nobackfill.plugins import qdrant
 from nobackfill.serve.dual import Dual
 from nobackfill.serve.natives import Natives, digest
 from nobackfill.vectors import Vectors
@@ -201,7 +201,7 @@ def test_milvus_keeps_its_metric(tmp_path: Path, kind: str, metric: str) -> None
     ],
 )
 def test_chroma_keeps_its_metric(chroma_address: str, made: dict[str, Any]) -> None:
-    from nobackfill.adopt.sources.chroma import ChromaServer
+    from nobackfill.plugins.chroma import ChromaServer
 
     with closing(ChromaServer(f"http://{chroma_address}")) as server:
         for one in server.asked("GET", "", "all"):

@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.packaging.conftest import ROOT
 from tests.packaging.environments import Environment
@@ -27,13 +30,28 @@ OF_POSTGRESQL = (
 # Their packages come with `make test-scale`.
 OF_CLUSTERS = (
     "server.stores.milvus", "server.galleries.hosted_milvus", "server.upgrades.workers.ray_cluster",
-    "adopt.sources.milvus",
+    "plugins.milvus",
 )  # fmt: skip
 OF_EXPORT = ("server.export",)
 OF_WEB = ("pages.", "client.browse.", "server.console.")
 OF_TRAINING = ("training.", "report.", "quality.")
 OF_ADOPT = ("adopt.", "serve.")
-OF_QDRANT = ("adopt.sources.qdrant",)
+OF_PLUGINS = ("plugins.",)
+# Plug-ins by group and name: extras of the room that asks for them, and their own ("": none).
+PLUGINS: Mapping[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    ("sources", "chroma"): ((), ""),
+    ("sources", "milvus"): ((), "milvus"),
+    ("sources", "qdrant"): ((), "qdrant"),
+}
+LOAD = """
+import sys
+from nobackfill.errors import ConfigurationError
+from nobackfill.extras import load_plugin
+try:
+    load_plugin(*sys.argv[1:])
+except ConfigurationError as error:
+    print(error)
+"""
 # Programs: one of the edge of a process, one that runs inside Triton, one that a module runs.
 PROGRAMS = ("server.triton.launch", "server.triton.backends.", "report.__main__")
 
@@ -77,7 +95,7 @@ def test_the_base_install_is_light(base: Environment) -> None:
 
 
 def test_the_base_needs_what_it_declares(base: Environment, tmp_path: Path) -> None:
-    others = (*OF_SERVER, *OF_TRAINING, *OF_ADOPT, *OF_WEB)
+    others = (*OF_SERVER, *OF_TRAINING, *OF_ADOPT, *OF_WEB, *OF_PLUGINS)
     names = [name for name in modules(base) if not name.startswith(others)]
     assert len(names) > 100
     assert not HEAVY & import_all(base, names, tmp_path)
@@ -95,11 +113,7 @@ def test_the_server_needs_what_it_declares(server: Environment, tmp_path: Path) 
 
 
 def test_adopting_needs_what_it_declares(adopt: Environment, tmp_path: Path) -> None:
-    names = [
-        name
-        for name in modules(adopt)
-        if name.startswith(OF_ADOPT) and not name.startswith((*OF_QDRANT, *OF_CLUSTERS))
-    ]
+    names = [name for name in modules(adopt) if name.startswith(OF_ADOPT)]
     assert len(names) > 20
     loaded = import_all(adopt, names, tmp_path)
     assert not loaded & {"torch", "hnswlib", "grpc"}
@@ -111,7 +125,6 @@ def test_other_extras_need_what_they_declare(
     for extras, prefixes in {
         ("server", "web"): OF_WEB,
         ("server", "postgres", "export"): (*OF_POSTGRESQL, *OF_EXPORT),
-        ("adopt", "qdrant"): OF_QDRANT,
     }.items():
         installed = environment(*extras)
         names = [
@@ -121,6 +134,43 @@ def test_other_extras_need_what_they_declare(
         ]
         assert names
         import_all(installed, names, tmp_path)
+
+
+def test_the_wheel_registers_every_plugin(base: Environment, tmp_path: Path) -> None:
+    script = (
+        "from importlib.metadata import distribution\n"
+        "for one in distribution('nobackfill').entry_points:\n"
+        "    if one.group.startswith('nobackfill.'): print(one.group, one.name)"
+    )
+    found = base.run("python", "-c", script, cwd=tmp_path).stdout.splitlines()
+    assert sorted(found) == sorted(f"nobackfill.{group} {name}" for group, name in PLUGINS)
+
+
+@pytest.mark.parametrize(("group", "name"), PLUGINS, ids="-".join)
+def test_a_plugin_needs_its_own_extra_alone(
+    environment: Callable[..., Environment], group: str, name: str, tmp_path: Path
+) -> None:
+    """Without its extra its error says how to get it."""
+    room, own = PLUGINS[group, name]
+
+    def error(*extras: str) -> str:
+        return environment(*extras).run("python", "-c", LOAD, group, name, cwd=tmp_path).stdout
+
+    without = error(*room)
+    if not own:
+        assert without == ""
+        return
+    assert f"pip install '.[{own}]'" in without
+    try:
+        assert error(*room, own) == ""
+    except PackageNotFoundError as missing:
+        pytest.skip(f"{missing.name} is not installed: it comes with `make test-scale`")
+
+
+def test_a_name_that_no_plugin_has(base: Environment, tmp_path: Path) -> None:
+    said = base.run("python", "-c", LOAD, "sources", "weaviate", cwd=tmp_path).stdout
+    assert said.startswith("no plug-in 'weaviate' is installed in the group nobackfill.sources")
+    assert "chroma, milvus, qdrant" in said
 
 
 def test_training_needs_what_it_declares(training: Environment, tmp_path: Path) -> None:
@@ -168,6 +218,9 @@ def test_commands_say_what_they_need(base: Environment, tmp_path: Path) -> None:
     (tmp_path / "x.parquet").touch()
     asked = base.run("nobackfill", "inspect", "x.parquet", cwd=tmp_path, code=78).stderr
     assert "pip install '.[adopt]'" in asked
+    asked = base.run("nobackfill", "inspect", "qdrant:x#y", cwd=tmp_path, code=78).stderr
+    assert asked.count("\n") == 1
+    assert "pip install '.[qdrant]'" in asked
 
 
 @contextmanager

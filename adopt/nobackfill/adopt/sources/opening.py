@@ -4,6 +4,7 @@ from pathlib import Path
 
 from nobackfill.adopt.sources.source import QUERIES, EmbeddedSource, Searchable, Source
 from nobackfill.errors import InvalidInputError, NotFoundError
+from nobackfill.extras import load_plugin, plugin_names
 
 # For a sentence: a message of several lines is shown with its line ends escaped.
 KINDS = (
@@ -20,7 +21,10 @@ _POSTGRES = "postgresql://…/DATABASE#TABLE"
 def open_source(address: str, *, key: str | None = None, vector: str | None = None) -> Source:
     """The store at an address. `key`, `vector`: columns, None where there is only one choice.
 
-    Raises NotFoundError, UnavailableError, InvalidInputError.
+    KIND:PLACE#COLLECTION is opened by the plug-in KIND of the group `nobackfill.sources`, which is
+    called with the place, the collection and `vector`, and returns a Source.
+
+    Raises NotFoundError, UnavailableError, InvalidInputError, ConfigurationError.
     """
     if address.startswith(("postgresql://", "postgres://")):
         from nobackfill.adopt.sources.pgvector import PgvectorSource
@@ -33,18 +37,15 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         if not table:
             raise InvalidInputError(f"name the table as well: {_POSTGRES}")
         return PgvectorSource(server, table, key, vector)
-    if address.startswith("qdrant:"):
-        from nobackfill.adopt.sources.qdrant import QdrantSource
-
-        place, _, collection = address.removeprefix("qdrant:").partition("#")
-        if not collection:
-            raise InvalidInputError("name the collection as well: qdrant:PLACE#COLLECTION")
-        return QdrantSource(place, collection, vector)
-    if address.startswith(("milvus:", "chroma:")):
-        return _copied(address, vector)
+    kind, colon, rest = address.partition(":")
+    if colon and kind in plugin_names("sources"):
+        place, _, collection = rest.partition("#")
+        if not place or not collection:
+            raise InvalidInputError(f"name the collection as well: {kind}:PLACE#COLLECTION")
+        found: Source = load_plugin("sources", kind)(place, collection, vector)
+        return found
     if "://" in address:
         # Not the address itself: it may hold a password.
-        kind = address.partition("://")[0]
         raise InvalidInputError(f"{kind}://…: expected {KINDS}")
     path = Path(address)
     if (path / "ids.npy").is_file():
@@ -56,25 +57,6 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
     from nobackfill.adopt.sources.parquet import ParquetSource
 
     return ParquetSource(path, key or "id", vector)
-
-
-def _copied(address: str, vector: str | None) -> Source:
-    """Collections beside which new vectors go into a copy."""
-    from nobackfill.adopt.sources.copied import CopiedSource
-
-    kind, _, rest = address.partition(":")
-    place, _, collection = rest.partition("#")
-    if not place or not collection:
-        raise InvalidInputError(f"name the collection as well: {kind}:PLACE#COLLECTION")
-    if kind == "milvus":
-        from nobackfill.adopt.sources.milvus import MilvusStore
-
-        return CopiedSource(MilvusStore(place, vector), collection)
-    from nobackfill.adopt.sources.chroma import ChromaStore
-
-    if vector is not None:
-        raise InvalidInputError("chroma: expected no --vector, a collection has one vector an item")
-    return CopiedSource(ChromaStore(place), collection)
 
 
 def open_searchable(

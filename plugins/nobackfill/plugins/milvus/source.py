@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nobackfill.adopt.sources.copied import OF, Collection, Record
+from nobackfill.adopt.sources.copied import OF, Collection, CopiedSource, Record
 from nobackfill.adopt.sources.source import (
     Facts,
     SearchMetric,
@@ -164,6 +164,12 @@ _LEAST = -(1 << 63)
 _MARK = "nobackfill."
 # The partition of items that are put without one.
 _DEFAULT = "_default"
+
+
+def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
+    """Open a collection as a source. `place`, `vector`: as in MilvusStore. Raises NotFoundError,
+    ConfigurationError, UnavailableError, InvalidInputError."""
+    return CopiedSource(MilvusStore(place, vector), collection)
 
 
 class MilvusStore:

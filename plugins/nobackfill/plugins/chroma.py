@@ -16,7 +16,7 @@ import numpy as np
 import urllib3
 
 from nobackfill import processes
-from nobackfill.adopt.sources.copied import OF, Collection, Record
+from nobackfill.adopt.sources.copied import OF, Collection, CopiedSource, Record
 from nobackfill.adopt.sources.source import (
     STATUSES,
     Facts,
@@ -133,6 +133,14 @@ _METRICS: Mapping[str, SearchMetric] = {
     "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product",
 }  # fmt: skip
 _MARK = "nobackfill_"
+
+
+def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
+    """Open a collection as a source. `place`: as in ChromaServer. Raises InvalidInputError where
+    `vector` names one, NotFoundError, ConfigurationError, UnavailableError."""
+    if vector is not None:
+        raise InvalidInputError("chroma: expected no --vector, a collection has one vector an item")
+    return CopiedSource(ChromaStore(place), collection)
 
 
 class ChromaStore:

@@ -1,0 +1,1 @@
+"""Milvus: collections that `nobackfill` carries over, as a source."""
