@@ -37,12 +37,11 @@ from nobackfill.server.process_limits import raise_limit
 from nobackfill.server.rollout.activation import (
     Activations,
     FirstActivation,
-    Promotion,
     return_galleries,
 )
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.rollout.rollback import Rollbacks
-from nobackfill.server.rollout.rollout import Admission, Parts
+from nobackfill.server.rollout.rollout import Parts
 from nobackfill.server.serving import Serving
 from nobackfill.server.settings import IN_PROCESS, Settings
 from nobackfill.server.storage import Storage, storage_of
@@ -126,10 +125,8 @@ class GatewayServer:
         upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, elsewhere)
         self.putting = Putting(embedding, upgrading.runner, state.catch_up)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
-        admission = Admission(catalog, galleries, models, upgrading.trials)
-        parts = Parts(admission, catalog, state, galleries, upgrading, serving, canaries, metrics)
+        parts = Parts(models, catalog, state, galleries, upgrading, serving, canaries, metrics)
         activations = self.activations = Activations(parts)
-        self.promotion = Promotion(parts, activations)
         self.rollbacks = Rollbacks(state, galleries, serving, activations)
         self.lifecycle = Lifecycle(
             catalog, state, galleries, embedding, upgrading, activations, serving, healing
@@ -235,7 +232,7 @@ class GatewayServer:
     def _add_services(self, server: grpc.Server) -> None:
         gallery = GalleryService(self.galleries, self.putting, self.lifecycle, self.state)
         release = ReleaseService(
-            self.catalog, self.state, self.activations, self.promotion, self.rollbacks,
+            self.catalog, self.state, self.activations, self.rollbacks,
             self.canaries, self.metrics, self._stopping,
         )  # fmt: skip
         upgrade = UpgradeService(self.lifecycle, self.galleries, self.searching, self._stopping)

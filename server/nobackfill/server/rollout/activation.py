@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 
 import structlog
@@ -48,7 +47,21 @@ from nobackfill.server.state import (
 )
 from nobackfill.server.upgrades.upgrading import DEFAULT_SPARE_CORES
 
-# Galleries that are ahead of the active release: what a kill or a failure in a swap has left.
+log = structlog.get_logger("server.activation")
+
+# How long a call waits for another that begins, undoes or retires; then it is refused.
+_BRIEF_S = 5.0
+# Where the database or another gateway stands still, an activation is begun again for so long,
+# after a pause each time.
+_PATIENCE_S, _AGAIN_S = 120.0, 1.0
+# An activation that ended the gateway so many times after it was resumed is not resumed again.
+_MOST_RESUMED = 2
+# For which an old space may be announced to answer still.
+_LONGEST_S = 100 * 365 * 24 * 3600
+# Seconds after which a failure that could not be recorded is tried again.
+_RETRY_S = 1.0
+# Between steps: a leap year. Longer ones are typing errors, and messages could not tell some.
+_STEP_MAX_S = 366 * 24 * 3600
 
 
 def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Exception]:
@@ -82,12 +95,6 @@ def writes_locked(galleries: GalleryRegistry) -> Iterator[None]:
         for hosted in held:
             locks.enter_context(hosted.write_lock.exclusive())
         yield
-
-
-# How an activation ends: what stays behind, and what is taken back where it has failed.
-
-# How soon what could not be recorded is tried again.
-_RETRY_S = 1.0
 
 
 def fail(
@@ -156,19 +163,6 @@ def end_jobs(parts: Parts, phase: Phase, message: str) -> None:
     for hosted in parts.galleries.all():
         why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
         parts.upgrading.give_up(hosted.name, why)
-
-
-log = structlog.get_logger("server.activation")
-
-# How long a call waits for another that begins, undoes or retires; then it is refused.
-_BRIEF_S = 5.0
-# Where the database or another gateway stands still, an activation is begun again for so long,
-# after a pause each time.
-_PATIENCE_S, _AGAIN_S = 120.0, 1.0
-# An activation that ended the gateway so many times after it was resumed is not resumed again.
-_MOST_RESUMED = 2
-# For which an old space may be announced to answer still.
-_LONGEST_S = 100 * 365 * 24 * 3600
 
 
 class Activations:
@@ -277,6 +271,61 @@ class Activations:
         )
         log.error("activation given up", release=record.release, reason=reason)
         fail(self._parts, record.release, reason, lead)
+
+    def canary_under_way(self, release: int) -> bool:
+        """Whether a canary of this release is under way or about to begin."""
+        record = self._parts.state.now.activation
+        return record is not None and record.release == release and record.canary is not None
+
+    def change_canary(self, release: int, canary: Canary) -> None:
+        """Give a canary under way another share, other steps and bounds.
+
+        Raises InvalidInputError, PreconditionError for a share that is smaller, or where there is
+        no canary of the release, CannotWriteError.
+        """
+        check_canary(canary)
+
+        def changed(now: State) -> Mapping[str, object]:
+            record, before = _canary(now, release)
+            if canary.share < before.share:
+                raise PreconditionError(
+                    f"the share is {before.share:g}, and shares only grow, got {canary.share:g}; "
+                    "`gateway rollback --yes` ends the canary"
+                )
+            kept = canary.model_copy(update={"promoted": before.promoted})
+            return {"activation": record.model_copy(update={"canary": kept})}
+
+        self._parts.state.revise(changed)
+
+    def promote_canary(self, release: int) -> RolloutRun:
+        """End a canary: all queries move to the new pair.
+
+        Raises PreconditionError where there is no canary of the release, and where it has answered
+        nobody, CannotWriteError.
+        """
+
+        def promoted(now: State) -> Mapping[str, object]:
+            record, canary = _canary(now, release)
+            ended = canary.model_copy(update={"promoted": True})
+            return {"activation": record.model_copy(update={"canary": ended})}
+
+        with self.held():
+            run = self.running()
+            if run is None:
+                if self.canary_under_way(release):
+                    raise PreconditionError(
+                        f"another gateway leads the canary of release {release}; ask that one"
+                    )
+                raise _none(release)
+            if not self._parts.canaries.met(release):
+                raise PreconditionError(
+                    f"release {release} has answered no query of its canary at this gateway: there "
+                    "is no evidence to promote it by. Let more callers meet it, as with `gateway "
+                    f"activate {release} --canary 50%`, or end the canary with `gateway rollback "
+                    f"--yes` and run `gateway activate {release}`, which asks for none"
+                )
+            self._parts.state.revise(promoted)
+        return run
 
     @contextmanager
     def _leading(self, what: str) -> Iterator[Lead]:
@@ -442,13 +491,7 @@ def _refuse_canary(release: int, active: int | None, rollout: RolloutName | None
         )
 
 
-# What an operator does to a canary under way: let more queries meet it, or all.
-
-# Between steps: a leap year. Longer ones are typing errors, and messages could not tell some.
-_STEP_MAX_S = 366 * 24 * 3600
-
-
-def check(canary: Canary) -> None:
+def check_canary(canary: Canary) -> None:
     """Raises InvalidInputError for what is no canary."""
     shares = (canary.share, *canary.steps)
     grows = all(one < other for one, other in pairwise(shares))
@@ -471,63 +514,6 @@ def check(canary: Canary) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Promotion:
-    """Changes the canary that is under way; each change is durable before it is answered."""
-
-    parts: Parts
-    activations: Activations
-
-    def under_way(self, release: int) -> bool:
-        """Whether a canary of this release is under way or about to begin."""
-        record = self.parts.state.now.activation
-        return record is not None and record.release == release and record.canary is not None
-
-    def change(self, release: int, canary: Canary) -> None:
-        """Another share, other steps and bounds. Raises InvalidInputError, PreconditionError for a
-        share that is smaller, or where there is none, CannotWriteError."""
-        check(canary)
-
-        def changed(now: State) -> Mapping[str, object]:
-            record, before = _canary(now, release)
-            if canary.share < before.share:
-                raise PreconditionError(
-                    f"the share is {before.share:g}, and shares only grow, got {canary.share:g}; "
-                    "`gateway rollback --yes` ends the canary"
-                )
-            kept = canary.model_copy(update={"promoted": before.promoted})
-            return {"activation": record.model_copy(update={"canary": kept})}
-
-        self.parts.state.revise(changed)
-
-    def promote(self, release: int) -> RolloutRun:
-        """All queries move to the new pair. Raises PreconditionError where there is no canary of
-        the release, and where nobody has met it, CannotWriteError."""
-
-        def promoted(now: State) -> Mapping[str, object]:
-            record, canary = _canary(now, release)
-            ended = canary.model_copy(update={"promoted": True})
-            return {"activation": record.model_copy(update={"canary": ended})}
-
-        with self.activations.held():
-            run = self.activations.running()
-            if run is None:
-                if self.under_way(release):
-                    raise PreconditionError(
-                        f"another gateway leads the canary of release {release}; ask that one"
-                    )
-                raise _none(release)
-            if not self.parts.canaries.met(release):
-                raise PreconditionError(
-                    f"release {release} has answered no query of its canary at this gateway: there "
-                    "is no evidence to promote it by. Let more callers meet it, as with `gateway "
-                    f"activate {release} --canary 50%`, or end the canary with `gateway rollback "
-                    f"--yes` and run `gateway activate {release}`, which asks for none"
-                )
-            self.parts.state.revise(promoted)
-        return run
-
-
 def _canary(now: State, release: int) -> tuple[Activation, Canary]:
     record = now.activation
     if record is None or record.release != release or record.canary is None:
@@ -540,9 +526,6 @@ def _none(release: int) -> PreconditionError:
         f"no canary of release {release} is under way; `gateway activate {release} --canary 5%` "
         "begins one"
     )
-
-
-# The first activation: of the newest release, now or once one is published.
 
 
 class FirstActivation:

@@ -1,4 +1,8 @@
-"""One activation, from verification to the last gallery: cutover, dual or direct."""
+"""One activation, from verification to the last gallery: cutover, dual or direct.
+
+`Rollout` is a state machine whose phases are its methods, in order: verify, load, probe, upgrade,
+canary, switch. `RolloutRun` is what its watchers see of it.
+"""
 
 import threading
 import time
@@ -27,10 +31,15 @@ from nobackfill.server.galleries.plan import CANARY, old_model_part, own_part
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import Activation, Canary, GatewayState, Lead, State, tried_well
-from nobackfill.server.upgrades.upgrading import JobState, Trials, Upgrading
+from nobackfill.server.upgrades.upgrading import JobState, Upgrading
 from nobackfill.vectors import Vectors
 
-# One activation as its watchers see it: what it reports, until it is DONE or FAILED.
+log = structlog.get_logger("server.rollout")
+
+Result = TypeVar("Result")
+
+# Seconds between two looks at a canary's bounds; its evidence does not depend on it.
+_CANARY_EVERY_S = 0.25
 
 
 class Phase(StrEnum):
@@ -140,56 +149,6 @@ class RolloutRun:
             return fresh
 
 
-# What a release passes before it may serve: gate, digests, a trial, golden probes in Triton.
-
-
-class Admission:
-    """Admits releases."""
-
-    def __init__(
-        self, catalog: Catalog, galleries: GalleryRegistry, models: Models, trials: Trials
-    ) -> None:
-        self._catalog = catalog
-        self._galleries = galleries
-        self._models = models
-        self._trials = trials
-
-    def admit(self, run: RolloutRun) -> Manifest:
-        """Load the release of an activation; returns once its models answer as was published.
-
-        Raises NotFoundError, PreconditionError for one that was withdrawn, GateFailedError,
-        VerificationError, CancelledError.
-        """
-        number = run.record.release
-        run.report(Phase.VERIFYING)
-        self._catalog.refresh()
-        manifest = self._catalog.manifest(number)
-        reason = self._catalog.releases[number]
-        if reason is not None:
-            raise PreconditionError(f"release {number} was withdrawn: {reason}")
-        gate = manifest.gate
-        if gate.verdict not in ("first", "passed") and not gate.forced:
-            raise GateFailedError(f"release {number} did not pass its gate: {gate.detail}")
-        folder = self._catalog.verified(number)
-        sources = {hosted.spec().release for hosted in self._galleries.all()}
-        self._trials.release(manifest, sources, run.stop_if_cancelled)
-        self._wait_for_models(run)
-        self._models.load(manifest)
-        run.report(Phase.PROBING)
-        check_models(folder, manifest, self._models)
-        run.stop_if_cancelled()
-        return manifest
-
-    def _wait_for_models(self, run: RolloutRun) -> None:
-        """A model server that is away says nothing about the release: it is waited for."""
-        run.report(Phase.LOADING)
-        if not self._models.ready():
-            run.report(Phase.LOADING, message="waiting for the model server")
-        while not self._models.ready():
-            run.cancelled.wait(0.2)
-            run.stop_if_cancelled()
-
-
 def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
     """Golden probes through the running models: what Triton answers must be what was published.
 
@@ -216,14 +175,11 @@ def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
     )
 
 
-# The parts of a gateway that activations move together.
-
-
 @dataclass(frozen=True)
 class Parts:
-    """One gateway's."""
+    """The parts of a gateway that an activation moves together."""
 
-    admission: Admission
+    models: Models
     catalog: Catalog
     state: GatewayState
     galleries: GalleryRegistry
@@ -231,94 +187,6 @@ class Parts:
     serving: Serving
     canaries: Canaries
     metrics: Metrics
-
-
-# The time in which a share of the queries meets a release that is not active yet.
-
-# How often bounds are looked at; evidence holds however often that is.
-_EVERY_S = 0.25
-
-
-class CanarySteps:
-    """Waits in the activation's thread, and moves from step to step."""
-
-    def __init__(self, run: RolloutRun, parts: Parts) -> None:
-        self._run = run
-        self._parts = parts
-
-    def wait(self) -> None:
-        """Return once the release is promoted.
-
-        Raises PreconditionError where a bound is crossed or the release withdrawn, CancelledError.
-        A step takes its time of a gateway that serves: a restart begins it anew, and so does a
-        change of the canary's share or steps.
-        """
-        release, seen, began = self._run.record.release, None, time.monotonic()
-        self._run.waiting = True
-        try:
-            while True:
-                self._run.stop_if_cancelled()
-                canary = self._parts.canaries.setting()
-                if canary is None:
-                    # Forgotten by who has called it off, another gateway perhaps.
-                    raise RolloutCancelledError(
-                        f"the activation of release {release} was called off"
-                    )
-                self._judge()
-                if canary.promoted:
-                    log.info("canary promoted", release=release)
-                    self._parts.canaries.end(CanaryState.PROMOTED)
-                    return
-                step = canary.share, canary.shadow, canary.every_s, canary.steps
-                if step != seen:
-                    seen, began = step, time.monotonic()
-                    log.info("canary", release=release, share=canary.share, shadow=canary.shadow)
-                    self._run.report(Phase.CANARY, message=share_of(canary, release))
-                if canary.every_s and time.monotonic() - began >= canary.every_s:
-                    self._parts.state.together(self._next, self._run.lead)
-                self._run.cancelled.wait(_EVERY_S)
-        finally:
-            self._run.waiting = False
-
-    def _next(self) -> None:
-        met = self._parts.canaries.met(self._run.record.release)
-        self._parts.state.revise(lambda now: _next_step(now, met=met))
-
-    def _judge(self) -> None:
-        withdrawn = self._parts.catalog.releases.get(self._run.record.release)
-        reason = self._parts.canaries.verdict()
-        if withdrawn is not None:
-            reason = f"the release was withdrawn: {withdrawn}"
-        if reason is not None:
-            self._parts.canaries.end(CanaryState.STOPPED, reason)
-            raise PreconditionError(f"its canary stopped: {reason}")
-
-
-def share_of(canary: Canary, release: int) -> str:
-    """A sentence for who watches."""
-    does = "is compared with" if canary.shadow else "answers"
-    return f"release {release} {does} {canary.share:.3g} of the callers"
-
-
-def _next_step(now: State, *, met: bool) -> Mapping[str, object]:
-    """`met`: whether the release has answered a query; it is not promoted without."""
-    record = now.activation
-    if record is None or record.canary is None:
-        return {}
-    canary = record.canary
-    if canary.steps:
-        values: dict[str, object] = {"share": canary.steps[0], "steps": canary.steps[1:]}
-    elif canary.share == 1 and not canary.shadow and met:
-        values = {"promoted": True}
-    else:
-        # The last step stays until somebody promotes it.
-        return {}
-    return {"activation": record.model_copy(update={"canary": canary.model_copy(update=values)})}
-
-
-log = structlog.get_logger("server.rollout")
-
-Result = TypeVar("Result")
 
 
 class Rollout:
@@ -332,20 +200,62 @@ class Rollout:
         self._total = 0
 
     def run(self) -> None:
-        """Raises NotFoundError, GateFailedError, VerificationError, PreconditionError (dual without
-        calibration), CancelledError and whatever an upgrade raises."""
+        """Raises NotFoundError, PreconditionError (a withdrawn release, dual without calibration, a
+        canary that stopped), GateFailedError, VerificationError, CancelledError and whatever an
+        upgrade raises."""
         with self._parts.galleries.holding():
-            manifest = self._admit()
+            folder, manifest = self._verify()
+            self._load(manifest)
+            self._probe(folder, manifest)
             carried = self._carry_all(manifest)
             if self._record.canary is not None:
                 self._open_canary(carried, manifest)
             elif self._record.rollout == "cutover":
                 self._switch_galleries(carried, manifest)
         if self._record.canary is not None:
-            CanarySteps(self._run, self._parts).wait()
+            self._wait_for_promotion()
             # Galleries have come and gone meanwhile, and items.
             with self._parts.galleries.holding():
                 self._switch_galleries(self._carry_all(manifest), manifest)
+
+    def _verify(self) -> tuple[Path, Manifest]:
+        """Check the gate and the digests, and try the models in a child; the publication folder
+        and the manifest."""
+        number = self._record.release
+        catalog = self._parts.catalog
+        self._run.report(Phase.VERIFYING)
+        catalog.refresh()
+        manifest = catalog.manifest(number)
+        reason = catalog.releases[number]
+        if reason is not None:
+            raise PreconditionError(f"release {number} was withdrawn: {reason}")
+        gate = manifest.gate
+        if gate.verdict not in ("first", "passed") and not gate.forced:
+            raise GateFailedError(f"release {number} did not pass its gate: {gate.detail}")
+        folder = catalog.verified(number)
+        sources = {hosted.spec().release for hosted in self._parts.galleries.all()}
+        self._parts.upgrading.trials.release(manifest, sources, self._run.stop_if_cancelled)
+        return folder, manifest
+
+    def _load(self, manifest: Manifest) -> None:
+        """Wait for a model server that is away: that says nothing about the release."""
+        models = self._parts.models
+        self._run.report(Phase.LOADING)
+        if not models.ready():
+            self._run.report(Phase.LOADING, message="waiting for the model server")
+        while not models.ready():
+            self._run.cancelled.wait(0.2)
+            self._run.stop_if_cancelled()
+        models.load(manifest)
+
+    def _probe(self, folder: Path, manifest: Manifest) -> None:
+        """What the loaded models answer must be what was published."""
+        self._run.report(Phase.PROBING)
+        check_models(folder, manifest, self._parts.models)
+        self._run.stop_if_cancelled()
+        if self._record.resumed:
+            # Its models did no harm: what ends the gateway from here on is something else.
+            self._together(lambda: self._parts.state.revise(tried_well))
 
     def _carry_all(self, manifest: Manifest) -> list[Hosted]:
         """Fill the release's space in every gallery that can go; those where it is whole now."""
@@ -356,26 +266,6 @@ class Rollout:
         self._done, self._total = 0, sum(hosted.store.count() for hosted in going)
         self._run.report(Phase.UPGRADING, 0, self._total)
         return [hosted for hosted in going if self._carry(hosted, manifest)]
-
-    def _switch_galleries(self, carried: list[Hosted], manifest: Manifest) -> None:
-        self._run.report(Phase.SWITCHING, self._done, self._total)
-        self._flip(carried, manifest, active=True)
-
-    def _open_canary(self, carried: list[Hosted], manifest: Manifest) -> None:
-        """From here on a share of the queries is answered in the new space of these galleries."""
-        for hosted in carried:
-            with hosted.write_lock.exclusive():
-                hosted.remember({ROLLOUT: CANARY})
-                self._parts.serving.replan_one(hosted)
-            note = f"release {manifest.release} is on trial; it is not active yet"
-            self._parts.upgrading.finish(hosted.name, JobState.DONE, note)
-
-    def _admit(self) -> Manifest:
-        manifest = self._parts.admission.admit(self._run)
-        if self._record.resumed:
-            # Its models did no harm: what ends the gateway from here on is something else.
-            self._together(lambda: self._parts.state.revise(tried_well))
-        return manifest
 
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
         """Those that can go; the others note why they stay."""
@@ -414,10 +304,6 @@ class Rollout:
     def _begin(self, hosted: Hosted, manifest: Manifest) -> None:
         hosted.store.begin(SpaceSpec.of(manifest))
         hosted.remember({ROLLOUT: self._record.rollout, NOTE: None})
-
-    def _together(self, work: Callable[[], Result]) -> Result:
-        """What is seen by all gateways at once, or by none where this one leads no more."""
-        return self._parts.state.together(work, self._run.lead)
 
     def _refuse_rollout(self, new: Manifest, old: Manifest) -> None:
         rollout = self._record.rollout
@@ -475,6 +361,67 @@ class Rollout:
         self._together(lambda: self._parts.serving.activate(manifest, seconds))
         self._parts.serving.replan()
 
+    def _open_canary(self, carried: list[Hosted], manifest: Manifest) -> None:
+        """From here on a share of the queries is answered in the new space of these galleries."""
+        for hosted in carried:
+            with hosted.write_lock.exclusive():
+                hosted.remember({ROLLOUT: CANARY})
+                self._parts.serving.replan_one(hosted)
+            note = f"release {manifest.release} is on trial; it is not active yet"
+            self._parts.upgrading.finish(hosted.name, JobState.DONE, note)
+
+    def _wait_for_promotion(self) -> None:
+        """Move the canary from step to step; return once the release is promoted.
+
+        Raises PreconditionError where a bound is crossed or the release withdrawn, CancelledError.
+        A step takes its time of a gateway that serves: a restart begins it anew, and so does a
+        change of the canary's share or steps.
+        """
+        run, canaries, release = self._run, self._parts.canaries, self._record.release
+        step, began = None, time.monotonic()
+        run.waiting = True
+        try:
+            while True:
+                run.stop_if_cancelled()
+                canary = canaries.setting()
+                if canary is None:
+                    # Another gateway may have called it off.
+                    raise RolloutCancelledError(
+                        f"the activation of release {release} was called off"
+                    )
+                self._judge_canary()
+                if canary.promoted:
+                    log.info("canary promoted", release=release)
+                    canaries.end(CanaryState.PROMOTED)
+                    return
+                now = canary.share, canary.shadow, canary.every_s, canary.steps
+                if now != step:
+                    step, began = now, time.monotonic()
+                    log.info("canary", release=release, share=canary.share, shadow=canary.shadow)
+                    run.report(Phase.CANARY, message=share_of(canary, release))
+                if canary.every_s and time.monotonic() - began >= canary.every_s:
+                    self._together(self._next_canary_step)
+                run.cancelled.wait(_CANARY_EVERY_S)
+        finally:
+            run.waiting = False
+
+    def _next_canary_step(self) -> None:
+        met = self._parts.canaries.met(self._record.release)
+        self._parts.state.revise(lambda now: _next_step(now, met=met))
+
+    def _judge_canary(self) -> None:
+        withdrawn = self._parts.catalog.releases.get(self._record.release)
+        reason = self._parts.canaries.verdict()
+        if withdrawn is not None:
+            reason = f"the release was withdrawn: {withdrawn}"
+        if reason is not None:
+            self._parts.canaries.end(CanaryState.STOPPED, reason)
+            raise PreconditionError(f"its canary stopped: {reason}")
+
+    def _switch_galleries(self, carried: list[Hosted], manifest: Manifest) -> None:
+        self._run.report(Phase.SWITCHING, self._done, self._total)
+        self._flip(carried, manifest, active=True)
+
     def _flip(self, carried: list[Hosted], manifest: Manifest, *, active: bool) -> None:
         """Make the new space the one that answers, in all of these galleries at once.
 
@@ -516,6 +463,10 @@ class Rollout:
             hosted.remember({NOTE: _stuck(left, hosted)})
         return not left
 
+    def _together(self, work: Callable[[], Result]) -> Result:
+        """What is seen by all gateways at once, or by none where this one leads no more."""
+        return self._parts.state.together(work, self._run.lead)
+
 
 def _can_merge(new: Manifest, old: Manifest) -> bool:
     """Whether one ranking over both spaces is possible: scores for every origin there may be."""
@@ -531,3 +482,25 @@ def _stuck(items: int, hosted: Hosted) -> str:
         "side-information that the upgrade reads; put their images again, or, as texts have none, "
         "publish an upgrade that reads none"
     )
+
+
+def share_of(canary: Canary, release: int) -> str:
+    """A sentence for who watches."""
+    does = "is compared with" if canary.shadow else "answers"
+    return f"release {release} {does} {canary.share:.3g} of the callers"
+
+
+def _next_step(now: State, *, met: bool) -> Mapping[str, object]:
+    """`met`: whether the release has answered a query; it is not promoted without."""
+    record = now.activation
+    if record is None or record.canary is None:
+        return {}
+    canary = record.canary
+    if canary.steps:
+        values: dict[str, object] = {"share": canary.steps[0], "steps": canary.steps[1:]}
+    elif canary.share == 1 and not canary.shadow and met:
+        values = {"promoted": True}
+    else:
+        # The last step stays until somebody promotes it.
+        return {}
+    return {"activation": record.model_copy(update={"canary": canary.model_copy(update=values)})}

@@ -19,7 +19,7 @@ from nobackfill.server.catalog import Catalog
 from nobackfill.server.grpc.context import current
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services.convert import to_end
-from nobackfill.server.rollout.activation import Activations, Promotion, check
+from nobackfill.server.rollout.activation import Activations, check_canary
 from nobackfill.server.rollout.rollback import Rollbacks
 from nobackfill.server.rollout.rollout import Event, Phase, share_of
 from nobackfill.server.state import Canary, GatewayState, RolloutName, State
@@ -50,7 +50,7 @@ def from_canary(asked: pb.Canary) -> Canary:
         shadow=asked.shadow,
         **given,
     )
-    check(canary)
+    check_canary(canary)
     return canary
 
 
@@ -153,12 +153,11 @@ class ReleaseService(ReleaseServiceServicer):
 
     def __init__(
         self, catalog: Catalog, state: GatewayState, activations: Activations,
-        promotion: Promotion, rollbacks: Rollbacks, canaries: Canaries, metrics: Metrics,
+        rollbacks: Rollbacks, canaries: Canaries, metrics: Metrics,
         stopping: threading.Event,
     ) -> None:  # fmt: skip
         """`stopping`: set when the gateway drains; streams that only watch end then."""
         self._metrics = metrics
-        self._promotion = promotion
         self._canaries = canaries
         self._catalog = catalog
         self._state = state
@@ -211,9 +210,9 @@ class ReleaseService(ReleaseServiceServicer):
         number = request.number
         canary = from_canary(request.canary) if request.HasField("canary") else None
         if request.promote:
-            run = self._promotion.promote(number)
-        elif canary is not None and self._promotion.under_way(number):
-            self._promotion.change(number, canary)
+            run = self._activations.promote_canary(number)
+        elif canary is not None and self._activations.canary_under_way(number):
+            self._activations.change_canary(number, canary)
             does = share_of(canary, number)
             self._audit("canary", does)
             yield _response(Event(Phase.CANARY, 0, 0, does, time.time()))
