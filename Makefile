@@ -25,7 +25,7 @@ CODE := core adopt server client plugins training research demo bench manual tes
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-adopt demo-texts test test-torch test-rest test-docs quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
+.PHONY: help setup demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -79,6 +79,13 @@ test-rest:
 
 test-docs: setup ## documents, wheels and pages in a browser, CPU only, no network
 	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(DOCS)
+
+# What calls pass on a plain `grpc.server`, and the recorded calls of an earlier client.
+PLAIN_GRPC := tests/compatibility $(patsubst %,tests/server/test_%.py,plain_grpc limits streams peers operation rules life \
+	metrics calls quotas roles_by_gallery search put items vault activation canary upgrade rollback unforeseen messages)
+
+test-plain-grpc: setup ## the server's tests on a plain grpc.server, as with a grpcio that its own loop does not fit
+	NOBACKFILL_PLAIN_GRPC=1 $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PLAIN_GRPC)
 
 # Two halves beside each other: each imports what its rooms need, and waits for no other.
 QUICK := $(PYTEST) -q -p tests.quick $(LEFT_OUT)

@@ -35,8 +35,8 @@ from manual.commands import COMMANDS, Command, application
 from nobackfill import errors
 from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.galleries.indexing import IndexSizes
-from nobackfill.server.grpc.loop import Interceptor
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.server.healing.healing import HealingSeries
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import StateFile

@@ -9,8 +9,8 @@ import pytest
 from grpc import _server
 
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.grpc.loop import Interceptor, QuickCall
-from nobackfill.server.grpc.rpc import Arrival
+from nobackfill.server.grpc.loop import Arrival, QuickCall
+from nobackfill.server.grpc.rpc import Interceptor
 from tests.server.support import TIMEOUT_S, Client, images, running
 from tests.server.test_immediate_answers import asking
 from tests.support.blocks import png
@@ -24,6 +24,7 @@ def end(arrival: Arrival | QuickCall) -> None:
     arrival.end_unread(grpc.StatusCode.UNAVAILABLE, "too late")
 
 
+@pytest.mark.hot_path
 def test_a_call_ended_as_its_message_comes_is_answered_once(
     stages: dict[int, Path], tmp_path: Path, one: Manifest
 ) -> None:

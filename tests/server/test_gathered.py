@@ -25,6 +25,7 @@ from tests.support.blocks import png
 from tests.support.waiting import wait_until
 
 
+@pytest.mark.hot_path
 def test_what_comes_together_is_answered_together_and_each_by_itself(
     served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
         speed.took(0.0001)
 
 
+@pytest.mark.hot_path
 def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
     served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -206,6 +206,7 @@ def test_requests_are_read_alike(
             assert found is None or repr(found) == repr(_parsed(other))
 
 
+@pytest.mark.hot_path
 def test_it_takes_no_thread_once_its_items_are_in_memory(
     served: GatewayServer, one: Manifest
 ) -> None:
@@ -273,6 +274,7 @@ def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
         assert len(ids(client.raw.searches.Search(request, timeout=TIMEOUT_S))) == 10
 
 
+@pytest.mark.hot_path
 def test_a_gallery_larger_than_memory_is_not_searched_twice(
     served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,22 +1,22 @@
 """What the metrics tell: queues, how searches are answered, what indexes hold."""
 
+import os
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import grpc
 from grpc_health.v1 import health_pb2
 
 from nobackfill.server.grpc.access import RULES
 from nobackfill.server.grpc.admission import Lanes
-from nobackfill.server.grpc.loop import Interceptor
+from nobackfill.server.grpc.listener import server_of
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Interceptor
 from tests.server.support import Client, images, running
 from tests.support.waiting import wait_until
 
@@ -56,8 +56,10 @@ class Sleeping(grpc.GenericRpcHandler):
 @contextmanager
 def serving(sleeping: Sleeping, metrics: Metrics, max_calls: int) -> Iterator[Client]:
     """`sleeping` behind a interceptor."""
-    interceptor = Interceptor(metrics, None, max_calls, max_call_seconds=60)
-    server = grpc.server(cast(ThreadPoolExecutor, interceptor.pool), interceptors=[interceptor])
+    plain = bool(os.environ.get("NOBACKFILL_PLAIN_GRPC"))
+    interceptor = Interceptor(metrics, None, max_calls, max_call_seconds=60, plain=plain)
+    calls = server_of(interceptor, [])
+    server = calls.server
     server.add_generic_rpc_handlers((sleeping,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -66,6 +68,7 @@ def serving(sleeping: Sleeping, metrics: Metrics, max_calls: int) -> Iterator[Cl
             yield client
     finally:
         server.stop(None).wait()
+        calls.close()
         interceptor.close()
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
-from typing import cast
 
 import grpc
 import pytest
@@ -24,8 +23,9 @@ from nobackfill.errors import (
 )
 from nobackfill.server.grpc.access import RULES
 from nobackfill.server.grpc.admission import LARGEST_PEER, STREAMS
-from nobackfill.server.grpc.loop import Interceptor
+from nobackfill.server.grpc.listener import server_of
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.v1 import search_pb2
 from tests.server import process
 from tests.server.conftest import Stages
@@ -129,6 +129,7 @@ def test_watching_the_health_takes_no_place_of_others(guarded: Guarded) -> None:
         everything_is_served(guarded)
 
 
+@pytest.mark.hot_path
 def test_strangers_who_send_headers_only_keep_no_health_check_out(guarded: Guarded) -> None:
     """More of them than are awaited: the longest awaited end, the others go on."""
     most = 4 * 256
@@ -154,10 +155,12 @@ def test_peers_who_do_nothing_keep_no_gateway_from_ending(repo: Path, tmp_path: 
     peer.socket.close()
 
 
+@pytest.mark.hot_path
 def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
     metrics = Metrics()
     interceptor = Interceptor(metrics, None, max_calls=8, max_call_seconds=60, patience_s=0.5)
-    server = grpc.server(cast(ThreadPoolExecutor, interceptor.pool), interceptors=[interceptor])
+    calls = server_of(interceptor, [])
+    server = calls.server
     servicer = health.HealthServicer(experimental_non_blocking=False)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -179,6 +182,7 @@ def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
             assert value == 1, counted
     finally:
         server.stop(None).wait()
+        calls.close()
         interceptor.close()
 
 

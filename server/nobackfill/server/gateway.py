@@ -23,9 +23,14 @@ from nobackfill.server.galleries.indexing import Indexing, IndexSizes, vectors
 from nobackfill.server.galleries.puts import Putting
 from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.grpc.access import Tokens, certificates
-from nobackfill.server.grpc.listener import GrpcListener, check_free, socket_in
-from nobackfill.server.grpc.loop import Interceptor
+from nobackfill.server.grpc.listener import (
+    GrpcListener,
+    check_free,
+    serves_plainly,
+    socket_in,
+)
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.server.grpc.services.gallery import GalleryService
 from nobackfill.server.grpc.services.release import ReleaseService
 from nobackfill.server.grpc.services.search import SEARCH, SearchService
@@ -167,6 +172,7 @@ class GatewayServer:
         durable.make_dir(settings.data, 0o700)
         closing.enter_context(durable.lock(settings.data / "lock"))
         # Checked before models are loaded, which may take minutes.
+        plain = serves_plainly(settings)
         check_free(settings.address, "--address")
         if settings.console:
             check_free(settings.console_address, "--console-address")
@@ -203,6 +209,7 @@ class GatewayServer:
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
             slow=self.galleries.slow, at_once={SEARCH: self.search.at_once}, tracing=tracing,
+            plain=plain,
         )  # fmt: skip
         metrics.expiries.metadata = self.catalog.expiries
         if tokens is not None:

@@ -50,6 +50,10 @@ class Settings(BaseSettings):
     console_address: str = "127.0.0.1:9465"
     # Metrics and health pages are in the clear; elsewhere than on loopback only where this is set.
     metrics_open: bool = False
+    # Serve with a plain grpc.server, as where grpcio is none that loop.py was tested with. It
+    # listens elsewhere than on loopback only where the second is set.
+    plain_grpc: bool = False
+    plain_grpc_open: bool = False
     # A tritonserver somebody else runs, HOST:PORT or grpcs://HOST:PORT; without it the gateway runs
     # its own. The word in-process: embed with onnxruntime inside the gateway.
     triton: str | None = None

@@ -24,9 +24,15 @@ import structlog
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
-from nobackfill.errors import InvalidInputError, NobackfillError, OverloadedError, TooLargeError
+from nobackfill.errors import (
+    DeadlineError,
+    InvalidInputError,
+    NobackfillError,
+    OverloadedError,
+    TooLargeError,
+)
 from nobackfill.server.grpc.access import Role
-from nobackfill.server.grpc.context import error_boundary
+from nobackfill.server.grpc.context import LONGEST_WAIT_S, error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 
 log = structlog.get_logger("server.lanes")
@@ -106,6 +112,8 @@ class Lane:
         self._callers: Counter[str] = Counter()
         self._roles: Counter[Role] = Counter()
         self._held = 0
+        # Of a plain server, whose calls bring their threads along.
+        self._turns = threading.Semaphore(size.threads)
         self._pool = ThreadPoolExecutor(size.threads, thread_name_prefix=name)
         # One thread from the start: what `run` queues is always done by somebody.
         self._pool.submit(int)
@@ -153,6 +161,16 @@ class Lane:
         except RuntimeError as error:
             # The system gives no further thread: one that is there does it. Or the lane is closed.
             log.warning("no thread started", lane=self.name, error=str(error))
+
+    def take_turn(self, timeout_s: float) -> None:
+        """Wait on the call's own thread until no more than `threads` are at work. Raises
+        DeadlineError."""
+        if not self._turns.acquire(timeout=min(timeout_s, LONGEST_WAIT_S)):
+            raise DeadlineError("the call ended before its turn came; allow more time")
+
+    def end_turn(self) -> None:
+        """Let the next call work."""
+        self._turns.release()
 
     def waiting(self) -> int:
         """Calls that have a place and no thread yet."""

@@ -3,23 +3,32 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
+import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from nobackfill.errors import BusyError
+from nobackfill.errors import BusyError, ConfigurationError
+from nobackfill.loopback import is_loopback
 from nobackfill.server.grpc.access import Certificates
 from nobackfill.server.grpc.admission import GrpcConnections
-from nobackfill.server.grpc.loop import Interceptor, Server
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.server.process_limits import open_connections
 from nobackfill.server.settings import Settings, split_address
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.wire.limits import LARGEST_REQUEST
+
+if TYPE_CHECKING:
+    from nobackfill.server.grpc.loop import Server
+
+log = structlog.get_logger("server.listener")
 
 # The services that embed images; the others, and queries by embedding, do without a model server.
 EMBEDDING_SERVICES = ("nobackfill.v1.SearchService", "nobackfill.v1.GalleryService")
@@ -31,6 +40,11 @@ SERVICES = tuple(
 
 # After the signal, for so long everything that comes is still answered.
 _LAME_DUCK_S = 0.5
+
+# Threads of a plain server at most: they take memory, and fight for the interpreter.
+_PLAIN_THREADS = 1024
+# How often it is looked whether all is answered.
+_DRAINED_S = 0.01
 
 _OPTIONS = [
     # More is refused before it is read.
@@ -47,6 +61,62 @@ _OPTIONS = [
     ("grpc.http2.settings_timeout", 10_000),
     ("grpc.max_metadata_size", 16 * 1024),
 ]
+
+
+def serves_plainly(settings: Settings) -> bool:
+    """Whether a plain `grpc.server` has to serve, because loop.py cannot; logs why.
+
+    Raises ConfigurationError where others could reach it: it takes a thread before a call's message
+    has come, so that anybody who connects can hold all of them.
+    """
+    try:
+        if settings.plain_grpc:
+            raise ImportError("plain_grpc is set")
+        from nobackfill.server.grpc.loop import Server  # noqa: F401
+    except ImportError as error:
+        reason = str(error)
+    else:
+        return False
+    host, _ = split_address(settings.address, "address")
+    if not is_loopback(host) and not settings.plain_grpc_open:
+        raise ConfigurationError(
+            f"address {settings.address} can be reached from other machines, and a plain "
+            f"grpc.server holds no callers off who send nothing ({reason}). Install the grpcio "
+            "that constraints.txt names, listen on 127.0.0.1, or set plain_grpc_open"
+        )
+    log.warning("serving with a plain grpc.server, more slowly", reason=reason)
+    return True
+
+
+class PlainServer:
+    """A plain `grpc.server`, for where loop.py does not hold.
+
+    Each call takes a thread as it arrives. More calls than threads are refused by gRPC itself.
+    """
+
+    def __init__(self, interceptor: Interceptor, options: Sequence[tuple[str, Any]]) -> None:
+        places = sum(lane.size.places for lane in interceptor.lanes.all.values())
+        threads = min(_PLAIN_THREADS, places)
+        self._working = interceptor.admission.working
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grpc")
+        self.server = grpc.server(
+            self._pool, None, [interceptor], options, maximum_concurrent_rpcs=threads
+        )
+
+    def finish(self, end: float) -> None:
+        """Wait until what is being answered now has ended, at most until `end` on the monotonic
+        clock."""
+        left = set(self._working)
+        while left and time.monotonic() < end:
+            time.sleep(_DRAINED_S)
+            left &= self._working
+
+    def give_up(self) -> None:
+        """Do nothing: the interceptor has ended the calls whose message has not come."""
+
+    def close(self) -> None:
+        """End the threads, once the server has stopped."""
+        self._pool.shutdown(wait=False)
 
 
 def check_free(address: str, option: str) -> None:
@@ -91,16 +161,14 @@ class GrpcListener:
         self._interceptor = interceptor
         self._health = health.HealthServicer(experimental_non_blocking=False)
         self._aside: frozenset[str] = frozenset()
-        self._server = Server(
-            interceptor,
-            # Above the bound on calls, so that those too many get RESOURCE_EXHAUSTED.
-            [
-                *_OPTIONS,
-                ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
-                ("grpc.max_allowed_incoming_connections", open_connections()),
-            ],
-        )
-        server = self._server
+        # Above the bound on calls, so that those too many get RESOURCE_EXHAUSTED.
+        options = [
+            *_OPTIONS,
+            ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
+            ("grpc.max_allowed_incoming_connections", open_connections()),
+        ]
+        self._calls = server_of(interceptor, options)
+        server = self._server = self._calls.server
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         add_services(server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -148,13 +216,26 @@ class GrpcListener:
         # gRPC would cut calls that have arrived but not been looked at yet.
         time.sleep(min(_LAME_DUCK_S, drain_s))
         self._interceptor.drain()
-        self._server.finish(end)
+        self._calls.give_up()
+        self._calls.finish(end)
         # What comes to a connection once its server stops, gRPC ends with CANCELLED, as if its
         # caller had asked for it (grpc/grpc#41785): callers in a loop lose the connection first.
         self._connections.end()
         self._server.stop(max(0.0, end - time.monotonic())).wait()
         self._connections.close()
+        self._calls.close()
         self._interceptor.close()
+
+
+def server_of(
+    interceptor: Interceptor, options: Sequence[tuple[str, Any]]
+) -> "PlainServer | Server":
+    """The server that calls come to: of loop.py, or plain where `interceptor` is."""
+    if interceptor.plain:
+        return PlainServer(interceptor, options)
+    from nobackfill.server.grpc.loop import Server
+
+    return Server(interceptor, options)
 
 
 # A socket file in the data folder, for what runs in this process beside the gRPC server.

@@ -1,46 +1,182 @@
-"""gRPC's threaded server, which says when nothing more has come: what came together is answered
-together then.
+"""The hot path: gRPC's threaded server, with a loop and a pool of our own.
 
-A search walks through a megabyte, and leaves neither gRPC nor Python in the processor's caches: a
-message after it takes three times as long to receive as one after another message. So messages are
-received first, then searched for, then answered. That is no public interface of grpcio, so what is
-relied upon is checked, here and in executor.py.
+It receives a call's message before a thread is taken for it, and answers together what came
+together. A search walks through a megabyte, and leaves neither gRPC nor Python in the processor's
+caches: a message after it takes three times as long to receive as one after another message. So
+messages are received first, then searched for, then answered.
+
+This module alone uses names of grpcio that are not public. Importing it raises ImportError for a
+grpcio that it was not tested with, or that lacks what it needs. The gateway then serves with a
+plain `grpc.server` (listener.py).
 """
 
 import inspect
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from functools import partial
 from itertools import groupby
-from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import structlog
 from grpc import _server
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from nobackfill.errors import (
-    ConfigurationError,
-    InvalidInputError,
-    NobackfillError,
-    OverloadedError,
-    UnavailableError,
-)
-from nobackfill.server.grpc.access import RULES, Tokens, authorize
-from nobackfill.server.grpc.admission import LARGE, Lane, Lanes, Stalls, reader
+from nobackfill.errors import InvalidInputError, NobackfillError, OverloadedError
+from nobackfill.server.grpc.admission import Lane
 from nobackfill.server.grpc.context import error_boundary
-from nobackfill.server.grpc.logs import name_request, request_name
-from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import Arrival, AtOnce, Kind, Later, Rpc, Unanswered
-from nobackfill.server.grpc.traces import Tracing
+from nobackfill.server.grpc.logs import name_request
+from nobackfill.server.grpc.rpc import AtOnce, Interceptor, Later, Rpc, Unanswered
+
+# Versions of grpcio that this was tested with: the first, and the first that was not.
+TESTED = ((1, 81), (1, 86))
+# What is used of grpc._server, with its parameters where it is called or handed on.
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "_abort": ("state", "call", "code", "details"),
+    "_application_code": ("code",),
+    "_begin_shutdown_once": ("state",),
+    "_possibly_finish_call": ("state", "token"),
+    "_process_event_and_continue": ("state", "event"),
+    "_receive_close_on_server": ("state",),
+    "_receive_message": ("state", "call", "request_deserializer"),
+    "_request_call": ("state",),
+    "_request_registered_call": ("state", "method"),
+    "_serialized_request": ("request_event",),
+    "_status": ("rpc_event", "state", "serialized_response"),
+    "_stream_response_in_pool": (
+        "rpc_event", "state", "behavior", "argument_thunk", "request_deserializer",
+        "response_serializer",
+    ),
+    "_unary_response_in_pool": (
+        "rpc_event", "state", "behavior", "argument_thunk", "request_deserializer",
+        "response_serializer",
+    ),
+    "_RPCState": (),
+    "_Server": (
+        "thread_pool", "generic_handlers", "interceptors", "options", "maximum_concurrent_rpcs",
+        "compression", "xds",
+    ),
+}  # fmt: skip
+_CONSTANTS = (
+    "_CANCELLED", "_CLOSED", "_RECEIVE_CLOSE_ON_SERVER_TOKEN", "_RECEIVE_MESSAGE_TOKEN",
+    "_ServerStage",
+)  # fmt: skip
+_OPERATIONS = (
+    "CompletionType", "ReceiveCloseOnServerOperation", "ReceiveMessageOperation",
+    "SendInitialMetadataOperation", "SendMessageOperation", "SendStatusFromServerOperation",
+    "StatusCode",
+)  # fmt: skip
+
+
+def check_grpcio() -> None:
+    """Raise ImportError unless this grpcio was tested and has what this module needs."""
+    version = grpc.__version__
+    first, untested = TESTED
+    if not first <= tuple(int(part) for part in version.split(".")[:2]) < untested:
+        raise ImportError(
+            f"grpcio {version} was not tested with the hot path; it needs "
+            f"{'.'.join(map(str, first))} to below {'.'.join(map(str, untested))}"
+        )
+    for name in _CONSTANTS:
+        if not hasattr(_server, name):
+            raise ImportError(f"grpcio {version} has no grpc._server.{name}")
+    for name in _OPERATIONS:
+        if not hasattr(cygrpc, name):
+            raise ImportError(f"grpcio {version} has no cygrpc.{name}")
+    for name, parameters in _PARAMETERS.items():
+        used: Any = getattr(_server, name, None)
+        if used is None or tuple(inspect.signature(used).parameters) != parameters:
+            raise ImportError(
+                f"grpcio {version} has no grpc._server.{name} with {len(parameters)} parameters: "
+                f"{', '.join(parameters)}"
+            )
+
+
+check_grpcio()
+
+# One call as grpcio hands it to its pool: received, then answered, from whichever thread.
+
+
+class Arrival:
+    """A call as grpcio hands it to its pool."""
+
+    def __init__(
+        self, run: Callable[..., object], respond: Callable[..., object], event: Any, state: Any,
+        rpc: Rpc, argument: Callable[[], Any], _read: object, write: object,
+    ) -> None:  # fmt: skip
+        self.rpc = rpc
+        self.event = event
+        self.state = state
+        self.argument = argument
+        self._run = run
+        self._respond = respond
+        self._write = write
+        self._came = False
+        self.began = time.monotonic()
+
+    def whole(self) -> "Arrival":
+        """As a call of grpcio's, which it is."""
+        return self
+
+    def answer(self, argument: Callable[[], Any]) -> None:
+        """Call the behavior on this thread, and send what it answers."""
+        self._run(self._respond, self.event, self.state, self.rpc, argument, None, self._write)
+
+    def send(self, answer: bytes) -> None:
+        """Answer with a message that is there."""
+        self.rpc.end(grpc.StatusCode.OK)
+        _server._status(self.event, self.state, answer)
+
+    def is_wanted(self) -> bool:
+        """Whether the caller still waits."""
+        open_ = self.state.client is not _server._CANCELLED
+        return open_ and self.event.call_details.deadline > time.time()
+
+    def deadline(self) -> float:
+        """Until when its answer may come, on the monotonic clock."""
+        left = float(self.event.call_details.deadline) - time.time()
+        return time.monotonic() + min(left, self.rpc.seconds())
+
+    def refuse(self, error: NobackfillError) -> None:
+        """Answer with a refusal, without waiting for anything."""
+        self.rpc.refusal = error
+        self.answer(lambda: b"")
+
+    def receive(self, received: Callable[[bytes | None], None]) -> None:
+        """Ask for the message; `received` gets it, or None when none will come."""
+        take = _server._receive_message(self.state, self.event.call, None)
+
+        def come(event: Any) -> Any:
+            finished = take(event)
+            with self.state.condition:
+                message, self.state.request = self.state.request, None
+                # With a second status a call never ends, nor the server.
+                self._came = True
+                if self.state.statused:
+                    message = None
+            received(message)
+            return finished
+
+        with self.state.condition:
+            operation = cygrpc.ReceiveMessageOperation(0)
+            self.event.call.start_server_batch((operation,), come)
+            self.state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
+
+    def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
+        """End a call whose message has not come; its receiving ends with None. Nothing, once it
+        has come: whoever has it answers."""
+        with self.state.condition:
+            if not self._came and not self.state.statused:
+                self.rpc.code = code
+                number = _server._application_code(code)
+                _server._abort(self.state, self.event.call, number, sentence.encode())
+
 
 # A call whose message is received and answered on gRPC's own thread: two requests to gRPC's core,
 # where a call of grpcio's takes three, and keeps a state that nobody looks at. Whatever needs more
-# becomes such a call. As in executor.py, no public interface of grpcio.
+# becomes such a call.
 
 
 class QuickCall:
@@ -143,13 +279,10 @@ class QuickCall:
 #
 # gRPC's threaded server takes a thread of its pool and then waits there for the message, so that
 # callers who send none hold the pool. This stands in the place of that pool: it lets gRPC receive
-# the message first (ADR 0008). That is no public interface of grpcio, so what is relied upon is
-# checked.
+# the message first (ADR 0008).
 
 log = structlog.get_logger("server.executor")
 
-# For so long a unary call may take to send its message.
-PATIENCE_S = 20.0
 _EVERY_S = 0.5
 # Calls of one caller whose message is awaited, for each one that may wait for a thread: they cost
 # no thread. Of more, the longest awaited is ended: who sends a message at once is never in the way.
@@ -157,17 +290,9 @@ _AWAITED = 4
 # Calls that are answered together at most: meanwhile nothing else is received. Larger messages are
 # for a thread.
 _GATHERED, _GATHERABLE = 16, 256 * 1024
-# Bytes of large messages that have come and are worked on, or wait for it.
-_LARGEST_HELD = 512 * 2**20
 # What gRPC is given for each call: nobody waits for it.
 _DONE: Future[Any] = Future()
 _DONE.set_result(None)
-
-_RESPOND_PARAMETERS = (
-    "rpc_event", "state", "behavior", "argument_thunk", "request_deserializer",
-    "response_serializer",
-)  # fmt: skip
-
 
 # As grpcio makes them, and those that need less.
 Call = Arrival | QuickCall
@@ -176,22 +301,14 @@ Call = Arrival | QuickCall
 class CallExecutor(Executor):
     """Takes the place of gRPC's thread pool."""
 
-    def __init__(self, lanes: Lanes, max_calls: int, patience_s: float, metrics: Metrics) -> None:
-        """Raises ConfigurationError for a grpcio that works otherwise."""
-        for respond in (_server._unary_response_in_pool, _server._stream_response_in_pool):
-            if tuple(inspect.signature(respond).parameters) != _RESPOND_PARAMETERS:
-                raise ConfigurationError(
-                    f"grpcio {grpc.__version__} hands calls on otherwise than expected; install "
-                    "the version that constraints.txt names"
-                )
-        self._lanes = lanes
-        self._metrics = metrics
-        self._most = _AWAITED * max_calls
-        self._patience_s = patience_s
+    def __init__(self, interceptor: Interceptor) -> None:
+        self._admission = interceptor.admission
+        self._metrics = interceptor.metrics
+        self._most = _AWAITED * interceptor.max_calls
+        self._patience_s = interceptor.patience_s
         self._lock = threading.Lock()
         # By caller, the longest awaited first; strangers are one.
         self._awaited: defaultdict[str, dict[Call, None]] = defaultdict(dict)
-        self._held = 0
         self._gathered: list[tuple[AtOnce, Call, bytes]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="executor", daemon=True)
@@ -204,7 +321,7 @@ class CallExecutor(Executor):
         if rpc.refusal is not None:
             arrival.refuse(rpc.refusal)
         elif rpc.reads_stream:
-            self._admit(arrival, rpc.lane, arrival.argument)
+            self._run(arrival, rpc.lane, arrival.argument)
         else:
             self.take(arrival)
         return _DONE
@@ -291,7 +408,7 @@ class CallExecutor(Executor):
 
     def _answer_later(self, arrival: Arrival, message: bytes, later: Later) -> None:
         """It has its place in the lane in which a thread would wait for the same."""
-        lane = self._lanes.heavier(arrival.rpc.lane)
+        lane = self._admission.lanes.heavier(arrival.rpc.lane)
 
         def done(answer: bytes | None) -> None:
             if answer is not None and arrival.is_wanted():
@@ -304,37 +421,12 @@ class CallExecutor(Executor):
 
     def _hand_on(self, arrival: Arrival, message: bytes) -> None:
         """To a thread of its lane."""
-        rpc = arrival.rpc
-        lane = rpc.lane
-        large = len(message) > LARGE
         try:
-            request: Any = message
-            if not large:
-                request = rpc.read(message)
-            if large or rpc.is_heavy(request):
-                lane = self._lanes.heavier(lane)
-            elif rpc.is_slow(request):
-                lane = self._lanes.slower(lane)
+            lane, request = self._admission.weigh(arrival.rpc, message)
         except NobackfillError as error:
             arrival.refuse(error)
             return
-        self._hold(arrival, lane, request, len(message) if large else 0)
-
-    def _hold(self, arrival: Arrival, lane: Lane, request: Any, size: int) -> None:
-        with self._lock:
-            full = bool(size) and self._held > 0 and self._held + size > _LARGEST_HELD
-            if not full:
-                self._held += size
-        if full:
-            arrival.refuse(OverloadedError("too many large requests at once; try again later"))
-            return
-        if size:
-            arrival.rpc.on_end(lambda: self._let_go(size))
-        self._admit(arrival, lane, lambda: request)
-
-    def _let_go(self, size: int) -> None:
-        with self._lock:
-            self._held -= size
+        self._run(arrival, lane, lambda: request)
 
     def _nothing_came(self, arrival: Arrival) -> None:
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:
@@ -342,20 +434,17 @@ class CallExecutor(Executor):
         else:
             arrival.rpc.end(arrival.rpc.code or grpc.StatusCode.CANCELLED)
 
-    def _admit(self, arrival: Arrival, lane: Lane, argument: Callable[[], Any]) -> None:
+    def _run(self, arrival: Arrival, lane: Lane, argument: Callable[[], Any]) -> None:
         if self._enters(arrival, lane):
             lane.run(lambda: arrival.answer(argument))
 
     def _enters(self, arrival: Arrival, lane: Lane) -> bool:
         """Whether it has got a place; it is refused without."""
-        caller = arrival.rpc.caller or _address(arrival.event.call.peer())
-        role = arrival.rpc.principal.role
         try:
-            lane.enter(caller, role)
+            self._admission.enter(arrival.rpc, lane, arrival.event.call.peer())
         except OverloadedError as error:
             arrival.refuse(error)
             return False
-        arrival.rpc.on_end(lambda: lane.leave(caller, role))
         return True
 
     def _watch(self) -> None:
@@ -376,169 +465,6 @@ class CallExecutor(Executor):
             log.warning("calls ended that sent no message", calls=len(silent))
 
 
-def _address(peer: bytes | str) -> str:
-    """A peer without its port: connections of one machine are one caller."""
-    text = peer.decode(errors="replace") if isinstance(peer, bytes) else peer
-    return text.rpartition(":")[0]
-
-
-# The one interceptor that every call passes, as soon as its headers come.
-#
-# It names the request and checks the token and the role, before a thread is taken or a message
-# read. What follows is in rpc.py. Services behind it only raise.
-
-# Generic in its stubs only.
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
-MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
-
-
-class Interceptor(grpc.ServerInterceptor):
-    """Wraps each call. `pool` is what gRPC hands them to."""
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        tokens: Tokens | None,
-        max_calls: int,
-        max_call_seconds: float,
-        patience_s: float = PATIENCE_S,
-        slow: Callable[[str], bool] = lambda _gallery: False,
-        at_once: Mapping[str, AtOnce] = MappingProxyType({}),
-        tracing: Tracing | None = None,
-    ) -> None:
-        """`patience_s`: how long a unary call may take to send its message. `slow`: whether
-        searches of a gallery take long, which then take no threads of the others. `at_once`: what
-        answers calls of a method where they arrive, if it can."""
-        self._slow = slow
-        self._at_once = at_once
-        self._tracing = tracing
-        self._metrics = metrics
-        self._tokens = tokens
-        self._max_call_seconds = max_call_seconds
-        self._lanes = Lanes(max_calls, shared=tokens is not None)
-        self._executor = CallExecutor(self._lanes, max_calls, patience_s, metrics)
-        self._stalls = Stalls(metrics)
-        self._draining = False
-        self._kinds: dict[str, tuple[Kind, Handler]] = {}
-        awaited = self._executor.awaited
-        metrics.calls.lanes = {
-            "message": (awaited, awaited),
-            **{name: (lane.held, lane.waiting) for name, lane in self._lanes.all.items()},
-        }
-
-    @property
-    def pool(self) -> CallExecutor:
-        return self._executor
-
-    def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], MaybeHandler],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> MaybeHandler:
-        method = str(handler_call_details.method)
-        known = self._kinds.get(method)
-        if known is None:
-            handler = continuation(handler_call_details)
-            if handler is None:
-                self._metrics.calls.count_unknown()
-                return None
-            known = self._kinds[method] = (self._kind(method, handler), handler)
-        handling = self._handling(known, handler_call_details.invocation_metadata)
-        name_request(handling.rpc.request_id)
-        return handling
-
-    def arrive(self, method: str, metadata: Metadata) -> "Handling | None":
-        """How a call is handled that may be answered where it arrives; None: as any other, or it is
-        not let in."""
-        known = self._kinds.get(method)
-        if known is None or known[0].at_once is None or self._tracing is not None:
-            return None
-        handling = self._handling(known, metadata)
-        return handling if handling.rpc.refusal is None else None
-
-    def _handling(self, known: "tuple[Kind, Handler]", metadata: Metadata) -> "Handling":
-        kind, handler = known
-        told = dict(metadata)
-        rpc = Rpc(kind, request_name(_text(told.get("x-request-id"))))
-        rpc.session = _text(told.get("x-session"))
-        if self._tracing is not None:
-            rpc.trace = self._tracing.begin(kind.method, told)
-        try:
-            if self._draining:
-                raise UnavailableError("the gateway is stopping; try again elsewhere")
-            tokens, shown = self._tokens, _text(told.get("authorization"))
-            principal = authorize(kind.method, tokens, shown)
-            confirm = None
-            if tokens is not None and RULES[kind.method] is not None:
-                confirm = partial(tokens.confirm, shown, principal)
-            rpc.let_in(principal, confirm)
-        except NobackfillError as error:
-            rpc.refusal = error
-        return Handling(handler, rpc, kind.write)
-
-    def drain(self) -> None:
-        """The gateway ends: calls that come now are refused, and those that nobody works on end."""
-        self._draining = True
-        self._executor.give_up()
-        self._stalls.end_all()
-
-    def close(self) -> None:
-        """End the threads once their calls have ended."""
-        self._stalls.close()
-        self._executor.close()
-        self._lanes.close()
-
-    def _kind(self, method: str, handler: Handler) -> Kind:
-        streams = bool(handler.request_streaming or handler.response_streaming)
-        behavior = (
-            handler.unary_unary
-            or handler.unary_stream
-            or handler.stream_unary
-            or handler.stream_stream
-        )
-        assert behavior is not None, "there are four kinds of calls"
-        assert handler.request_deserializer is not None, "generated code brings one"
-        return Kind(
-            method=method,
-            behavior=behavior,
-            read=reader(handler.request_deserializer),
-            write=_serializer(handler.response_serializer),
-            reads_stream=bool(handler.request_streaming),
-            sends_stream=bool(handler.response_streaming),
-            lane=self._lanes.of(method, streams=streams),
-            stalls=self._stalls,
-            metrics=self._metrics,
-            max_call_seconds=self._max_call_seconds,
-            slow=self._slow,
-            at_once=self._at_once.get(method),
-        )
-
-
-class Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in its stubs only
-    """A call, as gRPC wants to have it handled: messages come as bytes, the rpc reads them."""
-
-    request_deserializer = None
-
-    def __init__(self, handler: Handler, rpc: Rpc, write: Callable[[Any], bytes]) -> None:
-        self.rpc = rpc
-        self.request_streaming = handler.request_streaming
-        self.response_streaming = handler.response_streaming
-        self.response_serializer = self.write = write
-        # gRPC looks at the one that the two flags name.
-        self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = rpc
-
-
-def _serializer(of_message: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-    """Some behaviors answer with bytes already."""
-    assert of_message is not None, "generated code brings one"
-    return lambda answer: answer if isinstance(answer, bytes) else of_message(answer)
-
-
-def _text(value: str | bytes | None) -> str | None:
-    return value if isinstance(value, str) else None
-
-
 _STARTED = _server._ServerStage.STARTED
 # Then it is looked whether the server was forgotten, as gRPC does.
 _IDLE_S = 1.0
@@ -546,29 +472,22 @@ _IDLE_S = 1.0
 _DRAINED_S = 0.01
 # Events that may come while calls are gathered: of other calls they need not end.
 _PATIENCE = 64
-_SERVER_PARAMETERS = (
-    "self", "thread_pool", "generic_handlers", "interceptors", "options",
-    "maximum_concurrent_rpcs", "compression", "xds",
-)  # fmt: skip
 
 
 class Server(_server._Server):
-    """Calls pass `interceptor`, and are answered by its pool."""
+    """Calls pass `interceptor`, and are answered by our pool."""
 
-    def __init__(
-        self,
-        interceptor: Interceptor,
-        options: Sequence[tuple[str, Any]],
-    ) -> None:
-        """Raises ConfigurationError for a grpcio that works otherwise."""
-        if tuple(inspect.signature(_server._Server.__init__).parameters) != _SERVER_PARAMETERS:
-            raise ConfigurationError(
-                f"grpcio {grpc.__version__} makes servers otherwise than expected; install the "
-                "version that constraints.txt names"
-            )
-        pool: Any = interceptor.pool
+    def __init__(self, interceptor: Interceptor, options: Sequence[tuple[str, Any]]) -> None:
+        pool: Any = CallExecutor(interceptor)
         super().__init__(pool, (), [interceptor], options, None, None, False)
         self._interceptor = interceptor
+        self._pool: CallExecutor = pool
+        interceptor.count_awaited(pool.awaited)
+
+    @property
+    def server(self) -> grpc.Server:
+        """What services and ports are added to."""
+        return self
 
     def start(self) -> None:
         """As gRPC's, with another loop. Raises ValueError if it was started."""
@@ -581,7 +500,9 @@ class Server(_server._Server):
             for method in state.registered_method_handlers:
                 _server._request_registered_call(state, method)
             _server._request_call(state)
-        threading.Thread(target=_serve, args=(state, self._interceptor), daemon=True).start()
+        threading.Thread(
+            target=_serve, args=(state, self._interceptor, self._pool), daemon=True
+        ).start()
 
     def finish(self, end: float) -> None:
         """Wait until what is being answered now has ended, at most until `end` on the monotonic
@@ -595,9 +516,17 @@ class Server(_server._Server):
             with self._state.lock:
                 left &= self._state.rpc_states
 
+    def give_up(self) -> None:
+        """End the calls whose message has not come."""
+        self._pool.give_up()
 
-def _serve(state: Any, interceptor: Interceptor) -> None:
-    executor, since = interceptor.pool, 0
+    def close(self) -> None:
+        """End the pool's thread, once the server has stopped."""
+        self._pool.close()
+
+
+def _serve(state: Any, interceptor: Interceptor, executor: CallExecutor) -> None:
+    since = 0
     while True:
         since = since + 1 if executor.gathered else 0
         event = state.completion_queue.poll(time.time() + (0 if since else _IDLE_S))
@@ -606,7 +535,7 @@ def _serve(state: Any, interceptor: Interceptor) -> None:
         came = event.completion_type != cygrpc.CompletionType.queue_timeout
         if (
             came
-            and not _quickly(state, interceptor, event)
+            and not _quickly(state, interceptor, executor, event)
             and not _server._process_event_and_continue(state, event)
         ):
             return
@@ -618,7 +547,7 @@ def _serve(state: Any, interceptor: Interceptor) -> None:
         event = None
 
 
-def _quickly(state: Any, interceptor: Interceptor, event: Any) -> bool:
+def _quickly(state: Any, interceptor: Interceptor, executor: CallExecutor, event: Any) -> bool:
     """Whether it was the arrival of a call that this thread may answer; its message is awaited."""
     method = event.tag
     if type(method) is not str or not event.success or state.stage is not _STARTED:
@@ -632,5 +561,5 @@ def _quickly(state: Any, interceptor: Interceptor, event: Any) -> bool:
         state.due.remove(method)
         call = QuickCall(event, handling.rpc, handling.write, state.rpc_states)
         _server._request_registered_call(state, method)
-    interceptor.pool.take(call)
+    executor.take(call)
     return True

@@ -1,24 +1,38 @@
 """One call's way through the interceptor: authorised, bounded, answered, counted once."""
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import grpc
 import structlog
-from grpc import _server
-from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_status import rpc_status
 
-from nobackfill.errors import DeadlineError, NobackfillError
+from nobackfill.errors import (
+    DeadlineError,
+    InvalidInputError,
+    NobackfillError,
+    OverloadedError,
+    UnavailableError,
+)
 from nobackfill.server.grpc import context as calls
-from nobackfill.server.grpc.access import LOCAL, Principal, check_gallery
-from nobackfill.server.grpc.admission import Lane, OpenStream, Stalls
+from nobackfill.server.grpc.access import (
+    LOCAL,
+    RULES,
+    Principal,
+    Tokens,
+    authorize,
+    check_gallery,
+)
+from nobackfill.server.grpc.admission import LARGE, Lane, Lanes, OpenStream, Stalls, reader
 from nobackfill.server.grpc.context import code_of, status_of
-from nobackfill.server.grpc.logs import Sparing
+from nobackfill.server.grpc.logs import Sparing, name_request, request_name
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.traces import CallTrace
+from nobackfill.server.grpc.traces import CallTrace, Tracing
 from nobackfill.v1 import search_pb2
 from nobackfill.wire.connection import WATCH_AGAIN
 
@@ -29,6 +43,10 @@ _unworked = Sparing(10)
 _LONGEST_KEY = 256
 # A stream's caller that sets no deadline has this one.
 _LONGEST_STREAM_S = 24 * 3600.0
+# A unary call may take so long to send its message.
+PATIENCE_S = 20.0
+# Bytes of large messages that have come and are worked on, or wait for it.
+_LARGEST_HELD = 512 * 2**20
 
 Behavior = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -79,9 +97,12 @@ class Kind:
     reads_stream: bool
     sends_stream: bool
     lane: Lane
+    admission: "CallAdmission"
     stalls: Stalls
     metrics: Metrics
     max_call_seconds: float
+    # A unary call may take so long to send its message.
+    patience_s: float
     # Whether searches of a gallery of that name take long.
     slow: Callable[[str], bool]
     # Answers some calls where they arrive: handing them on would cost more than they do.
@@ -93,8 +114,55 @@ class Kind:
         return self.reads_stream or self.sends_stream
 
 
+class CallAdmission:
+    """Gives a call its place in a lane, and bounds what large messages take together."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        # Of a plain server: calls that it works on, and those among them whose message is awaited.
+        self.working: set[PlainRpc] = set()
+        self.awaited: set[PlainRpc] = set()
+        self._lock = threading.Lock()
+        self._held = 0
+
+    def weigh(self, rpc: "Rpc", message: bytes) -> tuple[Lane, Any]:
+        """Choose the lane of a call by its message; the lane and the request.
+
+        Large messages are left unread: the thread that works for them reads them. Raises
+        InvalidInputError, TooLargeError, and OverloadedError for one large message too many.
+        """
+        if len(message) > LARGE:
+            self._hold(rpc, len(message))
+            return self.lanes.heavier(rpc.lane), message
+        request = rpc.read(message)
+        if rpc.is_heavy(request):
+            return self.lanes.heavier(rpc.lane), request
+        return self.lanes.slower(rpc.lane) if rpc.is_slow(request) else rpc.lane, request
+
+    def enter(self, rpc: "Rpc", lane: Lane, peer: bytes | str) -> None:
+        """Take a place in `lane` until the call has ended. Raises OverloadedError."""
+        caller = rpc.caller or _address(peer)
+        role = rpc.principal.role
+        lane.enter(caller, role)
+        rpc.on_end(lambda: lane.leave(caller, role))
+
+    def _hold(self, rpc: "Rpc", size: int) -> None:
+        with self._lock:
+            if self._held > 0 and self._held + size > _LARGEST_HELD:
+                raise OverloadedError("too many large requests at once; try again later")
+            self._held += size
+        rpc.on_end(lambda: self._release(size))
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._held -= size
+
+
 class Rpc:
     """One call, from its arrival. gRPC calls it as the method's behavior, at most once."""
+
+    # Whether gRPC calls the behavior before a unary call's message has come.
+    awaits_message = False
 
     def __init__(self, kind: Kind, request_id: str) -> None:
         self._kind = kind
@@ -196,6 +264,7 @@ class Rpc:
             self.trace.queued()
         if self.refusal is not None:
             raise self.refusal
+        argument = self._admitted(argument, context)
         most = _LONGEST_STREAM_S if self._kind.streams else self._kind.max_call_seconds
         left = min(context.time_remaining(), self._arrived + most - time.monotonic())
         if not context.is_active() or left <= 0:
@@ -209,6 +278,10 @@ class Rpc:
         if self._open is not None and self._kind.reads_stream:
             return map(self._message, self._kind.stalls.requests(argument, self._open))
         return self._message(argument)
+
+    def _admitted(self, argument: Any, context: grpc.ServicerContext) -> Any:
+        """Give the call its place; what `_enter` is to work on. Done where it arrived."""
+        return argument
 
     def _watch(self, context: grpc.ServicerContext) -> OpenStream:
         """Have the stream ended when it stands still, is too old, or its token is good no more."""
@@ -247,79 +320,209 @@ class Rpc:
         context.abort_with_status(_Status(status.code, status.details, metadata))
 
 
-# One call as grpcio hands it to its pool: received, then answered, from whichever thread.
+class PlainRpc(Rpc):
+    """A call of a plain `grpc.server`: it has a thread before its message has come.
+
+    It waits on this thread for its message, then for its turn in a lane. gRPC is told that the call
+    sends a stream, so that the wait can be watched and ended.
+    """
+
+    awaits_message = True
+
+    def _admitted(self, argument: Any, context: grpc.ServicerContext) -> Any:
+        admission, lane, request = self._kind.admission, self.lane, argument
+        admission.working.add(self)
+        if not context.add_callback(lambda: admission.working.discard(self)):
+            admission.working.discard(self)
+        if not self._kind.reads_stream:
+            lane, request = admission.weigh(self, self._receive(argument, context))
+        admission.enter(self, lane, context.peer())
+        if not self._kind.streams:
+            # A stream has its thread for as long as it lasts.
+            lane.take_turn(min(context.time_remaining(), self._kind.max_call_seconds))
+            self.on_end(lane.end_turn)
+        return request
+
+    def _receive(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Wait for the one message. The call is ended if it does not come in time."""
+        kind, awaited = self._kind, self._kind.admission.awaited
+        # At the gateway's end a message that is under way may still come.
+        waiting = OpenStream(context, _nothing, kind.patience_s, hears=True, drained=False)
+        ended = kind.stalls.watch(waiting)
+        awaited.add(self)
+        try:
+            return next(messages)
+        except StopIteration:
+            raise InvalidInputError("expected one message, got none") from None
+        finally:
+            awaited.discard(self)
+            ended()
 
 
-class Arrival:
-    """A call as grpcio hands it to its pool."""
+# The one interceptor that every call passes, as soon as its headers come.
+#
+# It names the request and checks the token and the role, before a thread is taken or a message
+# read. What follows is in rpc.py. Services behind it only raise.
+
+# Generic in its stubs only.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
+MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
+
+
+class Interceptor(grpc.ServerInterceptor):
+    """Wraps each call, for gRPC's own server or the one of loop.py."""
 
     def __init__(
-        self, run: Callable[..., object], respond: Callable[..., object], event: Any, state: Any,
-        rpc: Rpc, argument: Callable[[], Any], _read: object, write: object,
-    ) -> None:  # fmt: skip
+        self,
+        metrics: Metrics,
+        tokens: Tokens | None,
+        max_calls: int,
+        max_call_seconds: float,
+        patience_s: float = PATIENCE_S,
+        slow: Callable[[str], bool] = lambda _gallery: False,
+        at_once: Mapping[str, AtOnce] = MappingProxyType({}),
+        tracing: Tracing | None = None,
+        *,
+        plain: bool = False,
+    ) -> None:
+        """`patience_s`: how long a unary call may take to send its message. `slow`: whether
+        searches of a gallery take long, which then take no threads of the others. `at_once`: what
+        answers calls of a method where they arrive, if it can. `plain`: a plain `grpc.server` gets
+        the calls, not the one of loop.py."""
+        self.plain = plain
+        self.max_calls = max_calls
+        self.patience_s = patience_s
+        self._slow = slow
+        self._at_once = at_once
+        self._tracing = tracing
+        self.metrics = metrics
+        self._tokens = tokens
+        self._max_call_seconds = max_call_seconds
+        self.lanes = Lanes(max_calls, shared=tokens is not None)
+        self.admission = CallAdmission(self.lanes)
+        self.stalls = Stalls(metrics)
+        self._draining = False
+        self._kinds: dict[str, tuple[Kind, Handler]] = {}
+        self.count_awaited(lambda: len(self.admission.awaited))
+
+    def count_awaited(self, awaited: Callable[[], int]) -> None:
+        """Show calls whose message has not come, as `awaited` counts them, beside the lanes'."""
+        self.metrics.calls.lanes = {
+            "message": (awaited, awaited),
+            **{name: (lane.held, lane.waiting) for name, lane in self.lanes.all.items()},
+        }
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], MaybeHandler],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> MaybeHandler:
+        method = str(handler_call_details.method)
+        known = self._kinds.get(method)
+        if known is None:
+            handler = continuation(handler_call_details)
+            if handler is None:
+                self.metrics.calls.count_unknown()
+                return None
+            known = self._kinds[method] = (self._kind(method, handler), handler)
+        handling = self._handling(known, handler_call_details.invocation_metadata)
+        name_request(handling.rpc.request_id)
+        return handling
+
+    def arrive(self, method: str, metadata: Metadata) -> "Handling | None":
+        """How a call is handled that may be answered where it arrives; None: as any other, or it is
+        not let in."""
+        known = self._kinds.get(method)
+        if known is None or known[0].at_once is None or self._tracing is not None:
+            return None
+        handling = self._handling(known, metadata)
+        return handling if handling.rpc.refusal is None else None
+
+    def _handling(self, known: "tuple[Kind, Handler]", metadata: Metadata) -> "Handling":
+        kind, handler = known
+        told = dict(metadata)
+        made = PlainRpc if self.plain else Rpc
+        rpc = made(kind, request_name(_text(told.get("x-request-id"))))
+        rpc.session = _text(told.get("x-session"))
+        if self._tracing is not None:
+            rpc.trace = self._tracing.begin(kind.method, told)
+        try:
+            if self._draining:
+                raise UnavailableError("the gateway is stopping; try again elsewhere")
+            tokens, shown = self._tokens, _text(told.get("authorization"))
+            principal = authorize(kind.method, tokens, shown)
+            confirm = None
+            if tokens is not None and RULES[kind.method] is not None:
+                confirm = partial(tokens.confirm, shown, principal)
+            rpc.let_in(principal, confirm)
+        except NobackfillError as error:
+            rpc.refusal = error
+        return Handling(handler, rpc, kind.write)
+
+    def drain(self) -> None:
+        """The gateway ends: calls that come now are refused, and those that nobody works on end."""
+        self._draining = True
+        self.stalls.end_all()
+
+    def close(self) -> None:
+        """End the threads once their calls have ended."""
+        self.stalls.close()
+        self.lanes.close()
+
+    def _kind(self, method: str, handler: Handler) -> Kind:
+        streams = bool(handler.request_streaming or handler.response_streaming)
+        behavior = (
+            handler.unary_unary
+            or handler.unary_stream
+            or handler.stream_unary
+            or handler.stream_stream
+        )
+        assert behavior is not None, "there are four kinds of calls"
+        assert handler.request_deserializer is not None, "generated code brings one"
+        return Kind(
+            method=method,
+            behavior=behavior,
+            read=reader(handler.request_deserializer),
+            write=_serializer(handler.response_serializer),
+            reads_stream=bool(handler.request_streaming),
+            sends_stream=bool(handler.response_streaming),
+            lane=self.lanes.of(method, streams=streams),
+            admission=self.admission,
+            stalls=self.stalls,
+            metrics=self.metrics,
+            max_call_seconds=self._max_call_seconds,
+            patience_s=self.patience_s,
+            slow=self._slow,
+            at_once=self._at_once.get(method),
+        )
+
+
+class Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in its stubs only
+    """A call, as gRPC wants to have it handled: messages come as bytes, the rpc reads them."""
+
+    request_deserializer = None
+
+    def __init__(self, handler: Handler, rpc: Rpc, write: Callable[[Any], bytes]) -> None:
         self.rpc = rpc
-        self.event = event
-        self.state = state
-        self.argument = argument
-        self._run = run
-        self._respond = respond
-        self._write = write
-        self._came = False
-        self.began = time.monotonic()
+        self.request_streaming = handler.request_streaming or rpc.awaits_message
+        self.response_streaming = handler.response_streaming
+        self.response_serializer = self.write = write
+        # gRPC looks at the one that the two flags name.
+        self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = rpc
 
-    def whole(self) -> "Arrival":
-        """As a call of grpcio's, which it is."""
-        return self
 
-    def answer(self, argument: Callable[[], Any]) -> None:
-        """Call the behavior on this thread, and send what it answers."""
-        self._run(self._respond, self.event, self.state, self.rpc, argument, None, self._write)
+def _serializer(of_message: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
+    """Some behaviors answer with bytes already."""
+    assert of_message is not None, "generated code brings one"
+    return lambda answer: answer if isinstance(answer, bytes) else of_message(answer)
 
-    def send(self, answer: bytes) -> None:
-        """Answer with a message that is there."""
-        self.rpc.end(grpc.StatusCode.OK)
-        _server._status(self.event, self.state, answer)
 
-    def is_wanted(self) -> bool:
-        """Whether the caller still waits."""
-        open_ = self.state.client is not _server._CANCELLED
-        return open_ and self.event.call_details.deadline > time.time()
+def _text(value: str | bytes | None) -> str | None:
+    return value if isinstance(value, str) else None
 
-    def deadline(self) -> float:
-        """Until when its answer may come, on the monotonic clock."""
-        left = float(self.event.call_details.deadline) - time.time()
-        return time.monotonic() + min(left, self.rpc.seconds())
 
-    def refuse(self, error: NobackfillError) -> None:
-        """Answer with a refusal, without waiting for anything."""
-        self.rpc.refusal = error
-        self.answer(lambda: b"")
-
-    def receive(self, received: Callable[[bytes | None], None]) -> None:
-        """Ask for the message; `received` gets it, or None when none will come."""
-        take = _server._receive_message(self.state, self.event.call, None)
-
-        def come(event: Any) -> Any:
-            finished = take(event)
-            with self.state.condition:
-                message, self.state.request = self.state.request, None
-                # With a second status a call never ends, nor the server.
-                self._came = True
-                if self.state.statused:
-                    message = None
-            received(message)
-            return finished
-
-        with self.state.condition:
-            operation = cygrpc.ReceiveMessageOperation(0)
-            self.event.call.start_server_batch((operation,), come)
-            self.state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
-
-    def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
-        """End a call whose message has not come; its receiving ends with None. Nothing, once it
-        has come: whoever has it answers."""
-        with self.state.condition:
-            if not self._came and not self.state.statused:
-                self.rpc.code = code
-                number = _server._application_code(code)
-                _server._abort(self.state, self.event.call, number, sentence.encode())
+def _address(peer: bytes | str) -> str:
+    """A peer without its port: connections of one machine are one caller."""
+    text = peer.decode(errors="replace") if isinstance(peer, bytes) else peer
+    return text.rpartition(":")[0]
