@@ -60,9 +60,16 @@ def page() -> str:
     for name in COMMANDS:
         command = application(name)
         lines += [f"## {name}", "", *_described(command)]
-        for word, sub in sorted(command.commands.items()):
+        for word, sub in below(command):
             lines += [f"### {name} {word}", "", *_described(sub)]
     return "\n".join(lines)
+
+
+def below(command: Command) -> Iterator[tuple[str, Command]]:
+    """List the commands of a group, those of groups in it too, with the words that call each."""
+    for word, sub in sorted(command.commands.items()):
+        yield word, sub
+        yield from ((f"{word} {words}", one) for words, one in below(sub))
 
 
 def application(name: str) -> Command:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manual.commands import COMMANDS, Command, Parameter, application
+from manual.commands import COMMANDS, Command, Parameter, application, below
 from nobackfill.release.publishing.declaration import Declaration
 from nobackfill.release.publishing.metadata import Keys
 from nobackfill.server.settings import Settings
@@ -33,13 +33,10 @@ OPTIONAL = """
 def everything() -> Iterator[tuple[str, Command]]:
     """Every command by what is typed, with the groups and the commands in them."""
 
-    def below(name: str, command: Command) -> Iterator[tuple[str, Command]]:
-        yield name, command
-        for word, one in command.commands.items():
-            yield from below(f"{name} {word}", one)
-
     for name in COMMANDS:
-        yield from below(name, application(name))
+        command = application(name)
+        yield name, command
+        yield from ((f"{name} {words}", one) for words, one in below(command))
 
 
 def parameters() -> dict[str, Parameter]:

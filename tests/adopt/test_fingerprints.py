@@ -294,7 +294,7 @@ def spaces(dim: int, weights: str) -> SpaceSpec:
 
 
 def exported(folder: Path, vectors: Vectors, weights: str) -> str:
-    """What `gateway export` writes of a gallery with these items."""
+    """What `gateway data export` writes of a gallery with these items."""
     spec = spaces(vectors.shape[1], weights)
     folder.mkdir()
     store = SqliteGallery.create(folder / "gallery.sqlite", spec)

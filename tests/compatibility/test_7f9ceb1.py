@@ -445,7 +445,7 @@ def test_the_vault_gives_back_what_was_pushed(repo: Path, tmp_path: Path) -> Non
 
 def test_a_backup_is_restored(repo: Path, tmp_path: Path) -> None:
     backup = unpack("backup", tmp_path / "backup")
-    command("gateway", "restore", str(backup), f"--data={tmp_path / 'data'}", "--json")
+    command("gateway", "data", "restore", str(backup), f"--data={tmp_path / 'data'}", "--json")
     with running(repo, tmp_path / "data") as gateway:
         differences = Replay("gateway", gateway.address, FEW_CALLS).run()
     assert not differences, "\n".join(differences)

@@ -57,13 +57,16 @@ def test_commands_that_are_named_have_these_words_and_options(name: str) -> None
     for command, rest in told(page(name)):
         application = commands.application(command)
         options = of(application)
-        subcommands = application.commands
         words = [word for word in rest.split() if re.fullmatch(r"[a-z][a-z-]+", word)]
-        if subcommands and words:
+        while application.commands and words:
             # A global option's value may stand before it.
-            found = [word for word in words if word in subcommands]
+            found = [word for word in words if word in application.commands]
             assert found or rest.split()[0].startswith("-"), f"{command} {rest}"
-            options |= of(subcommands[found[0]]) if found else set()
+            if not found:
+                break
+            application = application.commands[found[0]]
+            words = words[words.index(found[0]) + 1 :]
+            options |= of(application)
         for option in re.findall(r"(?<!\S)(--[a-z][a-z0-9-]*)", rest):
             assert option in options | {"--help"}, f"{name}: {command} {rest}: no {option}"
 

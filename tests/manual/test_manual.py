@@ -55,7 +55,7 @@ def test_the_commands_page_has_every_option() -> None:
     for name in commands.COMMANDS:
         application = commands.application(name)
         pages = {f"## {name}": application}
-        pages |= {f"### {name} {word}": one for word, one in application.commands.items()}
+        pages |= {f"### {name} {words}": one for words, one in commands.below(application)}
         for title, command in pages.items():
             body = re.split(r"\n##+ ", text.split(f"\n{title}\n")[1])[0]
             for parameter in command.params:

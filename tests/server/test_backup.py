@@ -341,7 +341,7 @@ def test_what_a_killed_restore_left_is_removed(data: Path, tmp_path: Path, one: 
             assert verify(again).galleries == {"g": 0}
             continue
         if (again / UNFINISHED_RESTORE).exists():
-            with pytest.raises(VerificationError, match="gateway restore"):
+            with pytest.raises(VerificationError, match="gateway data restore"):
                 Storage(f"sqlite:{again}", again)
         assert restore(tmp_path / "backup", again).blobs == 1
         assert not (again / UNFINISHED_RESTORE).exists()

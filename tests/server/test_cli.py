@@ -63,8 +63,8 @@ def test_a_life_through_commands(
     assert "active" in run("releases", at)
     assert "release 2" in run("status", at)
     assert "done 5/5" in run("watch", "g", at)
-    run("backup", str(tmp_path / "backup"), f"--data={tmp_path / 'data'}")
-    assert run_json("verify", str(tmp_path / "backup"))["galleries"] == {"g": 5}
+    run("data", "backup", str(tmp_path / "backup"), f"--data={tmp_path / 'data'}")
+    assert run_json("data", "verify", str(tmp_path / "backup"))["galleries"] == {"g": 5}
     assert run_json("rollback", at) == {"number": 1, "lost_items": "0", "lost": [], "done": False}
     assert run_json("rollback", "--yes", at)["done"] is True
     run("activate", "2", "--rollout=dual", at)
@@ -72,7 +72,7 @@ def test_a_life_through_commands(
     with urlopen(f"http://{served.metrics}/metrics", timeout=10) as page:
         assert "nobackfill_active_release 2.0" in page.read().decode()
     assert served.stop() == 0
-    run("restore", str(tmp_path / "backup"), f"--data={tmp_path / 'restored'}")
+    run("data", "restore", str(tmp_path / "backup"), f"--data={tmp_path / 'restored'}")
     with (
         serving(repo, tmp_path / "restored", "--triton=in-process") as again,
         Client(again.address) as client,
@@ -146,9 +146,9 @@ def test_a_data_folder_serves_one_gateway(served: Served, repo: Path, tmp_path: 
         (("serve", "--config=missing.toml"), 78, "missing.toml"),
         (("releases", "--server=127.0.0.1:1"), 69, "gateway serve"),
         (("activate", "2", "--server=127.0.0.1:1", "--json"), 69, "127.0.0.1:1"),
-        (("backup", "target", "--data=missing"), 66, "state.json"),
-        (("restore", "missing", "--data=new"), 66, "backup.json"),
-        (("verify", "missing"), 66, "state.json"),
+        (("data", "backup", "target", "--data=missing"), 66, "state.json"),
+        (("data", "restore", "missing", "--data=new"), 66, "backup.json"),
+        (("data", "verify", "missing"), 66, "state.json"),
     ],
 )
 def test_refusals(

@@ -1,4 +1,4 @@
-"""`gateway move`: galleries from a folder to a database and back, beside a gateway and after it."""
+"""`gateway data move`: from a folder to a database and back, beside a gateway and after it."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from tests.support.postgres import Server
 
 def move_beside(source: str, target: str, *more: str) -> dict[str, Any]:
     """What `move` prints as JSON while a gateway serves `source`."""
-    words = command("move", "--from", source, "--to", target, *more, "--json")
+    words = command("data", "move", "--from", source, "--to", target, *more, "--json")
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 75, done.stderr
     assert done.stderr.startswith("gateway: the move is not finished: a gateway still serves")
@@ -37,7 +37,7 @@ def moved(
     if beside:
         found = move_beside(source, target, *more)
     else:
-        found = run_json("move", "--from", source, "--to", target, *more)
+        found = run_json("data", "move", "--from", source, "--to", target, *more)
     return {
         name: (one["items"], one["written"], one["deleted"], one["alike"])
         for name, one in found["galleries"].items()
@@ -64,7 +64,7 @@ def test_galleries_move_to_a_database_and_back(
         assert moved(files, url)["g"] == (9, 0, 0, True)
         # A gateway serves there from now on: what it holds is not written over.
         with running(repo, tmp_path / "other", store=url) as gateway:
-            assert "another gateway" in run("move", "--from", files, "--to", url, code=75)
+            assert "another gateway" in run("data", "move", "--from", files, "--to", url, code=75)
             with Client(gateway.address) as client:
                 assert client.states() == {1: "PREVIOUS", 2: "ACTIVE"}
                 hit = client.find(images(1)[0]).hits[0]
@@ -73,9 +73,9 @@ def test_galleries_move_to_a_database_and_back(
                 hit = client.find(images(10)[9]).hits[0]
                 assert (hit.id, hit.release) == ("i9", 1)
                 assert client.get_gallery("g").items == 9
-        assert "give an empty one" in run("move", "--from", files, "--to", url, code=73)
+        assert "give an empty one" in run("data", "move", "--from", files, "--to", url, code=73)
         back = f"sqlite:{tmp_path / 'back'}"
-        said = run("move", "--from", url, "--to", back, code=78)
+        said = run("data", "move", "--from", url, "--to", back, code=78)
         assert "name that with --from-data FOLDER" in said
         assert moved(url, back, "--from-data", str(tmp_path / "other")) == {
             "empty": (0, 0, 0, True),
@@ -106,9 +106,11 @@ def test_the_vault_goes_along_and_the_old_folder_is_not_served_again(
         # Half an upload: its device begins it anew.
         client.put_blob(pb.Blob(id="f" * 64, size=99, sha256="e" * 64), [sealed[0]])
         # A database has no folder for a vault.
-        said = run("move", "--from", f"sqlite:{old}", "--to", "postgresql://nowhere", code=78)
+        said = run(
+            "data", "move", "--from", f"sqlite:{old}", "--to", "postgresql://nowhere", code=78
+        )
         assert f"{old / 'vault'} holds 3 blobs" in said and "--to-data" in said
-    found = run_json("move", "--from", f"sqlite:{old}", "--to", f"sqlite:{new}")
+    found = run_json("data", "move", "--from", f"sqlite:{old}", "--to", f"sqlite:{new}")
     assert found["vault"] == {"items": 3, "written": 1, "deleted": 1, "alike": True}
     with running(repo, new) as gateway, Client(gateway.address) as client:
         assert list(client.list_blobs().blobs) == blobs[1:]
@@ -128,16 +130,16 @@ def test_a_damaged_blob_ends_the_move(repo: Path, tmp_path: Path) -> None:
     blob.parent.mkdir(parents=True)
     blob.write_bytes(b"age-encryption.org/v1\n")
     stores = ("--from", f"sqlite:{tmp_path / 'old'}", "--to", f"sqlite:{tmp_path / 'new'}")
-    assert "the blob is damaged" in run("move", *stores, code=65)
+    assert "the blob is damaged" in run("data", "move", *stores, code=65)
     assert not (tmp_path / "new" / "state.json").exists()
 
 
 def test_a_wrong_source_moves_nothing(tmp_path: Path, postgres: Server) -> None:
     with postgres.database() as url:
         wrong = f"sqlite:{tmp_path / 'nothing'}"
-        assert "no gateway has served" in run("move", "--from", wrong, "--to", url, code=66)
+        assert "no gateway has served" in run("data", "move", "--from", wrong, "--to", url, code=66)
         # A typing error makes no folder.
         assert not (tmp_path / "nothing").exists()
         odd = f"sqllite:{tmp_path}"
-        assert "expected sqlite:FOLDER" in run("move", "--from", odd, "--to", url, code=78)
-        assert "same twice" in run("move", "--from", url, "--to", url, code=78)
+        assert "expected sqlite:FOLDER" in run("data", "move", "--from", odd, "--to", url, code=78)
+        assert "same twice" in run("data", "move", "--from", url, "--to", url, code=78)

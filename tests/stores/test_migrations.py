@@ -114,7 +114,7 @@ def test_what_an_earlier_version_wrote_is_served_and_taken_back(
         storage.close()
     forward = dump(postgres, written.url)
     to = str(written.format)
-    found = run_json("migrate", "--store", written.url, "--to", to)
+    found = run_json("data", "migrate", "--store", written.url, "--to", to)
     assert found == {"before": FORMAT, "after": written.format}
     assert dump(postgres, written.url) == written.dump
     assert migrate_database(written.url, None) == (written.format, FORMAT)

@@ -148,7 +148,7 @@ class Storage:
                     ending.enter_context(durable.lock(folder / "lock"))
                 if (folder / UNFINISHED_RESTORE).exists() and not (folder / "state.json").exists():
                     raise VerificationError(
-                        f"{folder}: a restore into it did not end; run `gateway restore` again"
+                        f"{folder}: a restore into it did not end; run `gateway data restore` again"
                     )
                 self.home = InFiles(folder / "galleries", Residents(open_galleries()))
                 self.state = StateFile(folder / "state.json")

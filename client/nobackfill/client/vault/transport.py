@@ -179,7 +179,7 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
         raise ConfigurationError(
             f"{address} lacks {lacking} of the {len(pushed)} images that were pushed to "
             f"{before or 'another gateway'}; name that one with --vault, or bring its vault to "
-            "this one first (gateway move)"
+            "this one first (gateway data move)"
         )
     return listed
 

@@ -1,4 +1,7 @@
-"""`gateway backup | restore | verify`: on the folders themselves, beside a gateway that serves."""
+"""`gateway data …`: copy, check and move what a gateway keeps; and `gateway audit`.
+
+They read folders and databases themselves, also beside a gateway that serves them.
+"""
 
 from contextlib import closing
 from dataclasses import asdict
@@ -15,38 +18,51 @@ Data = Annotated[Path, typer.Option("--data", envvar="NOBACKFILL_DATA", help="th
 DEFAULT_DATA = Path("gateway-data")
 
 
-@app.command()
+data_commands = typer.Typer(no_args_is_help=True, help="Copy, check and move what a gateway keeps.")
+app.add_typer(data_commands, name="data")
+
+
+@data_commands.command()
 def backup(
     target: Annotated[Path, typer.Argument(help="a new folder for the backup")],
     data: Data = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
-    """Copy all galleries and the vault, consistent under load, and verify the copy."""
+    """Back up a data folder: all galleries and the vault, in one verified copy.
+
+    The copy is consistent while a gateway serves the folder.
+    """
     with exit_codes():
         from nobackfill.server.backup import backup
 
         _show(asdict(backup(data, target)), as_json)
 
 
-@app.command()
+@data_commands.command()
 def restore(
     source: Annotated[Path, typer.Argument(help="a backup")],
     data: Data = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
-    """Make a data folder from a verified backup, new or in an empty folder."""
+    """Make a data folder from a backup.
+
+    The backup is verified first. The folder must be new or empty.
+    """
     with exit_codes():
         from nobackfill.server.backup import restore
 
         _show(asdict(restore(source, data)), as_json)
 
 
-@app.command()
+@data_commands.command()
 def verify(
     folder: Annotated[Path, typer.Argument(help="a backup or a data folder")] = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
-    """Check digests, what a start reads, every page of every gallery, and every vector."""
+    """Check that a backup or a data folder is intact.
+
+    It reads every digest, what a start reads, every page of every gallery, and every vector.
+    """
     with exit_codes():
         from nobackfill.server.backup import verify
 
@@ -60,10 +76,10 @@ def _show(summary: dict[str, object], as_json: bool) -> None:
     show(as_json, summary, [*rows, ["blobs", str(summary["blobs"])]])
 
 
-# `gateway export`: a gallery's vectors as Parquet files.
+# `gateway data export`: a gallery's vectors as Parquet files.
 
 
-@app.command()
+@data_commands.command()
 def export(
     gallery: Annotated[str, typer.Argument(help="its name")],
     store: Annotated[str, typer.Option("--from", help="sqlite:FOLDER or postgresql://…")],
@@ -77,7 +93,10 @@ def export(
     side: Annotated[bool, typer.Option("--side", help="side-information, too")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write every vector of one snapshot, also beside a gateway that serves the store."""
+    """Write a gallery's vectors as Parquet files.
+
+    They are of one snapshot. A gateway may serve the store meanwhile.
+    """
     with exit_codes():
         from nobackfill.errors import NotFoundError
         from nobackfill.server import export as exporting
@@ -98,10 +117,10 @@ def export(
         show(as_json, {"items": found.items, "rows": found.rows, "out": str(out)}, rows)
 
 
-# `gateway migrate`: a database in the format of another version.
+# `gateway data migrate`: a database in the format of another version.
 
 
-@app.command()
+@data_commands.command()
 def migrate(
     store: Annotated[
         str, typer.Option("--store", envvar="NOBACKFILL_STORE", help="postgresql://…")
@@ -111,8 +130,10 @@ def migrate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Bring a database that no gateway serves to a format: this version's, or back to the one
-    before, for the version that wrote it. A gateway does the first by itself when it starts."""
+    """Bring a database to the format of this version, or back to the one before.
+
+    No gateway may serve it. A gateway brings its database to its own format when it starts.
+    """
     with exit_codes():
         from nobackfill.errors import ConfigurationError
         from nobackfill.server.settings import DATABASES
@@ -128,12 +149,12 @@ def migrate(
         )
 
 
-# `gateway move`.
+# `gateway data move`.
 
 _HOLDS_VAULT = "its gateway's data folder, which holds the vault"
 
 
-@app.command()
+@data_commands.command()
 def move(
     source: Annotated[str, typer.Option("--from", help="sqlite:FOLDER or postgresql://…")],
     target: Annotated[str, typer.Option("--to", help="the other; no gateway may serve it")],
@@ -145,9 +166,12 @@ def move(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Copy every gallery and the vault, also beside a gateway that serves --from: the exit code is
-    75 then. Run again once that has ended: what changed since goes along, the gateway's state too,
-    and both are compared. A folder that was moved is not served again without --force."""
+    """Move every gallery and the vault to another store.
+
+    While a gateway serves --from, everything but its state is copied, and the exit code is 75. Run
+    the command again once that gateway has ended: it copies what has changed, and the state, and
+    compares both. `gateway serve` refuses a folder that was moved, but with --force.
+    """
     with exit_codes():
         from nobackfill.errors import BusyError, ConfigurationError
         from nobackfill.server.storage import Storage, folder_of, mark_moved, need_store
@@ -199,8 +223,10 @@ def audit(
     ] = "sqlite:gateway-data",
     as_json: Json = False,
 ) -> None:
-    """The latest 1000 activations, rollbacks, retirements and deletions, by the tokens' names; also
-    beside a gateway that serves."""
+    """List who activated, rolled back, retired and deleted what.
+
+    They are the latest 1000 deeds, by the names of tokens. A gateway may serve the store meanwhile.
+    """
     with exit_codes():
         from nobackfill.server.storage import Storage, need_store
 
