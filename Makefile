@@ -20,7 +20,7 @@ SWIFT_READY := build/swift/.ready
 NODE_READY := build/node/.ready
 ADOPTION := build/adoption
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
-CODE := core adopt server client plugins training research demo bench manual tests protos/generate.py
+CODE := core serving adopt server client plugins training research demo bench manual tests protos/generate.py
 
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE

@@ -49,7 +49,7 @@ from tests.adopt.made import world, write_parquet
 from tests.server.support import TIMEOUT_S, Client, Stubs, embedding, images, running
 from tests.support import blocks, edge
 
-ROOTS = ("core", "adopt", "server", "client", "plugins", "training")
+ROOTS = ("core", "serving", "adopt", "server", "client", "plugins", "training")
 # From Python 3.12 on these are part of the function around them.
 _COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>"}
 # A request has ended once no function was called for so long, or at the latest after so long.

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # In the order in which a reader meets them.
 ROOMS = (
-    "client", "wire", "adopt", "adopt.sources", "adopt.embedding", "serve", "items", "gallery",
+    "client", "wire", "adopt", "adopt.sources", "adopt.embedding", "serve", "serving", "gallery",
     "gallery.search", "release", "release.publishing", "release.trust", "metrics", "quality",
     "report", "pages", "training", "training.data", "training.networks", "training.losses",
     "training.side_info", "training.methods", "training.loop", "training.export",

@@ -342,7 +342,7 @@ def _calls(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
 def _gallery_state() -> list[str]:
     """Keys of the small values that are kept in a gallery, as far as the code writes them out."""
     found = set()
-    for root in ("core", "adopt", "client", "server", "plugins"):
+    for root in ("core", "serving", "adopt", "client", "server", "plugins"):
         for path in sorted((ROOT / root).rglob("*.py")):
             content = path.read_text(encoding="utf-8")
             if "state_set(" in content or ".state(" in content:

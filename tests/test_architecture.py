@@ -19,12 +19,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CORE = (
-    "metrics", "release", "gallery", "quality", "wire", "pages", "report", "items", "serve",
-)  # fmt: skip
+CORE = ("metrics", "release", "gallery", "quality", "wire", "pages", "report")
 # The source roots of the namespace package `nobackfill`, and the rooms in each (docs/adr/0010).
 ROOTS = {
     "core": CORE,
+    "serving": ("serving", "serve"),
     "adopt": ("adopt",),
     "server": ("server",),
     "client": ("client",),
@@ -70,13 +69,13 @@ ARROWS = {
     "quality": {"release", "gallery", "metrics"},
     "training": {"quality", "release", "gallery", "metrics"},
     "research": {"training", "quality", "release", "metrics"},
-    "items": set[str](),
-    "server": {"gallery", "release", "metrics", "wire", "pages", "items", "v1"},
+    "serving": {"metrics"},
+    "server": {"gallery", "release", "metrics", "wire", "pages", "serving", "v1"},
     "client": {"gallery", "release", "wire", "pages", "v1"},
     "pages": set[str](),
     "report": {"quality", "release", "gallery", "metrics", "pages"},
-    "adopt": {"quality", "release", "gallery", "metrics", "wire", "items"},
-    "serve": {"adopt", "items"},
+    "adopt": {"quality", "release", "gallery", "metrics", "wire", "serving"},
+    "serve": {"adopt", "serving"},
     "plugins": set[str]().union(*PLUGINS.values()),
 }
 # The parts of the server, lowest first: each may import those before it.

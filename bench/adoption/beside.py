@@ -11,11 +11,11 @@ from bench.adoption.trial import Trial
 from bench.adoption.unpaired import without_pairs
 from bench.harness import Row
 from nobackfill.adopt.crossfit import MANY_DIMS
-from nobackfill.adopt.joining import Block
 from nobackfill.adopt.judgement import Figures, Queries, blocked, measure_figures
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import choose
+from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
 
 DRAWS = 2

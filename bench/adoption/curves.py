@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness import Row
-from nobackfill.adopt.joining import Block
 from nobackfill.adopt.judgement import ORDERS, SHARES, Figures
 from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Ranking, Relevance, rank_block, same_label
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
+from nobackfill.serving.fusion import Block
 
 Labels = NDArray[np.str_]
 NOTE = (

@@ -7,11 +7,11 @@ from bench.adoption.trial import Trial
 from bench.harness import Row
 from nobackfill import ridge
 from nobackfill.adopt.crossfit import MANY_DIMS
-from nobackfill.adopt.joining import CROWD, Block, hubs
-from nobackfill.adopt.judgement import Figures, Queries, blocked, figure_of, measure_figures
+from nobackfill.adopt.judgement import CROWD, Figures, Queries, blocked, figure_of, measure_figures
 from nobackfill.adopt.maps import LEFT_OUT, fit_maps, is_unit
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Floats, Moments, in_blocks
+from nobackfill.serving.fusion import Block, hubs
 from nobackfill.vectors import Vectors, normalised
 
 COUNTS = (100, 250, 500, 1000, 2000, 5000)

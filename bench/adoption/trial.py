@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from bench.adoption.curves import Labels, by_class, curve_rows, gained, of_class
 from bench.adoption.texts import Embedded
 from bench.harness import Row
-from nobackfill.adopt.joining import Block
 from nobackfill.adopt.judgement import (
     ORDERS,
     SHARES,
@@ -26,6 +25,7 @@ from nobackfill.adopt.judgement import (
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, choose, decide
+from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
 
 # Items of a gallery that no minute embeds again.

@@ -6,12 +6,12 @@ import numpy as np
 from bench.adoption.curves import Labels, by_class, class_curves, curve_rows, of_class
 from bench.adoption.trial import Trial
 from bench.harness import Row
-from nobackfill.adopt.joining import Block
 from nobackfill.adopt.judgement import Gallery, Queries, blocked
 from nobackfill.metrics.backfill import Line
 from nobackfill.metrics.ranking import Ranking
 from nobackfill.quality.retrieval import Measured
 from nobackfill.quality.route_evidence import same_scale
+from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
 
 # Neighbours whose distances and matches a line is fitted to.

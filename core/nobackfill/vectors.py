@@ -9,6 +9,8 @@ from nobackfill.errors import InvalidInputError, UnusableRowsError
 
 Vectors = NDArray[np.float32]
 Metric = Literal["squared_l2", "cosine"]
+# What an item is to a model.
+Kind = Literal["text", "image"]
 # How an item's vector came into the space that it is in.
 Origin = Literal["native", "direct", "upgraded", "re-embedded", "old-model"]
 

@@ -26,7 +26,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.endpoint import Endpoint
 from nobackfill.adopt.embedding.vector_folder import ItemList, embed_into, read_items
-from nobackfill.adopt.joining import Joining, OddsLine, load_joining, save_joining
+from nobackfill.adopt.joining import load_joining, save_joining
 from nobackfill.adopt.maps import fit_maps, load_map, save_map
 from nobackfill.adopt.pairs import inspect, match
 from nobackfill.adopt.sources.opening import open_source
@@ -41,6 +41,7 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.serve import Natives
+from nobackfill.serving.fusion import Joining, OddsLine
 from tests.adopt.made import world, write_parquet
 from tests.adopt.models import text_model
 from tests.support.postgres import Server

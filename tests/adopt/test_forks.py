@@ -11,10 +11,10 @@ import pytest
 from qdrant_client import QdrantClient, models
 
 from nobackfill.errors import ConfigurationError, NobackfillError
-from nobackfill.items.reembedding import Limits, Reembedding
-from nobackfill.items.sources import FunctionItems
+from nobackfill.serving import FunctionItems, LedgerFile, Limits
 from tests.adopt.copies import Chroma
 from tests.adopt.stores import MADE, Pgvector
+from tests.serving.test_reembedding import Keeping
 from tests.support.postgres import Server
 
 _TOP = Path(__file__).parents[2]
@@ -84,12 +84,13 @@ def test_milvus_is_refused_in_a_forked_process(tmp_path: Path) -> None:
         assert "open it after the fork alone" in found[worker][0]
 
 
-def test_what_embeds_again_is_refused_in_a_forked_process() -> None:
-    again = Reembedding[str](FunctionItems(lambda name: name, "text"), Limits())
+def test_what_embeds_again_is_refused_in_a_forked_process(tmp_path: Path) -> None:
+    items = FunctionItems(lambda name: name, "text")
+    again = Keeping(items, Limits(), LedgerFile(tmp_path / "ledger.sqlite"))
     if not (child := os.fork()):
         refused = False
         try:
-            again.finish({"a": "a"}, None)  # type: ignore[arg-type]
+            again.finish({"a": "a"})
         except NobackfillError as error:
             refused = isinstance(error, ConfigurationError)
         os._exit(0 if refused else 1)

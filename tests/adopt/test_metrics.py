@@ -11,7 +11,7 @@ import pytest
 from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.joining import Joining, OddsLine, load_joining, save_joining
+from nobackfill.adopt.joining import load_joining, save_joining
 from nobackfill.adopt.judgement import Queries, among_items, blocked
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import inspect, match
@@ -22,6 +22,7 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.plugins import qdrant
 from nobackfill.serve.dual import Dual
 from nobackfill.serve.natives import Natives, digest
+from nobackfill.serving.fusion import Joining, OddsLine
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
 from tests.support.postgres import Server

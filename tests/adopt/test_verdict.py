@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nobackfill.adopt.crossfit import cross_fitted
-from nobackfill.adopt.joining import Joining, OddsLine, load_joining, save_joining
+from nobackfill.adopt.joining import load_joining, save_joining
 from nobackfill.adopt.judgement import Gallery, Queries, judge, valley
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.adopt.verdict import (
@@ -21,6 +21,7 @@ from nobackfill.adopt.verdict import (
     gain_of_doubling,
 )
 from nobackfill.errors import InvalidInputError
+from nobackfill.serving.fusion import Joining, OddsLine
 from nobackfill.vectors import Vectors, normalised
 from tests.adopt.made import World, kinds, world
 

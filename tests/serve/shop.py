@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.adopt.crossfit import cross_fitted
-from nobackfill.adopt.joining import Joining, save_joining
+from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Gallery, judge
 from nobackfill.adopt.maps import Map, fit_maps, save_map
 from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Searchable
-from nobackfill.items.kind import Kind
 from nobackfill.serve import Dual, FunctionItems, Limits
-from nobackfill.vectors import Vectors
+from nobackfill.serving.fusion import Joining
+from nobackfill.vectors import Kind, Vectors
 from tests.adopt.made import world
 
 MADE = world(300)

@@ -16,14 +16,16 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.joining import OddsLine, save_joining
+from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_joined
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Searchable, Target
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, InvalidInputError
-from nobackfill.serve import Dual, FunctionItems, Limits, Natives, reembedding
+from nobackfill.serve import Dual, FunctionItems, Limits, Natives
+from nobackfill.serving import reembedding
+from nobackfill.serving.fusion import OddsLine
 from nobackfill.vectors import normalised
 from tests.serve.shop import JOINING, MADE, MAP, NewModel, dual, files, loaded
 from tests.support.postgres import Server

@@ -14,9 +14,9 @@ from nobackfill.errors import (
     TooLargeError,
     UnavailableError,
 )
-from nobackfill.items.sources import Items
 from nobackfill.server.healing.registration import HealingSource, Places
 from nobackfill.server.settings import load_settings
+from nobackfill.serving.sources import Items
 from tests.support.postgres import Server
 
 

@@ -16,7 +16,7 @@ from nobackfill.errors import (
     TooLargeError,
     UnavailableError,
 )
-from nobackfill.items import LineItems, sources
+from nobackfill.serving import LineItems, sources
 from nobackfill.text import TextLine, read_line
 from tests.server.conftest import publish_stage
 from tests.server.support import Client, ids, images, refused, running

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
-from nobackfill.items.reembedding import today
 from nobackfill.server.healing.ledger import FileLedger
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries
 from nobackfill.server.stores.postgresql.leading import Tenure
 from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
+from nobackfill.serving.ledger import today
 from tests.gallery.making import ids, spec, vectors
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until

@@ -17,7 +17,6 @@ from itertools import combinations
 import numpy as np
 
 from nobackfill import ridge
-from nobackfill.adopt.joining import Block
 from nobackfill.adopt.judgement import Queries, blocked
 from nobackfill.adopt.maps import (
     KINDS,
@@ -35,6 +34,7 @@ from nobackfill.adopt.pairs import Pairs
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, in_blocks
+from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors, normalised
 
 CONVERTER, CORRECTED = "converter", "corrected"

@@ -13,22 +13,21 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.joining import (
-    ANCHORS,
-    CROWD,
+from nobackfill.adopt.joining import fit_line
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.metrics.distances import Metric, distances
+from nobackfill.metrics.ranking import Ints
+from nobackfill.serving.fusion import (
     HITS,
     Block,
     Joining,
     Mask,
     OddsLine,
     candidates,
-    fit_line,
+    fused,
     hubs,
     standardised,
 )
-from nobackfill.adopt.pairs import Pairs
-from nobackfill.metrics.distances import Metric, distances
-from nobackfill.metrics.ranking import Ints
 from nobackfill.vectors import Vectors, normalised
 
 NEIGHBOURS = 10
@@ -224,6 +223,8 @@ def valley(curve: list[float]) -> float:
 
 # Share of the new model's score in the joined one; 0 is the old model alone.
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+# Items by which a query's distances are standardised, and queries that a hub is told by.
+ANCHORS, CROWD = 1000, 1000
 # Queries that are judged, and distances that are held for one way.
 MOST_QUERIES = 2000
 MOST_DISTANCES = 20_000_000
@@ -287,7 +288,7 @@ def judge(
     def joined(way: Way) -> Block:
         weight, crowded = way
         by_new = near_crowd if crowded else near_new
-        return np.asarray(weight * by_new + (1 - weight) * near_old, np.float32)
+        return fused(weight, near_old, by_new)
 
     ranked = _ranked(stay, carried)
     # Hubs are told by what people ask, which items that ask for their neighbours do not say.
@@ -340,7 +341,7 @@ def served(
     anchors = _anchors(gallery, seed)
     near_new = standardised(carried + hubs(gallery.carried, joining.crowd)[None], anchors)
     near_old = standardised(stay, anchors)
-    near = np.asarray(joining.weight * near_new + (1 - joining.weight) * near_old, np.float32)
+    near = fused(joining.weight, near_old, near_new)
     both = _ranked(stay, carried)(-near)
     lazily = _lazily(both, -joining.native(standardised(native, anchors), near))
     return {"stay": stay, "map": carried, "both": both, "lazily": lazily, "re-embed": native}

@@ -12,7 +12,6 @@ import numpy as np
 
 from nobackfill.adopt import crossfit, judgement
 from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, Held, corrected
-from nobackfill.adopt.joining import HITS, Joining
 from nobackfill.adopt.judgement import (
     MOST_BELOW,
     Figures,
@@ -37,6 +36,7 @@ from nobackfill.adopt.maps import (
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.ridge import Moments, in_blocks
+from nobackfill.serving.fusion import HITS, Joining
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from nobackfill.errors import (
     UnusableItemsError,
     UnusableRowsError,
 )
-from nobackfill.items.kind import Kind
-from nobackfill.vectors import Vectors, check_vectors
+from nobackfill.vectors import Kind, Vectors, check_vectors
 
 
 class Embedder(Protocol):

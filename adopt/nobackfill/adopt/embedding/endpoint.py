@@ -23,9 +23,8 @@ from nobackfill.errors import (
     UnusableItemsError,
     UnusableRowsError,
 )
-from nobackfill.items.kind import Kind
 from nobackfill.loopback import is_loopback
-from nobackfill.vectors import Vectors, check_vectors
+from nobackfill.vectors import Kind, Vectors, check_vectors
 
 # The variable that holds the bearer's key.
 KEY = "NOBACKFILL_ENDPOINT_KEY"

@@ -16,7 +16,6 @@ from nobackfill.errors import (
 )
 from nobackfill.framing import Frame
 from nobackfill.images import decode, decode_file
-from nobackfill.items.kind import Kind
 from nobackfill.release.publishing.declaration import (
     Declaration,
     fingerprint,
@@ -27,7 +26,7 @@ from nobackfill.release.publishing.declaration import (
     weight_files,
 )
 from nobackfill.text import Tokenizing
-from nobackfill.vectors import Vectors, check_vectors, normalised
+from nobackfill.vectors import Kind, Vectors, check_vectors, normalised
 
 _TYPES = {"tensor(uint8)": np.uint8, "tensor(float16)": np.float16, "tensor(float)": np.float32}
 

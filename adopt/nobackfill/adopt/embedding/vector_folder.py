@@ -23,10 +23,9 @@ from nobackfill.errors import (
     UnusableItemsError,
 )
 from nobackfill.extras import extra
-from nobackfill.items.kind import Kind
 from nobackfill.picture_files import is_clutter, is_picture
 from nobackfill.text import read_texts
-from nobackfill.vectors import Vectors
+from nobackfill.vectors import Kind, Vectors
 
 with extra("adopt"):
     import pyarrow as pa

@@ -6,14 +6,15 @@ from dataclasses import dataclass, replace
 
 from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
 from nobackfill.gallery.reading import StoredItem
-from nobackfill.items.reembedding import EmbeddingCost, Reembedding, Resting, today
-from nobackfill.items.sources import Items
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.healing.ledger import HealingLedger
 from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.upgrades.backfill import embed_again, read_again
+from nobackfill.serving.ledger import today
+from nobackfill.serving.reembedding import EmbeddingCost, Reembedding, Resting
+from nobackfill.serving.sources import Items
 
 # What could not be embedded is not tried again before so long, then twice as long, up to an hour.
 _REST_S, _LONGEST_REST_S = 60.0, 3600.0
@@ -40,17 +41,19 @@ class HealingProgress:
     cost: EmbeddingCost
 
 
-class Healer:
-    """Of one space of a gallery; a Work of Reembedding by label."""
+class Healer(Reembedding[int]):
+    """Embeds items of one space of a gallery again, by label."""
+
+    ledger: HealingLedger
 
     def __init__(
         self, hosted: Hosted, manifest: Manifest, embedding: Embedding, source: HealingSource,
         items: Items, ledger: HealingLedger,
     ) -> None:  # fmt: skip
-        self.source, self.space, self.ledger = source, manifest.space, ledger
+        self._rests = Resting[int](_REST_S, _LONGEST_REST_S)
+        super().__init__(items, source.limits, ledger, self._rests)
+        self.source, self.space = source, manifest.space
         self._hosted, self._manifest, self._embedding = hosted, manifest, embedding
-        self._resting = Resting[int](_REST_S, _LONGEST_REST_S)
-        self.again = Reembedding[int](items, source.limits, self._resting)
         self._rest: Iterator[StoredItem] | None = None
         self._all_tried = 0.0
         # What the background has begun, and what all had cost by then.
@@ -58,10 +61,8 @@ class Healer:
         self._before = EmbeddingCost()
         self._pause = self._paused = 0.0
 
-    def close(self, seconds: float) -> bool:
-        """End what embeds, after the batches that have begun; whether they have ended within so
-        many seconds. May be called again."""
-        ended = self.again.close(seconds)
+    def close(self, seconds: float = 0.0) -> bool:
+        ended = super().close(seconds)
         if ended:
             self.ledger.close()
         return ended
@@ -70,10 +71,6 @@ class Healer:
     def whole(self) -> bool:
         """Whether nothing is left that an upgrade has carried, as far as is known."""
         return self.ledger.carried() == 0
-
-    def ask(self, items: Mapping[int, str], seconds: float) -> None:
-        """Embed items again, by label and id; return when they are kept or time is up."""
-        self.again.ask(items, self, seconds)
 
     def heal_some(self) -> bool:
         """A few of the rest: what was asked for, then what the upgrade was least certain of, then
@@ -87,24 +84,24 @@ class Healer:
         few = min(room, _FEW)
         some = self._wanted(few) or self._of_the_rest(few)
         if some:
-            self._begun, self._before = some, replace(self.again.cost)
-            self.again.finish(some, self, _FEW_S)
+            self._begun, self._before = some, replace(self.cost)
+            self.finish(some, _FEW_S)
         return bool(some)
 
     def _held_back(self) -> bool:
         """Whether the last few are under way still, or all of them failed a moment ago: they cost
         the budget nothing, and a source that is down shall not be asked for all items in a row."""
-        if self.again.busy(self._begun):
+        if self.busy(self._begun):
             return True
         if self._begun:
-            now, before, (least, most) = self.again.cost, self._before, _IN_VAIN_S
+            now, before, (least, most) = self.cost, self._before, _IN_VAIN_S
             vain = now.failed > before.failed and now.embedded == before.embedded
             self._pause = min(2 * self._pause or least, most) if vain else 0.0
             self._begun, self._paused = {}, time.monotonic() + self._pause
         return time.monotonic() < self._paused
 
     def _wanted(self, few: int) -> dict[int, str]:
-        labels = self._resting.ready(self.ledger.wanted(_PAGE))[:few]
+        labels = self._rests.ready(self.ledger.wanted(_PAGE))[:few]
         return self._carried(labels)
 
     def _of_the_rest(self, few: int) -> dict[int, str]:
@@ -114,7 +111,7 @@ class Healer:
             self._rest = self._by_doubt()
         some: dict[int, str] = {}
         for item in self._rest:
-            if self._resting.ready([item.label]):
+            if self._rests.ready([item.label]):
                 some[item.label] = item.id
                 if len(some) == few:
                     return some
@@ -143,7 +140,7 @@ class Healer:
         """For a person, or for metrics."""
         return HealingProgress(
             self._hosted.count(), self.ledger.carried(), self.ledger.spent(today()),
-            self.source.a_day, self.again.cost,
+            self.source.a_day, self.cost,
         )  # fmt: skip
 
     def _carried(self, labels: Sequence[int]) -> dict[int, str]:
@@ -156,16 +153,16 @@ class Healer:
         return left
 
     def claim(self, keys: Sequence[int], budget: int) -> Sequence[int]:
-        """See Work. Looked at again once they are claimed: another may have kept them since."""
-        mine = self.ledger.claim(keys, today(), budget)
+        # Looked at again once they are claimed: another may have kept them since.
+        mine = super().claim(keys, budget)
         left = self._carried(mine)
         return [label for label in mine if label in left]
 
     def keep(self, found: Mapping[int, str | bytes], gone: Sequence[int]) -> Collection[int]:
-        """See Work. An item that was deleted or put again has another label, and nothing is written
-        for the one it had."""
+        """Embed and write. An item that was deleted or put again has another label, and nothing is
+        written for the one it had."""
         if gone:
-            self.again.failed(NotFoundError(f"the source lacks {len(gone)} items of a batch"))
+            self.failed(NotFoundError(f"the source lacks {len(gone)} items of a batch"))
         if not found or not self._hosted.users.enter():
             return ()
         try:
@@ -185,7 +182,7 @@ class Healer:
             except NoEncoderError as error:
                 refused.append(str(error))
         for why in refused:
-            self.again.failed(NobackfillError(why))
+            self.failed(NobackfillError(why))
         left = {one.label for one in items}
         # Those that went meanwhile are settled, too.
         done = [*kept, *(label for label in found if label not in left)]
@@ -210,7 +207,3 @@ class Healer:
             return []
         some, texts = zip(*pairs, strict=True)
         return read_again(self._hosted, self._embedding, self._manifest, some, texts, refused)
-
-    def release(self, keys: Collection[int]) -> None:
-        """See Work."""
-        self.ledger.release(keys)

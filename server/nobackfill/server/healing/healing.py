@@ -31,8 +31,6 @@ from nobackfill.gallery.reading import StoredItem, StoredVectors
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Neighbours, give_way
 from nobackfill.gallery.spec import space_of
-from nobackfill.items.reembedding import EmbeddingCost
-from nobackfill.items.sources import Items
 from nobackfill.processes import DaemonThreads
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
@@ -48,6 +46,8 @@ from nobackfill.server.healing.healer import Healer, HealingProgress
 from nobackfill.server.healing.ledger import FileLedger, HealingLedger
 from nobackfill.server.healing.registration import HealingSource, Places
 from nobackfill.server.settings import Settings
+from nobackfill.serving.reembedding import EmbeddingCost
+from nobackfill.serving.sources import Items
 
 # Answers of a gallery that heals: candidates embedded again, then ranked by what there is.
 
@@ -288,7 +288,7 @@ class Healing:
     def all_progress(self) -> Iterator[HealingProgress]:
         """Of every gallery that heals, and what those cost that no longer do."""
         with self._lock:
-            costs = [replace(self._past), *(one.again.cost for one in self._replaced)]
+            costs = [replace(self._past), *(one.cost for one in self._replaced)]
             healers = list(self._healers.values())
         for cost in costs:
             yield HealingProgress(0, 0, 0, 0, cost)
@@ -372,7 +372,7 @@ class Healing:
                 if seconds:
                     log.warning("a source hangs, nobody waits for it")
                 continue
-            cost, past = healer.again.cost, self._past
+            cost, past = healer.cost, self._past
             with self._lock:
                 # At a stop two threads may end the same one.
                 if healer in self._replaced:

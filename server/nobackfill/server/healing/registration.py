@@ -10,9 +10,9 @@ import urllib3
 from pydantic import SecretStr
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
-from nobackfill.items.kind import Kind
-from nobackfill.items.reembedding import Limits
-from nobackfill.items.sources import FolderItems, FunctionItems, Items, LineItems, UrlItems
+from nobackfill.serving.reembedding import Limits
+from nobackfill.serving.sources import FolderItems, FunctionItems, Items, LineItems, UrlItems
+from nobackfill.vectors import Kind
 
 FOLDER, TEXTS, COLUMN, FUNCTION = "folder:", "texts:", "column:", "function:"
 # Files of this kind are texts, all others images.

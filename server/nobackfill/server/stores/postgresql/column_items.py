@@ -8,9 +8,9 @@ import psycopg
 from psycopg import sql
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, UnavailableError
-from nobackfill.items.kind import Kind
-from nobackfill.items.sources import bounded
 from nobackfill.server.stores.postgresql.database import check_url, lost, refusal
+from nobackfill.serving.sources import bounded
+from nobackfill.vectors import Kind
 
 _SECONDS = 10
 

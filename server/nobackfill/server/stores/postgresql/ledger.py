@@ -28,7 +28,7 @@ CREATE TABLE IF NOT EXISTS {schema}.healing_spent (day text PRIMARY KEY, items b
 
 
 class DatabaseLedger:
-    """What is said of each method: Ledger."""
+    """A HealingLedger in tables of the gallery's schema."""
 
     def __init__(self, gallery: PostgresqlGallery, space: str) -> None:
         self._database, self._schema = gallery.database, gallery.schema

@@ -6,7 +6,6 @@ item is claimed before it is embedded, and the day's budget is counted in it.
 
 import hashlib
 import sqlite3
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,23 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill import processes
-from nobackfill.durable import make_dir, refusal, refusing_sqlite, transaction
-from nobackfill.errors import (
-    CannotWriteError,
-    IncompatibleSpaceError,
-    InvalidInputError,
-    VerificationError,
-)
-from nobackfill.items import claims
+from nobackfill.durable import make_dir
+from nobackfill.errors import IncompatibleSpaceError, InvalidInputError, VerificationError
+from nobackfill.serving.ledger import LedgerFile
 from nobackfill.vectors import Vectors, check_vectors, from_bytes
 
 _ROOM = 1024
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS native (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, seen BLOB NOT NULL,
-    vector BLOB NOT NULL);
-"""
+# An item's id, and the digest of its old vector: what is claimed, and what a new one is kept of.
+ItemVersion = tuple[str, bytes]
 
 
 def digest(vector: Vectors) -> bytes:
@@ -46,41 +36,25 @@ class Native:
     vector: Vectors
 
 
-def _connected(path: Path) -> sqlite3.Connection:
-    """The file with its tables. Raises DamagedError for another file, CannotWriteError."""
-    connection = None
-    try:
-        # Vectors are private: nobody else reads the file.
-        path.touch(0o600)
-        connection = sqlite3.connect(
-            path, timeout=30, isolation_level=None, check_same_thread=False
-        )
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        for statement in f"{_SCHEMA}{claims.SCHEMA}".split(";")[:-1]:
-            connection.execute(statement)
-        return connection
-    except OSError as error:
-        raise CannotWriteError(f"{path}: cannot be written ({error.strerror})") from error
-    except sqlite3.Error as error:
-        if connection is not None:
-            connection.close()
-        found = refusal(path, error)
-        if found is None:
-            raise
-        raise found from error
-
-
-class Natives:
+class Natives(LedgerFile[ItemVersion]):
     """Vectors of one model, `fingerprint`, of dimension `dim`. Raises IncompatibleSpaceError where
-    the file holds another's, CannotWriteError, BusyError."""
+    the file holds another's, DamagedError, CannotWriteError, BusyError."""
+
+    opening = (
+        """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS native (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, seen BLOB NOT NULL,
+    vector BLOB NOT NULL);
+"""
+        + LedgerFile.opening
+    )
 
     def __init__(self, path: Path, fingerprint: str, dim: int) -> None:
-        self._path, self._dim = path, dim
-        self._lock = threading.RLock()
+        super().__init__(path)
+        self._dim = dim
         make_dir(path.parent)
-        self._opened: sqlite3.Connection | None = None
-        with transaction(self._connection) as connection:
+        with self._writing() as connection:
             facts = {"model": fingerprint, "dim": str(dim)}
             connection.executemany("INSERT OR IGNORE INTO facts VALUES (?, ?)", facts.items())
             same = dict(connection.execute("SELECT name, value FROM facts")) == facts
@@ -98,19 +72,6 @@ class Natives:
         self._newest = 0
         processes.watch_forks(self)
 
-    @property
-    def _connection(self) -> sqlite3.Connection:
-        if self._opened is None:
-            self._opened = _connected(self._path)
-        return self._opened
-
-    def close(self) -> None:
-        """Let go of the file."""
-        with self._lock:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
-
     def before_fork(self) -> None:
         # SQLite's locks are of a process: a connection that both have would corrupt the file.
         self._lock.acquire()
@@ -121,8 +82,8 @@ class Natives:
         self._lock.release()
 
     def __len__(self) -> int:
-        with self._lock, refusing_sqlite(self._path):
-            return int(self._connection.execute("SELECT count(*) FROM native").fetchone()[0])
+        with self._reading() as connection:
+            return int(connection.execute("SELECT count(*) FROM native").fetchone()[0])
 
     def get(self, ids: Sequence[str]) -> dict[str, Native]:
         """Those of `ids` that are there."""
@@ -152,12 +113,13 @@ class Natives:
     def keep(self, ids: Sequence[str], seen: Sequence[bytes], vectors: Vectors) -> None:
         """Write vectors [n, dim] and free their claims; on return they are on the disk."""
         checked = check_vectors(vectors, self._dim, what="new vectors")
-        rows = zip(ids, seen, (v.astype("<f4").tobytes() for v in checked), strict=True)
-        with self._lock, transaction(self._connection) as connection:
+        blobs = (vector.astype("<f4").tobytes() for vector in checked)
+        rows = list(zip(ids, seen, blobs, strict=True))
+        with self._writing() as connection:
             connection.executemany(
                 "INSERT OR REPLACE INTO native (id, seen, vector) VALUES (?, ?, ?)", rows
             )
-            claims.settle(connection, ids)
+            self._settle(connection, [row[:2] for row in rows])
 
     def forget(self, ids: Sequence[str]) -> None:
         """Remove what is known of items that are gone."""
@@ -165,7 +127,7 @@ class Natives:
             return
         names = [(name,) for name in ids]
         with self._lock:
-            with transaction(self._connection) as connection:
+            with self._writing() as connection:
                 connection.executemany("DELETE FROM native WHERE id = ?", names)
                 connection.executemany("DELETE FROM wanted WHERE id = ?", names)
             for name in ids:
@@ -176,53 +138,36 @@ class Natives:
         if not seen:
             return
         with self._lock:
-            with transaction(self._connection) as connection:
+            with self._writing() as connection:
                 connection.executemany("DELETE FROM native WHERE id = ? AND seen = ?", seen.items())
             for name, digest_ in seen.items():
                 if name in self._known and self._known[name][1].seen == digest_:
                     self._drop(name)
 
-    def claim(self, seen: Mapping[str, bytes], day: str, budget: int) -> list[str]:
-        """Those of the ids, in their order, that have no vector of what was `seen`, that nobody
-        embeds at present, and that the day's budget has room for; others are noted as wanted."""
-        with self._lock, transaction(self._connection) as connection:
-            lacking = [
-                name
-                for name, digest_ in seen.items()
-                # Kept since it was looked for.
-                if not connection.execute(
-                    "SELECT 1 FROM native WHERE id = ? AND seen = ?", (name, digest_)
-                ).fetchone()
-            ]
-            return claims.claim(connection, lacking, day, budget)
-
-    def release(self, ids: Sequence[str]) -> None:
-        """Free claims whose items could not be embedded; they are wanted last."""
-        with self._lock, transaction(self._connection) as connection:
-            claims.release(connection, ids)
-
     def wanted(self, count: int) -> list[str]:
         """Ids that were asked for and are not there, most often first."""
-        with self._lock, refusing_sqlite(self._path):
-            lacking = "id NOT IN (SELECT id FROM native)"
-            return claims.wanted(self._connection, count, lacking)
+        return self.names_wanted(count, "id NOT IN (SELECT id FROM native)")
 
-    def spent(self, day: str) -> int:
-        """Items that were claimed on a day."""
-        with self._lock, refusing_sqlite(self._path):
-            return claims.spent(self._connection, day)
-
-    def ids(self, after: str, count: int) -> list[tuple[str, bytes]]:
+    def ids(self, after: str, count: int) -> list[ItemVersion]:
         """Ids and digests in the order of ids, those above `after`."""
-        with self._lock, refusing_sqlite(self._path):
-            return self._connection.execute(
+        with self._reading() as connection:
+            return connection.execute(
                 "SELECT id, seen FROM native WHERE id > ? ORDER BY id LIMIT ?", (after, count)
             ).fetchall()
 
+    def _name(self, key: ItemVersion) -> str:
+        return key[0]
+
+    def _lacking(
+        self, connection: sqlite3.Connection, keys: Sequence[ItemVersion]
+    ) -> list[ItemVersion]:
+        exists = "SELECT 1 FROM native WHERE id = ? AND seen = ?"
+        return [key for key in keys if not connection.execute(exists, key).fetchone()]
+
     def _catch_up(self) -> None:
         """Take into memory what this process and others have kept since."""
-        with refusing_sqlite(self._path):
-            rows = self._connection.execute(
+        with self._reading() as connection:
+            rows = connection.execute(
                 "SELECT number, id, seen, vector FROM native WHERE number > ? ORDER BY number",
                 (self._newest,),
             ).fetchall()

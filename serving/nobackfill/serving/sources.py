@@ -21,10 +21,10 @@ from nobackfill.errors import (
     TooLargeError,
     UnavailableError,
 )
-from nobackfill.items.kind import Kind
 from nobackfill.loopback import is_loopback
 from nobackfill.pace import paced, pool_manager
 from nobackfill.text import LARGEST_BYTES, read_line
+from nobackfill.vectors import Kind
 
 _PIECE = 1 << 16
 # Errors that a host can cause: urllib3 lets some of other libraries through.

@@ -9,22 +9,21 @@ wanted.
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple
 
 from nobackfill.errors import BusyError, CannotWriteError, ConfigurationError, TooLargeError
-from nobackfill.items.sources import Items
 from nobackfill.processes import DaemonThreads
+from nobackfill.serving.ledger import Key, Ledger, today
+from nobackfill.serving.sources import Items
 
 _DAY_S = 86_400.0
 # Of so many it is known; of more, those that rest longest.
 _MOST = 100_000
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -117,25 +116,6 @@ class EmbeddingCost:
     last_failure: str = ""
 
 
-class Work(Protocol[Key]):
-    """What becomes of the items that one query asks for."""
-
-    def claim(self, keys: Sequence[Key], budget: int) -> Sequence[Key]:
-        """Those that nobody else embeds, of at most `budget` a day; others are noted as wanted, all
-        of them with a budget of 0. Raises BusyError, CannotWriteError: nothing is embedded then."""
-        ...
-
-    def keep(self, found: Mapping[Key, str | bytes], gone: Sequence[Key]) -> Collection[Key]:
-        """Embed what was `found` and keep it, durably; which were kept. `gone`: there is no such
-        item any more. May raise anything."""
-        ...
-
-    def release(self, keys: Collection[Key]) -> None:
-        """Give up claims of items that were not kept, and what they cost the day's budget; they are
-        wanted no more until they are asked for again."""
-        ...
-
-
 @dataclass
 class _Bytes:
     """What one query may still read."""
@@ -156,12 +136,18 @@ class _Read(NamedTuple, Generic[Key]):
     unread: list[Key]
 
 
-class Reembedding(Generic[Key]):
-    """Reads items and has them embedded."""
+class Reembedding(ABC, Generic[Key]):
+    """Reads items from a source; a subclass embeds them and keeps the vectors."""
 
-    def __init__(self, items: Items, limits: Limits, resting: Resting[Key] | None = None) -> None:
-        """`resting`: what is not begun as it failed a while ago; None: all may be tried again."""
-        self._items, self.limits, self._resting = items, limits, resting
+    def __init__(
+        self,
+        items: Items,
+        limits: Limits,
+        ledger: Ledger[Key],
+        resting: Resting[Key] | None = None,
+    ) -> None:
+        """`resting`: items that failed a while ago are not begun; None: all may be tried again."""
+        self._items, self.limits, self.ledger, self._resting = items, limits, ledger, resting
         # Again by the same thread: a batch may have ended before `_begin` asks to be told.
         self._lock = threading.RLock()
         self._closed = False
@@ -173,9 +159,19 @@ class Reembedding(Generic[Key]):
         self._threads = DaemonThreads(limits.concurrency, "nobackfill-embed")
         self.cost = EmbeddingCost()
 
+    @abstractmethod
+    def keep(self, found: Mapping[Key, str | bytes], gone: Sequence[Key]) -> Collection[Key]:
+        """Embed what was `found`, keep the vectors durably and settle their items; return the items
+        that are done with. `gone`: there is no such item any more. May raise anything."""
+
+    def claim(self, keys: Sequence[Key], budget: int) -> Sequence[Key]:
+        """Claim items that nobody else embeds, at most `budget` a day; the others are noted as
+        wanted. Raises BusyError, CannotWriteError: then nothing is embedded."""
+        return self.ledger.claim(keys, today(), budget)
+
     def close(self, seconds: float = _CLOSED_S) -> bool:
         """End after the items that are being read, and keep what was: what waits is not begun, and
-        who asks from now on gets nothing. Returns whether all has ended within `seconds`; what has
+        calls from now on begin nothing. Returns whether all has ended within `seconds`; what has
         not, as a source hangs, ends by itself or with the process. May be called again."""
         end = time.monotonic() + seconds
         with self._lock:
@@ -184,19 +180,17 @@ class Reembedding(Generic[Key]):
             claimed = self._claimed.wait_for(lambda: not self._claiming, seconds)
         return self._threads.close(max(0.0, end - time.monotonic())) and claimed
 
-    def ask(self, names: Mapping[Key, str], work: Work[Key], seconds: float | None = None) -> None:
+    def ask(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
         """Embed items again by their names in the source; return when they are kept or time is up:
         that of the limits, and no more than `seconds`."""
         patience = self.limits.seconds if seconds is None else min(seconds, self.limits.seconds)
         deadline = time.monotonic() + patience
-        started = self._begin(names, work)
+        started = self._begin(names)
         wait(started, timeout=max(0.0, deadline - time.monotonic()))
 
-    def finish(
-        self, names: Mapping[Key, str], work: Work[Key], seconds: float | None = None
-    ) -> None:
+    def finish(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
         """The same, however long it takes, or for so many seconds whatever the limits say."""
-        wait(self._begin(names, work), timeout=seconds)
+        wait(self._begin(names), timeout=seconds)
 
     def busy(self, keys: Collection[Key]) -> bool:
         """Whether any of these is under way still."""
@@ -208,7 +202,7 @@ class Reembedding(Generic[Key]):
         with self._lock:
             self.cost.last_failure = f"{type(error).__name__}: {error}"
 
-    def _begin(self, names: Mapping[Key, str], work: Work[Key]) -> list[Future[None]]:
+    def _begin(self, names: Mapping[Key, str]) -> list[Future[None]]:
         """The work on these items, that of other queries with it."""
         if os.getpid() != self._process:
             raise ConfigurationError(
@@ -231,8 +225,8 @@ class Reembedding(Generic[Key]):
         mine: dict[Key, str] = {}
         try:
             # Not under the lock: it may wait for other processes, and nobody else here shall.
-            mine = {key: names[key] for key in self._claim(idle, beyond, work)}
-            self._submit(mine, work)
+            mine = {key: names[key] for key in self._claim(idle, beyond)}
+            self._submit(mine)
         finally:
             self._end([key for key in idle if key not in mine])
             with self._lock:
@@ -240,33 +234,33 @@ class Reembedding(Generic[Key]):
                 self._claimed.notify_all()
         return [*shared, *(own[key] for key in mine)]
 
-    def _claim(self, idle: list[Key], beyond: list[Key], work: Work[Key]) -> Sequence[Key]:
+    def _claim(self, idle: list[Key], beyond: list[Key]) -> Sequence[Key]:
         """Those that are to be embedded here."""
         try:
             if beyond:
-                work.claim(beyond, 0)
-            return work.claim(idle, self.limits.a_day) if idle else ()
+                self.claim(beyond, 0)
+            return self.claim(idle, self.limits.a_day) if idle else ()
         except (BusyError, CannotWriteError) as error:
             self.failed(error)
             return ()
 
-    def _submit(self, names: Mapping[Key, str], work: Work[Key]) -> None:
+    def _submit(self, names: Mapping[Key, str]) -> None:
         """Claimed items, in batches; once it is closed they are given up."""
         bytes_, keys = _Bytes(self.limits.bytes_a_query), list(names)
         with self._lock:
             closed = self._closed
             for first in range(0, 0 if closed else len(keys), self.limits.batch):
                 some = {key: names[key] for key in keys[first : first + self.limits.batch]}
-                future = self._threads.submit(partial(self._work, some, work, bytes_))
-                future.add_done_callback(self._done(list(some), work))
+                future = self._threads.submit(partial(self._work, some, bytes_))
+                future.add_done_callback(self._done(list(some)))
         if closed and keys:
-            self._postpone(keys, work)
+            self._postpone(keys)
             self._end(keys)
 
-    def _done(self, keys: list[Key], work: Work[Key]) -> Callable[[Future[None]], None]:
+    def _done(self, keys: list[Key]) -> Callable[[Future[None]], None]:
         def done(future: Future[None]) -> None:
             if future.cancelled():
-                self._postpone(keys, work)
+                self._postpone(keys)
             self._end(keys)
 
         return done
@@ -278,21 +272,21 @@ class Reembedding(Generic[Key]):
         for future in ended:
             future.set_result(None)
 
-    def _postpone(self, keys: Sequence[Key], work: Work[Key]) -> None:
+    def _postpone(self, keys: Sequence[Key]) -> None:
         """They were not begun: they cost nothing, and stay wanted."""
         try:
-            work.release(keys)
-            work.claim(keys, 0)
+            self.ledger.release(keys)
+            self.claim(keys, 0)
         except Exception as error:  # noqa: BLE001 - claims end by themselves
             self.failed(error)
 
-    def _work(self, names: Mapping[Key, str], work: Work[Key], bytes_: _Bytes) -> None:
+    def _work(self, names: Mapping[Key, str], bytes_: _Bytes) -> None:
         begun = time.perf_counter()
         read: _Read[Key] = _Read({}, [], [])
         kept: Collection[Key] = ()
         try:
             read = self._read(names, bytes_)
-            kept = work.keep(read.found, read.gone)
+            kept = self.keep(read.found, read.gone)
         except Exception as error:  # noqa: BLE001 - whatever it is, claims are freed
             self.failed(error)
         finally:
@@ -305,9 +299,9 @@ class Reembedding(Generic[Key]):
                 self._resting.failed([key for key in lost if key not in read.gone])
                 self._resting.gone([key for key in lost if key in read.gone])
             if read.unread:
-                self._postpone(read.unread, work)
+                self._postpone(read.unread)
             if lost:
-                work.release(lost)
+                self.ledger.release(lost)
 
     def _read(self, names: Mapping[Key, str], bytes_: _Bytes) -> _Read[Key]:
         """As many as the bytes reach for."""
@@ -336,8 +330,3 @@ class Reembedding(Generic[Key]):
                 self.cost.bytes += size
             found[key] = item
         return _Read(found, gone, [])
-
-
-def today() -> str:
-    """The day that a budget is of."""
-    return datetime.now(UTC).date().isoformat()

@@ -14,15 +14,17 @@ from typing import Literal
 import numpy as np
 
 from nobackfill.adopt.embedding.embedder import Embedder
-from nobackfill.adopt.joining import HITS, Block, Joining, candidates, load_joining
+from nobackfill.adopt.joining import load_joining
 from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
 from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
-from nobackfill.items.reembedding import EmbeddingCost, Limits, today
-from nobackfill.items.sources import Items
 from nobackfill.serve.natives import Natives, digest
-from nobackfill.serve.reembedding import SourceReembedding, without
+from nobackfill.serve.reembedding import SourceReembedding, versions
+from nobackfill.serving.fusion import HITS, Block, Joining, candidates
+from nobackfill.serving.ledger import today
+from nobackfill.serving.reembedding import EmbeddingCost, Limits
+from nobackfill.serving.sources import Items
 from nobackfill.vectors import Vectors, check_vectors
 
 _WINDOW = 1000
@@ -132,7 +134,7 @@ class Dual:
         rows = self._candidates(by_old, by_new)
         rows, odds, native = self._ranked(rows, by_old, by_new)
         if self._again is not None and len(rows):
-            self._again.ask(without(rows, native))
+            self._again.ask(versions(without(rows, native)))
             # Who was deleted while the query waited is not shown.
             rows, odds, native = self._ranked(self._source.lookup(rows.ids), by_old, by_new)
         probabilities = 1 / (1 + np.exp(-odds.astype(np.float64).clip(-500, 500)))
@@ -187,7 +189,8 @@ class Dual:
         before, came = len(self._natives), 0
         for rows in self._waiting():
             # What cannot be embedded does not count: others would never have their turn.
-            self._again.finish(Rows(rows.ids[: count - came], rows.vectors[: count - came]))
+            some = slice(count - came)
+            self._again.finish(versions(Rows(rows.ids[some], rows.vectors[some])))
             came = len(self._natives) - before
             if came >= count or self._natives.spent(today()) >= self._again.limits.a_day:
                 break
@@ -235,3 +238,9 @@ class Dual:
             None if again is None else again.limits.a_day,
             EmbeddingCost() if again is None else again.cost,
         )
+
+
+def without(rows: Rows, ids: set[str]) -> Rows:
+    """Rows of other items than these, in their order."""
+    kept = [row for row, name in enumerate(rows.ids) if name not in ids]
+    return Rows([rows.ids[row] for row in kept], rows.vectors[np.asarray(kept, np.int64)])

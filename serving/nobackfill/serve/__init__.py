@@ -23,25 +23,23 @@ if TYPE_CHECKING:
         DualHit as DualHit,
         Progress as Progress,
     )
-    from nobackfill.serve.items import (
+    from nobackfill.serve.natives import Natives as Natives
+    from nobackfill.serve.reembedding import (
         ColumnItems as ColumnItems,
         FolderItems as FolderItems,
         FunctionItems as FunctionItems,
         Items as Items,
-        UrlItems as UrlItems,
-    )
-    from nobackfill.serve.natives import Natives as Natives
-    from nobackfill.serve.reembedding import (
         Limits as Limits,
         SourceReembedding as SourceReembedding,
+        UrlItems as UrlItems,
     )
 else:
     __getattr__ = offer(
         __name__,
         {
             "dual": "Dual DualAnswer DualHit Progress",
-            "items": "ColumnItems FolderItems FunctionItems Items UrlItems",
             "natives": "Natives",
-            "reembedding": "Limits SourceReembedding",
+            "reembedding": "ColumnItems FolderItems FunctionItems Items Limits SourceReembedding "
+            "UrlItems",
         },
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import NobackfillError
-from nobackfill.items import FunctionItems, Limits, Reembedding, UrlItems
-from tests.items.test_reembedding import Kept
+from nobackfill.serving import FunctionItems, LedgerFile, Limits, UrlItems
+from tests.serving.test_reembedding import Keeping
 from tests.support.evil_host import BEHAVIOURS, evil_host
 from tests.support.waiting import wait_until
 
@@ -36,15 +36,15 @@ def test_an_end_does_not_wait_for_a_source_that_hangs(tmp_path: Path) -> None:
         hangs.set()
         over.wait()
 
-    work = Kept(tmp_path / "claims.sqlite")
-    again = Reembedding[str](FunctionItems(hang, "text"), Limits(concurrency=1, batch=1))
-    again.ask({"a": "a", "b": "b"}, work, seconds=0)
+    ledger = LedgerFile[str](tmp_path / "ledger.sqlite")
+    again = Keeping(FunctionItems(hang, "text"), Limits(concurrency=1, batch=1), ledger)
+    again.ask({"a": "a", "b": "b"}, seconds=0)
     assert hangs.wait(30)
     began = time.monotonic()
     assert not again.close(0.2)
     assert time.monotonic() - began < 20
     # Fetches that had not begun stay wanted.
-    assert work.wanted == {"b"}
+    assert again.wanted == {"b"}
     over.set()
     wait_until(lambda: again.close(0.2), "it has not ended by itself")
-    work.close()
+    ledger.close()

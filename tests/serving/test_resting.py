@@ -2,7 +2,7 @@
 
 import pytest
 
-from nobackfill.items import Resting, reembedding
+from nobackfill.serving import Resting, reembedding
 
 DAY_S = 86_400.0
 

@@ -1,0 +1,52 @@
+"""The engine for searching while a model changes.
+
+It chooses candidates, fuses ranks, embeds items again from where they are, and keeps the ledger of
+that work. `nobackfill.serve` uses it for galleries in a database of their own, the gateway for its
+galleries, and `nobackfill fit` to predict what a search finds.
+
+>>> from nobackfill.serving import FolderItems, LedgerFile, candidates
+>>> candidates(lambda count: ["a", "b"], lambda count: ["b", "c"])
+['a', 'b', 'c']
+>>> FolderItems(folder).read("no such.png", most_bytes=1000)
+>>> ledger = LedgerFile(folder / "ledger.sqlite")
+>>> ledger.claim(["a", "b", "c"], day="2026-11-26", budget=2)
+['a', 'b']
+>>> ledger.names_wanted(10)
+['c']
+>>> ledger.close()
+"""
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.serving.fusion import (
+        Joining as Joining,
+        OddsLine as OddsLine,
+        candidates as candidates,
+    )
+    from nobackfill.serving.ledger import Ledger as Ledger, LedgerFile as LedgerFile
+    from nobackfill.serving.reembedding import (
+        EmbeddingCost as EmbeddingCost,
+        Limits as Limits,
+        Reembedding as Reembedding,
+        Resting as Resting,
+    )
+    from nobackfill.serving.sources import (
+        FolderItems as FolderItems,
+        FunctionItems as FunctionItems,
+        Items as Items,
+        LineItems as LineItems,
+        UrlItems as UrlItems,
+    )
+else:
+    __getattr__ = offer(
+        __name__,
+        {
+            "fusion": "Joining OddsLine candidates",
+            "ledger": "Ledger LedgerFile",
+            "reembedding": "EmbeddingCost Limits Reembedding Resting",
+            "sources": "FolderItems FunctionItems Items LineItems UrlItems",
+        },
+    )

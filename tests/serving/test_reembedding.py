@@ -1,0 +1,188 @@
+"""What becomes of items that one query asks for, and of what they cost the day."""
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from nobackfill.serving import FunctionItems, Items, LedgerFile, Limits, Resting, reembedding
+from nobackfill.serving.ledger import today
+from nobackfill.serving.reembedding import Reembedding
+from tests.support.waiting import wait_until
+
+SIZE = 5
+
+
+class Keeping(Reembedding[str]):
+    """Keeps the names of what it is given."""
+
+    def __init__(
+        self, items: Items, limits: Limits, ledger: LedgerFile[str],
+        resting: Resting[str] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(items, limits, ledger, resting)
+        self.kept: set[str] = set()
+
+    def keep(self, found: Mapping[str, str | bytes], gone: Sequence[str]) -> Collection[str]:
+        self.ledger.settle(list(found))
+        self.kept |= set(found)
+        return list(found)
+
+    @property
+    def spent(self) -> int:
+        return self.ledger.spent(today())
+
+    @property
+    def wanted(self) -> set[str]:
+        """Those that were asked for in vain and have not failed since."""
+        assert isinstance(self.ledger, LedgerFile)
+        return set(self.ledger.names_wanted(1000))
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[LedgerFile[str]]:
+    with closing(LedgerFile[str](tmp_path / "ledger.sqlite")) as ledger:
+        yield ledger
+
+
+def named(numbers: range) -> dict[str, str]:
+    return {f"i{number}": f"i{number}" for number in numbers}
+
+
+def text(name: str) -> str:
+    return name.ljust(SIZE)
+
+
+def test_what_the_bytes_do_not_reach_is_not_begun(ledger: LedgerFile[str]) -> None:
+    """A query's bytes hold 12 items and a half."""
+    limits = Limits(concurrency=1, bytes_a_query=12 * SIZE + 2, bytes_an_item=10 * SIZE)
+    with closing(Keeping(FunctionItems(text, "text"), limits, ledger)) as again:
+        for first in (0, 100, 200):
+            again.finish(named(range(first, first + 100)))
+        assert len(again.kept) == again.spent == 3 * 12
+        assert (again.cost.embedded, again.cost.failed, again.cost.last_failure) == (36, 0, "")
+        assert again.wanted == set(named(range(300))) - again.kept
+        # And so it is embedded in the end.
+        for _ in range(300 // 12):
+            again.finish(dict.fromkeys(again.wanted, "again"))
+        assert len(again.kept) == again.spent == 300
+        assert again.wanted == set()
+
+
+def test_what_fits_in_no_query_fails(ledger: LedgerFile[str]) -> None:
+    limits = Limits(bytes_a_query=3 * SIZE)
+    large = FunctionItems(lambda name: "x" * 4 * SIZE, "text")
+    with closing(Keeping(large, limits, ledger)) as again:
+        again.finish(named(range(1)))
+        assert (again.cost.failed, again.spent, again.wanted) == (1, 0, set())
+        assert "expected at most" in again.cost.last_failure
+
+
+def test_what_was_not_embedded_costs_the_day_nothing(ledger: LedgerFile[str]) -> None:
+    asked = list[str]()
+
+    def source(name: str) -> str | None:
+        asked.append(name)
+        if name == "i1":
+            raise OSError("broken")
+        return None if name == "i2" else text(name)
+
+    resting = Resting[str](60.0, 3600.0)
+    with closing(Keeping(FunctionItems(source, "text"), Limits(), ledger, resting)) as again:
+        for times in (1, 2, 3):
+            # What is kept is embedded again, as this one knows no better; the others rest.
+            again.finish(named(range(3)))
+            assert (again.spent, again.kept) == (times, {"i0"})
+        assert sorted(asked) == ["i0", "i0", "i0", "i1", "i2"]
+
+
+def test_what_waits_at_the_end_stays_wanted(ledger: LedgerFile[str]) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def source(name: str) -> str:
+        begun.set()
+        assert go.wait(60)
+        return text(name)
+
+    again = Keeping(FunctionItems(source, "text"), Limits(concurrency=1, batch=2), ledger)
+    again.ask(named(range(6)), seconds=0)
+    assert begun.wait(60)
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(again.close)
+        try:
+            # Four are cancelled; of those that have begun one is read, and kept.
+            wait_until(lambda: len(again.wanted) == 4, "what waited is not wanted", seconds=30)
+        finally:
+            go.set()
+        ended.result()
+    assert len(again.kept) == again.spent == 1
+    assert again.wanted == set(named(range(6))) - again.kept
+    again.ask(named(range(6)))
+    assert again.spent == 1
+
+
+def test_a_crowd_claims_no_more_than_there_is_room_for(
+    ledger: LedgerFile[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reembedding, "_MOST_WAITING", 10)
+    go = threading.Event()
+
+    def source(name: str) -> str:
+        assert go.wait(60)
+        return text(name)
+
+    with closing(Keeping(FunctionItems(source, "text"), Limits(), ledger)) as again:
+        again.ask(named(range(8)), seconds=0)
+        again.ask(named(range(25)), seconds=0)
+        assert (again.spent, len(again.wanted)) == (10, 15)
+        assert again.busy(["i9"]) and not again.busy(["i10"])
+        go.set()
+        again.finish(named(range(10)))
+        assert not again.busy(named(range(25)))
+
+
+def test_who_claims_holds_nobody_else_up(ledger: LedgerFile[str]) -> None:
+    """As where another gateway has the row that claims are counted in."""
+    claiming, go = threading.Event(), threading.Event()
+
+    class Waits(Keeping):
+        def claim(self, keys: Sequence[str], budget: int) -> Sequence[str]:
+            if "i0" in keys:
+                claiming.set()
+                assert go.wait(60)
+            return super().claim(keys, budget)
+
+    with (
+        closing(Waits(FunctionItems(text, "text"), Limits(), ledger)) as again,
+        ThreadPoolExecutor(2) as people,
+    ):
+        first = people.submit(again.finish, named(range(5)))
+        assert claiming.wait(60)
+        others = people.submit(again.finish, named(range(5, 10)))
+        try:
+            others.result(timeout=30)
+            assert again.kept == set(named(range(5, 10)))
+        finally:
+            go.set()
+        first.result()
+        assert again.kept == set(named(range(10)))
+
+
+def test_a_claim_that_fails_leaves_nothing_under_way(ledger: LedgerFile[str]) -> None:
+    class Fails(Keeping):
+        fails = True
+
+        def claim(self, keys: Sequence[str], budget: int) -> Sequence[str]:
+            if self.fails:
+                raise RuntimeError("nobody foresaw it")
+            return super().claim(keys, budget)
+
+    with closing(Fails(FunctionItems(text, "text"), Limits(), ledger)) as again:
+        with pytest.raises(RuntimeError):
+            again.finish(named(range(5)))
+        again.fails = False
+        again.finish(named(range(5)))
+        assert len(again.kept) == 5
