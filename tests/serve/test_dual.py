@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -17,11 +17,11 @@ import pytest
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.joining import save_joining
-from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_joined
+from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_joined, served
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_searchable, open_source
-from nobackfill.adopt.sources.source import Searchable, Target
+from nobackfill.adopt.sources.source import Rows, Searchable, Target
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, InvalidInputError
 from nobackfill.serve import Dual, FunctionItems, Limits, Natives
 from nobackfill.serving import reembedding
@@ -119,6 +119,35 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
     for way in ("both", "lazily"):
         assert found(way, "new") == pytest.approx(told[way]["agreement@10"].mean(), abs=0.01)
     assert found("lazily", None) < told["lazily"]["agreement@10"].mean() - 0.3
+
+
+class Watched(MemorySource):
+    """Notes whose vectors are looked up."""
+
+    def lookup(self, ids: Sequence[str]) -> Rows:
+        self.asked = list(ids)
+        return super().lookup(ids)
+
+
+def test_dual_ranks_the_candidates_that_fit_judges(tmp_path: Path) -> None:
+    files(tmp_path)
+    store = str(tmp_path / "store")
+    carry(open_searchable(store), Target("new", MAP.dims[1], MAP.digest), MAP)
+    source = Watched(open_source(store))
+    gallery = Gallery(MADE.old, MAP(MADE.old), MADE.new)
+    asked = MADE.queries
+    judged = np.isfinite(served(gallery, asked, JOINING)["both"])
+    with closing(
+        Dual.open(
+            source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "n.db", NewModel(),
+            carried="new",
+        )
+    ) as found:  # fmt: skip
+        for query in QUERIES:
+            ask(found, query)
+            assert len(source.asked) == len(set(source.asked))
+            assert set(source.asked) == {MADE.ids[row] for row in np.flatnonzero(judged[query])}
+    assert 100 < judged.sum(1).min() < judged.sum(1).max() <= 200
 
 
 def test_native_items_keep_a_share_of_what_they_were_carried(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ relevance, turns it into log-odds. Distances themselves are never compared betwe
 query is nearer to carried items than to native ones on average.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -83,13 +83,13 @@ class Joining:
         return self.native(nearness(by_new, new, self.new, metric=self.metric), near)
 
 
-def candidates(*searches: Callable[[int], Sequence[Key]]) -> list[Key]:
-    """Collect the items that are ranked for a query, each once: the HITS nearest of each search.
+def candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> list[Key]:
+    """Collect the items that are ranked for a query, each once: the `count` nearest of each search.
 
-    `nobackfill.serve.Dual` searches the store, `fit` searches the judged items: what is predicted
-    is what is served.
+    `nobackfill.serve.Dual` searches a store, the gateway its galleries, and `fit` the judged items:
+    what is predicted is what is served.
     """
-    return list(dict.fromkeys(key for search in searches for key in search(HITS)))
+    return list(dict.fromkeys(key for search in searches for key in search(count)))
 
 
 def fused(weight: float, near_old: Block, near_new: Block) -> Block:

@@ -8,7 +8,7 @@ import contextlib
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.reading import StoredItem, StoredVectors
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Neighbours, give_way
 from nobackfill.gallery.spec import space_of
@@ -37,7 +37,7 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.galleries.plan import SOURCE
-from nobackfill.server.galleries.ranking import rank
+from nobackfill.server.galleries.ranking import RankedHit, rank
 from nobackfill.server.galleries.searching import Question, SearchResult, rank_or_refuse, run
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
@@ -46,83 +46,93 @@ from nobackfill.server.healing.healer import Healer, HealingProgress
 from nobackfill.server.healing.ledger import FileLedger, HealingLedger
 from nobackfill.server.healing.registration import HealingSource, Places
 from nobackfill.server.settings import Settings
+from nobackfill.serving.fusion import candidates
 from nobackfill.serving.reembedding import EmbeddingCost
 from nobackfill.serving.sources import Items
 
 # Answers of a gallery that heals: candidates embedded again, then ranked by what there is.
 
-# Labels of a query's candidates, with their distances.
-Candidates = Mapping[int, float]
+# A question, and the labels of the items that are ranked for it.
+Candidates = tuple[Question, list[int]]
 
-# Candidates that are asked for and read at once, those of one question in any case: a batch may
-# have half a million.
+# Candidates that are embedded again and read at once, those of one question in any case: a batch
+# may have half a million.
 _AT_ONCE = 4096
 
 
-def candidates(
+def _candidates(
     healer: Healer, questions: Sequence[Question], allowed: Matches | None
 ) -> list[Candidates | InvalidInputError]:
-    """The nearest of each question, and the nearest of those that are native: by distance alone
-    carried ones can be before them that are no nearer in truth (docs/adr/0017). Raises
-    DeadlineError, CancelledError."""
-    hits = healer.source.hits
-    wide = [replace(question, k=max(question.k, hits)) for question in questions]
-    found: list[Candidates | InvalidInputError] = []
+    """Collect the nearest items of each question, and the nearest of those that are native: by
+    distance alone carried ones can be before them that are no nearer in truth (docs/adr/0017).
+    Raises DeadlineError, CancelledError."""
+    wide = [replace(question, k=max(question.k, healer.source.hits)) for question in questions]
     native = healer.ledger.native(allowed)
-    for question, answer in zip(wide, run(wide, allowed), strict=True):
+    found: list[Candidates | InvalidInputError] = []
+    for question, one, answer in zip(questions, wide, run(wide, allowed), strict=True):
         if isinstance(answer, InvalidInputError):
             found.append(answer)
             continue
-        near = _by_label(answer[0][0], answer[1])
+        searches = [partial(_nearest_of_all, answer)]
         if native is not None:
             context.current().check()
-            alone = question.hosted.search(
-                question.parts, question.vectors, question.k, native, question.ef
-            )
-            near |= _by_label(alone[0], 0)
-        found.append(near)
+            searches.append(partial(_nearest_native, one, native))
+        found.append((question, candidates(*searches, count=one.k)))
     return found
 
 
-def groups(near: Sequence[Candidates | InvalidInputError]) -> Iterator[slice]:
+def _nearest_of_all(answer: tuple[Sequence[Neighbours], int], _count: int) -> list[int]:
+    """As they were found together with those of other questions."""
+    (neighbours,), row = answer
+    return _labels(neighbours, row)
+
+
+def _nearest_native(question: Question, native: Matches, count: int) -> list[int]:
+    hosted = question.hosted
+    return _labels(
+        hosted.search(question.parts, question.vectors, count, native, question.ef)[0], 0
+    )
+
+
+def _labels(neighbours: Neighbours, row: int) -> list[int]:
+    labels = neighbours.labels[row]
+    found: list[int] = labels[labels >= 0].tolist()
+    return found
+
+
+def _groups(near: Sequence[Candidates]) -> Iterator[Sequence[Candidates]]:
     """Questions that are answered together, by what their candidates take."""
     first, many = 0, 0
-    for number, one in enumerate(near):
-        count = 0 if isinstance(one, InvalidInputError) else len(one)
-        if number > first and many + count > _AT_ONCE:
-            yield slice(first, number)
+    for number, (_, labels) in enumerate(near):
+        if number > first and many + len(labels) > _AT_ONCE:
+            yield near[first:number]
             first, many = number, 0
-        many += count
-    yield slice(first, len(near))
+        many += len(labels)
+    if near:
+        yield near[first:]
 
 
-def _by_label(neighbours: Neighbours, row: int) -> dict[int, float]:
-    pairs = zip(neighbours.labels[row].tolist(), neighbours.distances[row].tolist(), strict=True)
-    return {label: distance for label, distance in pairs if label >= 0}
+def _answered(healer: Healer, near: Sequence[Candidates], end: float) -> Iterator[SearchResult]:
+    """Answer questions by the vectors that their candidates have once the carried ones among the
+    first are embedded again, or at the `end` of the monotonic clock."""
+    ranked = _ranked(near)
+    first = [hit for hits in ranked for hit in hits[: healer.source.hits]]
+    carried = {hit.item.label: hit.item.id for hit in first if hit.origin == "upgraded"}
+    if carried:
+        healer.ask(carried, end - time.monotonic())
+        ranked = _ranked(near)
+    for (question, _), hits in zip(near, ranked, strict=True):
+        query = question.parts[0].query
+        yield SearchResult(hits[: question.k], query.release, query.space)
 
 
-def carried_first(healer: Healer, question: Question, near: Candidates) -> dict[int, str]:
-    """Labels and ids of the carried ones among the first hits as they are ranked now."""
-    hosted, part = question.hosted, question.parts[0]
-    labels = sorted(near, key=lambda label: (near[label], label))
-    there = Neighbours(
-        np.array([labels], np.int64), np.array([[near[label] for label in labels]], np.float32)
-    )
-    ranked = rank([part], [there], 0, len(labels), hosted.items, exact=True, by_score=True)
-    first = ranked[: healer.source.hits]
-    return {hit.item.label: hit.item.id for hit in first if hit.origin == "upgraded"}
-
-
-def found(question: Question, near: Candidates, stored: StoredVectors) -> SearchResult:
-    """The best of the candidates by the vectors that they have now: by scores, as distances to
-    carried and to native vectors do not compare."""
-    hosted, part = question.hosted, question.parts[0]
-    spec = space_of(hosted.spaces(), part.space).spec
-    rows = np.flatnonzero(np.isin(stored.labels, list(near)))
-    apart = index.to_one(spec.metric, question.vectors[0], stored.embedding[rows])
-    order = np.lexsort((stored.labels[rows], apart))
-    labels = stored.labels[rows][order]
-    origins = {int(stored.labels[row]): stored.origins[row] for row in rows.tolist()}
+def _ranked(near: Sequence[Candidates]) -> list[list[RankedHit]]:
+    """Rank the candidates of each question by the vectors that they have now."""
+    hosted, part = near[0][0].hosted, near[0][0].parts[0]
+    labels = np.array(sorted({label for _, some in near for label in some}), np.int64)
+    stored = hosted.store.stored(labels, part.space)
+    metric = space_of(hosted.spaces(), part.space).spec.metric
+    origins = dict(zip(stored.labels.tolist(), stored.origins, strict=True))
 
     def items(some: list[int], space: str) -> list[StoredItem | None]:
         # Their vectors' own origins, whatever happens meanwhile.
@@ -131,9 +141,15 @@ def found(question: Question, near: Candidates, stored: StoredVectors) -> Search
             for one in hosted.items(some, space)
         ]
 
-    there = Neighbours(labels[None], apart[order][None])
-    hits = rank([part], [there], 0, len(labels), items, exact=hosted.exact, by_score=True)
-    return SearchResult(hits[: question.k], part.query.release, part.query.space)
+    found = []
+    for question, some in near:
+        rows = np.flatnonzero(np.isin(stored.labels, some))
+        apart = index.to_one(metric, question.vectors[0], stored.embedding[rows])
+        order = np.lexsort((stored.labels[rows], apart))
+        there = Neighbours(stored.labels[rows][order][None], apart[order][None])
+        # By scores, as distances to carried and to native vectors do not compare.
+        found.append(rank([part], [there], 0, len(order), items, exact=hosted.exact, by_score=True))
+    return found
 
 
 # What Prometheus reads of galleries that heal.
@@ -264,15 +280,16 @@ class Healing:
         if healer is None:
             answers = run(questions, allowed)
             return [rank_or_refuse(q, a) for q, a in zip(questions, answers, strict=True)]
-        near = candidates(healer, questions, allowed)
+        near = _candidates(healer, questions, allowed)
         # All of them together wait as long as one.
         patience = min(healer.source.seconds, _SHARE * context.current().remaining())
-        end, found = time.monotonic() + patience, list[SearchResult | InvalidInputError]()
-        for group in groups(near):
+        end, found = time.monotonic() + patience, list[SearchResult]()
+        for group in _groups([one for one in near if not isinstance(one, InvalidInputError)]):
             context.current().check()
-            found += _answered(healer, questions[group], near[group], end)
-        self._series.count(one for one in found if isinstance(one, SearchResult))
-        return found
+            found += _answered(healer, group, end)
+        self._series.count(found)
+        healed = iter(found)
+        return [one if isinstance(one, InvalidInputError) else next(healed) for one in near]
 
     def progress(self, hosted: Hosted) -> HealingProgress | None:
         """Of a gallery that has a source; None of another."""
@@ -423,27 +440,6 @@ class Healing:
             healer.ledger.load()
             more = healer.heal_some()
         return more
-
-
-def _answered(
-    healer: Healer, questions: Sequence[Question],
-    near: Sequence[Candidates | InvalidInputError], end: float,
-) -> list[SearchResult | InvalidInputError]:  # fmt: skip
-    """Questions by the vectors that their candidates have when the carried ones among the first are
-    embedded again, or at the `end` of the monotonic clock."""
-    wanted: dict[int, str] = {}
-    for question, some in zip(questions, near, strict=True):
-        if not isinstance(some, InvalidInputError):
-            wanted |= carried_first(healer, question, some)
-    if wanted:
-        healer.ask(wanted, end - time.monotonic())
-    hosted, part = questions[0].hosted, questions[0].parts[0]
-    labels = {label for one in near if not isinstance(one, InvalidInputError) for label in one}
-    stored = hosted.store.stored(np.array(sorted(labels), np.int64), part.space)
-    return [
-        some if isinstance(some, InvalidInputError) else found(question, some, stored)
-        for question, some in zip(questions, near, strict=True)
-    ]
 
 
 def _ledger(hosted: Hosted, space: str) -> HealingLedger:
