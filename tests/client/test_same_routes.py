@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.plan import download_files, make_plan, try_plan
 from nobackfill.client.sources import open_source
-from nobackfill.client.upgrade import carry
+from nobackfill.client.sync import carry, download_files, make_plan, try_plan
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery

@@ -272,7 +272,7 @@ def test_a_sync_killed_while_it_carries_is_no_damage(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("nobackfill.client.upgrade.staging.flip", killed)
+        patched.setattr("nobackfill.client.sync.staging.flip", killed)
         with pytest.raises(KeyboardInterrupt):
             edge.follow(setting.gallery)
     with Device(setting.gallery) as device:

@@ -71,7 +71,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
 
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nobackfill.client.plan.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.sync.try_release", check_probes)
 
 
 def failures(kind: str, action: Callable[[], object], scene: Scene) -> Iterator[int]:

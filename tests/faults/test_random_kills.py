@@ -44,7 +44,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed sync would leave its trial to end by itself, and be a second slower."""
-    monkeypatch.setattr("nobackfill.client.plan.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.sync.try_release", check_probes)
 
 
 def follow(scene: Scene) -> None:

@@ -117,7 +117,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 @pytest.fixture(autouse=True)
 def no_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ONNX check writes nothing and would take a second at every step."""
-    monkeypatch.setattr("nobackfill.client.plan.try_release", check_probes)
+    monkeypatch.setattr("nobackfill.client.sync.try_release", check_probes)
 
 
 @pytest.mark.timeout(1800)

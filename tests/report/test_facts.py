@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.client.plan import Leg, SyncPlan, embedding_files
+from nobackfill.client.sync import Leg, SyncPlan, embedding_files
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
 from nobackfill.release.routes import plan_route

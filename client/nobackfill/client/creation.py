@@ -8,10 +8,10 @@ from typing import Any
 from tuf.api.metadata import Root
 
 from nobackfill import durable
-from nobackfill.client import plan, sources
+from nobackfill.client import sources, sync
 from nobackfill.client.gallery_file import beside
 from nobackfill.client.output import Output
-from nobackfill.client.plan import embedding_files
+from nobackfill.client.sync import embedding_files
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
 from nobackfill.gallery.connections import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
@@ -58,8 +58,8 @@ def init(
         if newest is None:
             raise NotFoundError(f"{source}: no release is published there yet")
         manifest = trust.manifest(newest)
-        fetched = plan.download_files(models, trust, embedding_files(manifest), output)
-        plan.check_models(models, manifest, set())
+        fetched = sync.download_files(models, trust, embedding_files(manifest), output)
+        sync.check_models(models, manifest, set())
         with SqliteGallery.create(draft, SpaceSpec.of(manifest)) as store:
             store.state_set(
                 {
@@ -67,7 +67,7 @@ def init(
                     "root": root.decode(),
                     "cohort": cohort,
                     "floor": trust.floor().model_dump(),
-                    "installed": {str(newest): plan.manifest_digest(trust, newest)},
+                    "installed": {str(newest): sync.manifest_digest(trust, newest)},
                 }
             )
         durable.remove_tree(draft.with_name(f"{draft.name}.lock"))

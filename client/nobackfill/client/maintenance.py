@@ -10,9 +10,8 @@ from typing import Any
 from nobackfill import durable
 from nobackfill.client.gallery_file import GalleryFile, beside
 from nobackfill.client.pictures import Thumbnails
-from nobackfill.client.plan import embedding_files, missing_files, tidy_models
 from nobackfill.client.status import disk_bytes
-from nobackfill.client.sync import confirm
+from nobackfill.client.sync import confirm, embedding_files, missing_files, tidy_models
 from nobackfill.client.vault import keys
 from nobackfill.client.vault.queue import TABLE, VaultQueue
 from nobackfill.digests import sha256_file

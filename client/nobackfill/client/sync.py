@@ -1,50 +1,489 @@
-"""Following a publication: verified news, staged vectors, one flip; searchable throughout.
+"""Following a publication: verified news, a plan, staged vectors, one flip; searchable throughout.
 
 A kill at any moment leaves the gallery wholly in the old space or wholly in the new one, and the
 next sync goes on from there. The space that was left is kept, so that `rollback` can return to it,
 until a sync at least a week later finds nothing newer to follow (or `gc` is asked to): that
-confirms the release. How the last sync went is kept, in five numbers, for `report`."""
+confirms the release. How the last sync went is kept, in five numbers, for `report`.
+
+Backfill is a choice: the items whose upgrade is least certain are embedded again from their images.
+"""
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Literal
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
 
 from nobackfill import durable
 from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Output, size
-from nobackfill.client.plan import (
-    SyncPlan,
-    download_files,
-    embedding_files,
-    estimate_seconds,
-    make_plan,
-    manifest_digest,
-    missing_files,
-    tidy_models,
-    try_plan,
-)
+from nobackfill.client.photos import Encoder, local_image, threads
 from nobackfill.client.sources import normalised_source, open_source
-from nobackfill.client.upgrade import carry, re_embed
+from nobackfill.digests import sha256_file
 from nobackfill.errors import (
     BusyError,
     ConfigurationError,
+    DamagedError,
+    InvalidInputError,
     NotFoundError,
+    NotPermittedError,
+    PreconditionError,
+    UnavailableError,
     UnfitError,
     UnusableOutputError,
+    VerificationError,
 )
 from nobackfill.gallery import staging
-from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.reading import StoredItem
+from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.staging import neighbours_kept
 from nobackfill.gallery.tables import vector_table
-from nobackfill.release.routes import twin_of
+from nobackfill.gallery.upgrade import Runner, run_upgrade
+from nobackfill.images import Pixels
+from nobackfill.release.manifest import Manifest, PublishedFile
+from nobackfill.release.models import CHUNK, Upgraded
+from nobackfill.release.paths import manifest_path
+from nobackfill.release.probes import check_probes
+from nobackfill.release.routes import Route, kept_by_chain, open_route, plan_route, twin_of
+from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import Trust
+from nobackfill.vectors import Vectors
 
+# Of quantised against fp32 arithmetic, and of reading and writing rows of 512 + 512 bytes: both as
+# measured with onnxruntime and SQLite on two cores.
+INT8_SPEEDUP = 3.5
+ROWS_A_SECOND = 150_000
+_BATCH = 32
 Failure = Literal["none", "no_route", "refused", "left_behind"]
+# Times that a sync begins anew because other commands changed the gallery meanwhile.
+_TRIES = 3
+# How long a release serves before a sync that finds nothing newer removes the way back.
+_CONFIRMED_AFTER = timedelta(days=7)
+# How long it waits for such a command to end.
+_CHANGE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Items of one source space and the route that carries them into the target.
+
+    A route without steps takes the vectors as they are: the target searches that space directly.
+    """
+
+    source: SpaceInfo
+    route: Route
+    items: int
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """A sync from the active release to `target`.
+
+    `legs` are in the order in which they are run: an item goes with the first leg whose source has
+    it. `int8`: some of the upgrades are quantised.
+    """
+
+    target: Manifest
+    legs: tuple[Leg, ...]
+    int8: bool
+
+    def files(self) -> list[PublishedFile]:
+        """The published files it needs: what embeds in the target, and the upgrades on the way."""
+        files = {file.path: file for file in embedding_files(self.target)}
+        for leg in self.legs:
+            for manifest, upgrade in leg.route.steps:
+                chosen = upgrade.int8_file if self.int8 and upgrade.int8_file else upgrade.file
+                for file in (manifest.probes.file, chosen):
+                    files[file.path] = file
+        return list(files.values())
+
+    def kept(self) -> float | None:
+        """Expected share of new/new mAP over all items; None where a route was never measured."""
+        shares = [(leg.route.kept, leg.items) for leg in self.legs if leg.items]
+        total = sum(items for _, items in shares)
+        known = [(kept, items) for kept, items in shares if kept is not None]
+        if not total or len(known) < len(shares):
+            return None
+        return sum(kept * items for kept, items in known) / total
+
+
+def embedding_files(manifest: Manifest) -> list[PublishedFile]:
+    """What it takes to embed in a release's space, and to probe that."""
+    return [*manifest.embedding_files(), manifest.probes.file]
+
+
+def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> SyncPlan | None:
+    """How to reach release `target` from the active space, or None if no route leads there.
+
+    Kept originals come first where their direct route is expected to keep more than the chain that
+    the active vectors have already begun. `int8`: use quantised twins where they are published.
+    """
+    manifests = dict(trust.manifests())
+    active = device.store.active()
+    manifests.setdefault(active.spec.release, device.active())
+    main = _leg(device, manifests, active, target)
+    if main is None:
+        return None
+    originals = [] if not device.state("keep_original") else _originals(device, manifests, target)
+    legs = [leg for leg in originals if _better(leg.route, main.route, manifests)]
+    carried = sum(leg.items for leg in legs)
+    legs.append(Leg(active, main.route, max(0, main.items - carried)))
+    return SyncPlan(
+        manifests[target], tuple(legs), int8 and any(leg.route.quantised for leg in legs)
+    )
+
+
+def _leg(
+    device: GalleryFile, manifests: Mapping[int, Manifest], source: SpaceInfo, target: int
+) -> Leg | None:
+    spec = source.spec
+    route = plan_route(manifests, spec.release, target, spec.side_space, directly=spec.space)
+    if route is None:
+        return None
+    return Leg(source, route, device.store.count(spec.space))
+
+
+def _originals(device: GalleryFile, manifests: Mapping[int, Manifest], target: int) -> list[Leg]:
+    kept = [space for space in device.store.spaces() if space.state == "previous"]
+    legs = (_leg(device, manifests, s, target) for s in kept if s.spec.release < target)
+    return sorted(
+        (leg for leg in legs if leg is not None),
+        key=lambda leg: (-(leg.route.kept or 0), leg.source.number),
+    )
+
+
+def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bool:
+    """Whether a route from the original beats the chain that has led to the active space."""
+    if not direct.steps or not rest.steps:
+        return False
+    original, *way = (direct.releases[0], *rest.releases)
+    known = kept_by_chain(manifests)
+    chained = known.get((original, *way))
+    if chained is None:
+        begun = known.get((original, way[0]))
+        chained = None if begun is None or rest.kept is None else begun * rest.kept
+    return direct.kept is not None and (chained is None or direct.kept > chained)
+
+
+def estimate_seconds(plan: SyncPlan) -> float:
+    """What the upgrade of a plan may take, from the size of its models and this machine's speed.
+
+    A dense layer does one multiply-accumulate for each of its 4-byte weights, so a file's length
+    reports an item's work.
+    """
+    rate = _multiply_accumulates_a_second()
+    total = 0.0
+    for leg in plan.legs:
+        for _, upgrade in leg.route.steps:
+            faster = INT8_SPEEDUP if plan.int8 and upgrade.int8_file is not None else 1.0
+            total += leg.items * upgrade.file.length / 4 / rate / faster
+        total += leg.items / ROWS_A_SECOND
+    return total
+
+
+def _multiply_accumulates_a_second() -> float:
+    side = 1024
+    matrix = np.ones((side, side), np.float32)
+    matrix @ matrix
+    started = time.perf_counter()
+    matrix @ matrix
+    return float(side**3 / (time.perf_counter() - started))
+
+
+def missing_files(models: Path, files: Iterable[PublishedFile]) -> list[PublishedFile]:
+    """Those of `files` that are not on the device, or not as they were published."""
+    return [file for file in files if not _is_here(models, file)]
+
+
+def _is_here(models: Path, file: PublishedFile) -> bool:
+    path = models / file.path
+    return (
+        path.is_file() and path.stat().st_size == file.length and sha256_file(path) == file.sha256
+    )
+
+
+def download_files(
+    models: Path, trust: Trust, files: Iterable[PublishedFile], output: Output
+) -> int:
+    """Bring what is missing; its bytes. Raises VerificationError, UnavailableError."""
+    wanted = missing_files(models, files)
+    total = sum(file.length for file in wanted)
+    done = 0
+    with output.progress("downloading") as advance:
+        for file in wanted:
+            trust.download(file.path, models)
+            done += file.length
+            advance(done, total)
+    return total
+
+
+def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
+    """Try every model of a plan in a child with limits, golden probes included.
+
+    Which files passed this version's trial is remembered by their digests, as it takes longer than
+    the rest of a small sync. Raises UnfitError with the reason.
+    """
+    version_of_trial = f"nobackfill {version('nobackfill')}, {CHUNK} rows"
+    passed = set(device.state("tried", {}).get(version_of_trial, []))
+    used: dict[int, tuple[Manifest, set[int]]] = {plan.target.release: (plan.target, set())}
+    for leg in plan.legs:
+        for manifest, upgrade in leg.route.steps:
+            used.setdefault(manifest.release, (manifest, set()))[1].add(upgrade.from_release)
+    for manifest, sources in used.values():
+        here = {
+            file.sha256
+            for file in _tried(manifest, sources)
+            if (device.models / file.path).is_file()
+        }
+        check_models(device.models, manifest, sources, tried=here <= passed)
+        passed |= here
+    device.store.state_set({"tried": {version_of_trial: sorted(passed)}})
+
+
+def _tried(manifest: Manifest, upgrades_from: set[int]) -> Iterator[PublishedFile]:
+    """The files that a trial of these upgrades loads, if they are here."""
+    yield from embedding_files(manifest)
+    for upgrade in manifest.upgrades:
+        if upgrade.from_release in upgrades_from:
+            yield upgrade.file
+            if upgrade.int8_file is not None:
+                yield upgrade.int8_file
+
+
+def check_models(
+    models: Path, manifest: Manifest, upgrades_from: set[int], *, tried: bool = False
+) -> None:
+    """The same for one release's encoders and some of its upgrades; what was `tried` in a child
+    before is probed in this process. Raises UnfitError."""
+    try:
+        check = check_probes if tried else try_release
+        check(models, manifest, upgrades=upgrades_from, threads=threads())
+    except VerificationError as error:
+        raise UnfitError(f"release {manifest.release}: {error}") from error
+
+
+def manifest_digest(trust: Trust, release: int) -> str:
+    """The signed digest of a release's manifest."""
+    return trust.target(manifest_path(release)).hashes["sha256"]
+
+
+def tidy_models(device: GalleryFile) -> int:
+    """Remove published files that no space of the gallery needs; bytes freed.
+
+    Upgrades are needed while they run only; an unfinished staging space keeps everything.
+    """
+    spaces = device.store.spaces()
+    if any(space.state == "staging" for space in spaces):
+        return 0
+    needed = {
+        file.path
+        for space in spaces
+        for file in embedding_files(device.manifest(space.spec.release))
+    }
+    freed = 0
+    models = device.models
+    kept = [*models.rglob("*.onnx"), *models.rglob("tokenizer.json"), *models.glob("*.npz")]
+    for path in sorted(kept):
+        if path.relative_to(models).as_posix() not in needed:
+            freed += path.stat().st_size
+            durable.remove_tree(path)
+    for part in sorted(models.rglob("*.part")):
+        freed += part.stat().st_size
+        durable.remove_tree(part)
+    for folder in sorted((p for p in models.rglob("*") if p.is_dir()), reverse=True):
+        if not any(folder.iterdir()):
+            durable.remove_tree(folder)
+    return freed
+
+
+def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Output) -> int:
+    """Embed up to `budget` items in a release's space from their images; how many it did.
+
+    Items without a vector there come first, then the least certain ones. An image is taken from its
+    file, if that still holds what was added, else from the vault; items whose image cannot be had,
+    or makes no vector, keep what they have. Raises VerificationError, CannotWriteError, BusyError.
+    """
+    if budget <= 0:
+        return 0
+    space = manifest.space
+    chosen = staging.left_behind_items(device.store, space, limit=budget)
+    chosen += staging.least_certain(device.store, space, limit=budget - len(chosen))
+    if not chosen:
+        output.note(
+            f"release {manifest.release}: no upgraded item has an uncertainty, so none is "
+            "re-embedded"
+        )
+        return 0
+    return embed_again(device, manifest, chosen, output)
+
+
+def embed_again(
+    device: GalleryFile, manifest: Manifest, chosen: Sequence[StoredItem], output: Output
+) -> int:
+    """Embed these items in a release's space from their images; how many it did. Like `re_embed`
+    otherwise."""
+    encoder = Encoder(device.models, manifest)
+    done = 0
+    with output.progress("re-embedding") as advance, _Images(device, output) as images:
+        for start in range(0, len(chosen), _BATCH):
+            batch = {
+                item.label: pixels
+                for item in chosen[start : start + _BATCH]
+                if (pixels := images.pixels_of(item, encoder)) is not None
+            }
+            done += _write(device, encoder, batch)
+            advance(start + _BATCH, len(chosen))
+    return done
+
+
+def _write(device: GalleryFile, encoder: Encoder, batch: dict[int, Pixels]) -> int:
+    if not batch:
+        return 0
+    try:
+        vectors = encoder.vectors(list(batch.values()))
+    except UnusableOutputError as error:
+        good = [label for row, label in enumerate(batch) if row not in error.rows]
+        return _write(device, encoder, {label: batch[label] for label in good})
+    written = staging.write(
+        device.store,
+        vectors.space,
+        np.fromiter(batch, np.int64),
+        vectors.embedding,
+        side=vectors.side,
+        origin="re-embedded",
+        replace=True,
+    )
+    return len(written)
+
+
+class _Images:
+    """Images of items, from their files or from the vault, for as long as that answers."""
+
+    def __init__(self, device: GalleryFile, output: Output) -> None:
+        # Only here, as most syncs need neither gRPC nor age.
+        from nobackfill.client.vault.transfer import Vaulted
+
+        self._output = output
+        self._vault: Vaulted | None = Vaulted(device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._vault is not None:
+            self._vault.close()
+
+    def pixels_of(self, item: StoredItem, encoder: Encoder) -> Pixels | None:
+        """The image at the encoder's size; None if it cannot be had or be decoded."""
+        image = self.of(item)
+        try:
+            return None if image is None else encoder.pixels(image)
+        except InvalidInputError as error:
+            self._output.note(f"{item.id}: {error}")
+        return None
+
+    def of(self, item: StoredItem) -> bytes | None:
+        """The image an item was made from; None if it cannot be had."""
+        image = local_image(item)
+        if image is not None or self._vault is None:
+            return image
+        try:
+            return self._vault.image(item.id)
+        except (UnavailableError, NotPermittedError, ConfigurationError) as error:
+            self._output.note(f"no images from the vault: {error}")
+            self._vault.close()
+            self._vault = None
+        except (VerificationError, NotFoundError) as error:
+            self._output.note(f"{item.id}: {error}")
+        return None
+
+
+@dataclass(frozen=True)
+class CarryOutcome:
+    """`left_behind` is not 0: nothing was flipped, so many items cannot follow."""
+
+    re_embedded: int
+    left_behind: int
+
+
+def carry(
+    device: GalleryFile, plan: SyncPlan, worst: int, state: dict[str, Any], output: Output
+) -> CarryOutcome:
+    """Fill the target's space, re-embed up to `worst` items from their images, flip.
+
+    `state` is set in the flip's own transaction. What earlier runs wrote stays, and images that are
+    added meanwhile are carried along. Raises UnusableOutputError for a release whose upgrade
+    fails on a vector of this gallery, UnfitError for one whose models fail, VerificationError,
+    BusyError, CannotWriteError.
+    """
+    target = SpaceSpec.of(plan.target)
+    for space in device.store.spaces():
+        # Begun for a release that was overtaken by a newer one.
+        if space.state == "staging" and space.spec.space != target.space:
+            staging.drop(device.store, space.spec.space)
+    re_embedded = 0
+    while True:
+        try:
+            stuck = _fill(device, plan, target, output)
+        except (UnusableOutputError, UnfitError):
+            # The release is held back: what it did to the others is of no use.
+            staging.drop(device.store, target.space)
+            raise
+        budget = worst - re_embedded
+        re_embedded += re_embed(device, plan.target, budget, output)
+        behind = staging.left_behind(device.store, target.space)
+        if 0 < behind <= stuck:
+            return CarryOutcome(re_embedded, behind)
+        try:
+            staging.flip(device.store, target.space, state=state)
+        except PreconditionError:
+            # Images were added since the last chunk: carry them along.
+            continue
+        return CarryOutcome(re_embedded, 0)
+
+
+def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output) -> int:
+    """Run the legs; the number of items that none of them could carry."""
+    stuck = 0
+    for leg in plan.legs:
+        runner: Runner = _AsTheyAre(leg.source.spec.side_space == target.side_space)
+        if leg.route.steps:
+            runner = open_route(device.models, leg.route, threads(), int8=plan.int8)
+        with output.progress(f"upgrading to release {target.release}") as advance:
+            try:
+                outcome = run_upgrade(
+                    device.store,
+                    runner,
+                    target,
+                    source=leg.source.spec.space,
+                    origin="upgraded" if leg.route.steps else "direct",
+                    ahead=True,
+                    on_progress=lambda progress: advance(progress.done, progress.total),
+                )
+            except (DamagedError, UnusableOutputError):
+                raise
+            except VerificationError as error:
+                raise UnfitError(f"release {target.release}: {error}") from error
+        stuck = outcome.left_behind
+    return stuck
+
+
+@dataclass(frozen=True)
+class _AsTheyAre:
+    """What carries vectors into a space that searches theirs directly."""
+
+    keeps_side: bool
+    reads_side: ClassVar[bool] = False
+
+    def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
+        return Upgraded(embedding, side if self.keeps_side else None, None)
 
 
 def remember(
@@ -166,14 +605,6 @@ def _has_originals(device: GalleryFile, space: SpaceInfo) -> bool:
         table = vector_table(space.number)
         query = f"SELECT 1 FROM {table} WHERE origin = 'native' LIMIT 1"  # noqa: S608
         return connection.execute(query).fetchone() is not None
-
-
-# Times that a sync begins anew because other commands changed the gallery meanwhile.
-_TRIES = 3
-# How long a release serves before a sync that finds nothing newer removes the way back.
-_CONFIRMED_AFTER = timedelta(days=7)
-# How long it waits for such a command to end.
-_CHANGE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

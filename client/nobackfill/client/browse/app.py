@@ -22,8 +22,7 @@ from nobackfill.client.photos import Encoder, local_image
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.search import DeviceAnswer, Search
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes, roll_back, sentence, sync
-from nobackfill.client.upgrade import embed_again, re_embed
+from nobackfill.client.sync import Wishes, embed_again, re_embed, roll_back, sentence, sync
 from nobackfill.errors import (
     BusyError,
     IncompatibleSpaceError,

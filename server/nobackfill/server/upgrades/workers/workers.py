@@ -100,7 +100,7 @@ _kept = OpenCache(_OpenUpgrade)
 
 
 def carry_piece(work: UpgradeWork, piece: Piece) -> Labels:
-    """Carry a piece; the labels written, increasing. Raises what `upgrade.carry` raises."""
+    """Carry a piece; the labels written, increasing. Raises what `sync.carry` raises."""
     return _kept.of(work, work.key).carry(piece)
 
 
