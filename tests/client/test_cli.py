@@ -1,4 +1,7 @@
-"""`edge-client` as a person runs it: real processes, one JSON object on stdout, exit codes."""
+"""`edge-client` as a person runs it: one JSON object on stdout, exit codes.
+
+One whole life runs as processes; other commands run in this one, unless they are about a process.
+"""
 
 import ast
 import json
@@ -8,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +23,27 @@ from nobackfill.client.cli.main import edge_client, run_line
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import remove
 from tests.support import blocks, edge
+from tests.support.commands import Ended, run_here
 from tests.support.edge import Setting
 
 COMMAND = Path(sys.executable).with_name("edge-client")
 
 
 def run(
+    gallery: Path, *arguments: str | Path, code: int = 0, stdin: str = "", cwd: Path | None = None
+) -> Ended:
+    """The end of the command in this process; its exit code must be `code`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOBACKFILL_GALLERY", str(gallery))
+        done = run_here(run_line, "edge-client", *arguments, stdin=stdin, cwd=cwd)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def start(
     gallery: Path, *arguments: str | Path, code: int = 0, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """The command's end; its exit code must be `code`, and it never shows a traceback."""
+    """The same of a process, which never shows a traceback."""
     done = subprocess.run(
         [COMMAND, *arguments],
         env={**os.environ, "NOBACKFILL_GALLERY": str(gallery)},
@@ -41,7 +58,12 @@ def run(
     return done
 
 
-def ask(gallery: Path, *arguments: str | Path, code: int = 0) -> dict[str, Any]:
+def ask(
+    gallery: Path,
+    *arguments: str | Path,
+    code: int = 0,
+    run: Callable[..., Ended | subprocess.CompletedProcess[str]] = run,
+) -> dict[str, Any]:
     """The one JSON object that the command prints."""
     answer = json.loads(run(gallery, *arguments, "--json", code=code).stdout)
     assert isinstance(answer, dict)
@@ -49,20 +71,22 @@ def ask(gallery: Path, *arguments: str | Path, code: int = 0) -> dict[str, Any]:
 
 
 def test_a_life(world: edge.World, tmp_path: Path) -> None:
+    """Each command is a process once."""
+    process = partial(ask, run=start)
     repo, gallery = tmp_path / "pub" / "repo", tmp_path / "g.sqlite"
     world.publish(repo, 1)
     images = blocks.write_pngs(tmp_path / "images", 6)
     (tmp_path / "images" / "torn.png").write_bytes(images[0].read_bytes()[:60])
     (tmp_path / "images" / "notes.txt").write_text("no image")
-    made = ask(gallery, "init", "--from", repo, "--root", repo / "1.root.json")
+    made = process(gallery, "init", "--from", repo, "--root", repo / "1.root.json")
     assert made["release"] == 1
-    added = ask(gallery, "add", tmp_path / "images", "--set", "trip=alps", code=65)
+    added = process(gallery, "add", tmp_path / "images", "--set", "trip=alps", code=65)
     assert added["added"] == [str(path) for path in images]
     others = ("torn.png", "notes.txt")
     assert list(added["refused"]) == [str(tmp_path / "images" / name) for name in others]
     assert ask(gallery, "add", tmp_path / "images" / images[0].name)["held"] == 1
 
-    found = ask(gallery, "search", images[2], "-k", "3", "--where", "trip=alps")
+    found = process(gallery, "search", images[2], "-k", "3", "--where", "trip=alps")
     assert (found["query"], found["release"]) == (str(images[2]), 1)
     nearest = found["hits"][0]
     assert (nearest["path"], nearest["origin"], nearest["release"]) == (
@@ -81,19 +105,19 @@ def test_a_life(world: edge.World, tmp_path: Path) -> None:
 
     world.publish(repo, 2)
     assert ask(gallery, "sync", "--dry-run")["state"] == "planned"
-    assert ask(gallery, "sync")["state"] == "upgraded"
+    assert process(gallery, "sync")["state"] == "upgraded"
     upgraded = ask(gallery, "search", images[2])["hits"][0]
     assert (upgraded["path"], upgraded["origin"], upgraded["release"]) == (
         str(images[2]), "upgraded", 2,
     )  # fmt: skip
     assert upgraded["distance"] < 1e-5
-    assert ask(gallery, "status")["rollback_to"] == 1
-    assert ask(gallery, "rollback") == {"from_release": 2, "release": 1}
-    assert ask(gallery, "gc")["freed_bytes"] > 0
-    listed = ask(gallery, "list")["items"]
+    assert process(gallery, "status")["rollback_to"] == 1
+    assert process(gallery, "rollback") == {"from_release": 2, "release": 1}
+    assert process(gallery, "gc")["freed_bytes"] > 0
+    listed = process(gallery, "list")["items"]
     assert [item["metadata"]["name"] for item in listed] == [p.name for p in images]
-    assert ask(gallery, "remove", images[0], listed[1]["id"])["removed"] == 2
-    assert ask(gallery, "verify") == {"items": 4, "vectors": 4, "problems": [], "notes": []}
+    assert process(gallery, "remove", images[0], listed[1]["id"])["removed"] == 2
+    assert process(gallery, "verify") == {"items": 4, "vectors": 4, "problems": [], "notes": []}
 
 
 def test_people_get_sentences(setting: Setting) -> None:
@@ -162,11 +186,11 @@ def test_refusals_are_one_sentence_and_their_exit_code(
 def test_trust_on_first_use_asks(world: edge.World, tmp_path: Path) -> None:
     repo, gallery = tmp_path / "pub" / "repo", tmp_path / "g.sqlite"
     world.publish(repo, 1)
-    refused = run(gallery, "init", "--from", repo, code=78, input="n\n")
+    refused = run(gallery, "init", "--from", repo, code=78, stdin="n\n")
     assert "fingerprint" in refused.stderr
-    run(gallery, "init", "--from", repo, code=78, stdin=subprocess.DEVNULL)
+    run(gallery, "init", "--from", repo, code=78)
     assert not gallery.exists()
-    run(gallery, "init", "--from", repo, input="y\n")
+    start(gallery, "init", "--from", repo, input="y\n")
     assert gallery.exists()
 
 

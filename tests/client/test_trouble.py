@@ -20,7 +20,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.search import Search
 from nobackfill.client.sync import Wishes
 from nobackfill.errors import BusyError, UnavailableError, VerificationError
-from tests.client.test_cli import ask, run
+from tests.client.test_cli import ask, run, start
 from tests.support import blocks, edge
 from tests.support.edge import Setting
 
@@ -193,7 +193,7 @@ def test_a_full_disk_is_named_and_overcome(
 ) -> None:
     world.publish(setting.repo, 2)
     monkeypatch.setenv("NOBACKFILL_FAULT", "enospc@12+")
-    assert "free some space" in run(setting.gallery, "sync", code=73).stderr
+    assert "free some space" in start(setting.gallery, "sync", code=73).stderr
     monkeypatch.delenv("NOBACKFILL_FAULT")
     assert edge.follow(setting.gallery).state == "upgraded"
 
