@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,11 @@ import pytest
 from nobackfill.errors import InvalidInputError, NotFoundError, UnavailableError, VerificationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.bulk import Filling, fill, models_of, open_place, put_batch
+from nobackfill.server.cli.main import main
 from tests.server.conftest import Stages
-from tests.server.process import command
 from tests.server.support import Client, images
 from tests.support.blocks import png
+from tests.support.commands import Ended, run_here
 
 PICTURES = images(12)
 NAMES = [f"sea/{n}.PNG" if n % 2 else f"{n}.png" for n in range(12)]
@@ -45,10 +45,10 @@ def check(client: Client, gallery: str) -> None:
 
 
 def test_a_folder_by_command(shared: Client, gallery: str, folder: Path) -> None:
-    def put(place: Path, code: int) -> subprocess.CompletedProcess[str]:
-        words = command("put", gallery, str(place), f"--server={shared.address}", "--json")
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    def put(place: Path, code: int) -> Ended:
+        server = f"--server={shared.address}"
+        done = run_here(main, "gateway", "put", gallery, place, server, "--json")
+        assert done.returncode == code, done.stderr
         return done
 
     (folder / "0.jpg").symlink_to(folder / "sea")

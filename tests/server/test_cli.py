@@ -11,10 +11,12 @@ from urllib.request import urlopen
 import pytest
 
 from nobackfill.errors import BusyError
+from nobackfill.server.cli.main import main
 from nobackfill.server.grpc.listener import check_free
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import Served, command, serving
 from tests.server.support import Client, images
+from tests.support.commands import Ended, run_here
 
 
 @pytest.fixture
@@ -23,9 +25,13 @@ def served(repo: Path, tmp_path: Path) -> Iterator[Served]:
         yield served
 
 
-def run(*arguments: str, code: int = 0) -> str:
-    """Run a command; its stdout."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+def run(*arguments: str, code: int = 0, process: bool = False) -> str:
+    """Run a command in this process, or in one of its own as a gateway is; its stdout."""
+    done: Ended | subprocess.CompletedProcess[str]
+    if process or arguments[0] == "serve":
+        done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
+    else:
+        done = run_here(main, "gateway", *arguments)
     assert done.returncode == code, done.stderr
     if code:
         assert done.stderr.startswith("gateway: "), done.stderr

@@ -2,27 +2,27 @@
 
 import hashlib
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nobackfill.errors import PreconditionError
+from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.storage import forget_move
 from nobackfill.v1 import vault_pb2 as pb
 from tests.server.conftest import Stages, publish_stage
-from tests.server.process import command
 from tests.server.support import Client, images, running, settings
 from tests.server.test_cli import run, run_json
+from tests.support.commands import run_here
 from tests.support.postgres import Server
 
 
 def move_beside(source: str, target: str, *more: str) -> dict[str, Any]:
     """What `move` prints as JSON while a gateway serves `source`."""
-    words = command("data", "move", "--from", source, "--to", target, *more, "--json")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    words = ("data", "move", "--from", source, "--to", target, *more, "--json")
+    done = run_here(main, "gateway", *words)
     assert done.returncode == 75, done.stderr
     assert done.stderr.startswith("gateway: the move is not finished: a gateway still serves")
     found: dict[str, Any] = json.loads(done.stdout)

@@ -13,12 +13,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nobackfill.errors import AlreadyExistsError, VerificationError
+from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.state import StateFile
 from nobackfill.v1 import release_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import command
 from tests.server.support import Client, images, refused, running
+from tests.support.commands import run_here
 from tests.support.waiting import wait_until
 
 
@@ -78,8 +80,9 @@ def test_damaged_galleries_are_set_aside_and_named(repo: Path, tmp_path: Path) -
         health = health_pb2_grpc.HealthStub(client.raw.channel)
         asked = health_pb2.HealthCheckRequest(service=f"gallery/{name}")
         assert health.Check(asked).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        status = command("status", f"--server={gateway.address}", "--json")
-        told = json.loads(subprocess.run(status, capture_output=True, check=True).stdout)
+        told = json.loads(
+            run_here(main, "gateway", "status", f"--server={gateway.address}", "--json").stdout
+        )
         assert name in {gallery["name"] for gallery in told["galleries"] if "set_aside" in gallery}
         client.delete_gallery(name)
         client.create_gallery(name)

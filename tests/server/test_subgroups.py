@@ -1,7 +1,6 @@
 """WatchUpgrade with a metadata key: quality by its values, as served, against slow loops."""
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,12 +10,13 @@ from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.release.manifest import Manifest
+from nobackfill.server.cli.main import main
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
-from tests.server.process import command
 from tests.server.support import Client, images, refused
 from tests.support.blocks import png
+from tests.support.commands import run_here
 
 COUNT = 45
 KINDS = ("cat", "dog", "eel")
@@ -133,8 +133,10 @@ def test_the_command_shows_the_worst_first(gateway: GatewayServer, ready: Client
     ready.swap(2)
 
     def run(*arguments: str) -> str:
-        watch = command("watch", "g", "--by", "kind", f"--server={gateway.address}", *arguments)
-        return subprocess.run(watch, capture_output=True, text=True, timeout=60, check=True).stdout
+        watch = ("watch", "g", "--by", "kind", f"--server={gateway.address}", *arguments)
+        done = run_here(main, "gateway", *watch)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     told = json.loads(run("--json").splitlines()[-1])["quality"]
     rates = [group.get("cmc1") for group in told["subgroups"]]
