@@ -1,5 +1,6 @@
 """One small life for all that tests training: trained and published once a run."""
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -7,12 +8,18 @@ import pytest
 import torch
 
 from tests.support.once import filled, run_folder
-from tests.training.life import Life, publish_life, train_runs, write_digits
+from tests.training.life import Life, graphs_made_once, publish_life, train_runs, write_digits
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _graphs_made_once() -> Iterator[None]:
+    with graphs_made_once():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,21 @@
 """A small life of two releases on some of scikit-learn's digits: images, runs, publication."""
 
+import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import onnx
+import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+from torch import Tensor, nn
 from typer import Typer
 from typer.testing import CliRunner, Result
 
@@ -101,6 +109,36 @@ def upgrade_config(runs: Path, images: Path, run_dir: Path | None = None, **keys
     }
     folder = run_dir or runs / "upgrade-1-2"
     return config_of("upgrade", folder, images, **(sources | keys))
+
+
+@contextmanager
+def graphs_made_once() -> Iterator[None]:
+    """Let torch make the ONNX graph of equal models once, to the end of the block: it takes 2 s.
+
+    Each export still strips, writes and compares its own copy.
+    """
+    export = torch.onnx.export
+    graphs: dict[str, bytes] = {}
+
+    def once(module: nn.Module, examples: tuple[Tensor, ...], **options: Any) -> Any:
+        digest = hashlib.sha256(repr((module, options)).encode())
+        for part in module.modules():
+            plain = {k: v for k, v in vars(part).items() if isinstance(v, bool | int | float | str)}
+            digest.update(repr((type(part), plain)).encode())
+        for name, tensor in module.state_dict().items():
+            digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(repr([(each.dtype, each.shape) for each in examples]).encode())
+        key = digest.hexdigest()
+        if key not in graphs:
+            program = export(module, examples, **options)
+            assert program is not None
+            graphs[key] = program.model_proto.SerializeToString()
+        return SimpleNamespace(model_proto=onnx.ModelProto.FromString(graphs[key]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.onnx, "export", once)
+        yield
 
 
 def invoke(app: Typer, *arguments: str | Path) -> Result:
