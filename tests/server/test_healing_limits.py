@@ -12,7 +12,7 @@ import pytest
 from nobackfill.errors import CancelledError, ConfigurationError, NotFoundError
 from nobackfill.release.calibration import Scorer
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries.searching import Question
+from nobackfill.server.galleries.answering import Question
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.access import LOCAL

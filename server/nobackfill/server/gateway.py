@@ -17,11 +17,11 @@ from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, Models
 from nobackfill.server.following import Following
+from nobackfill.server.galleries.answering import Answerers, Searching
 from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.immediate_answers import ImageAnswers, ImmediateAnswers
 from nobackfill.server.galleries.indexing import Indexing, IndexSizes, vectors
 from nobackfill.server.galleries.puts import Putting
-from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.grpc.access import Tokens, certificates
 from nobackfill.server.grpc.listener import (
     GrpcListener,
@@ -123,10 +123,13 @@ class GatewayServer:
         catalog = self.catalog = open_catalog(repo, data / "trust", self._settings.root, metrics)
         state = self.state = storage.state
         embedding = self.embedding = Embedding(models, metrics)
-        galleries = self.galleries = GalleryRegistry(storage.home, catalog, state)
         canaries = self.canaries = Canaries(state, metrics)
-        healing = self.healing = Healing(embedding, self._settings, galleries.all, metrics)
-        self.searching = Searching(embedding, catalog, state, metrics, canaries, healing)
+        healing = self.healing = Healing(embedding, self._settings, metrics)
+        answerers = Answerers(
+            embedding, catalog, state, metrics, canaries.answerer, healing.answerer
+        )
+        galleries = self.galleries = GalleryRegistry(storage.home, catalog, state, answerers.of)
+        self.searching = Searching(state)
         upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, elsewhere)
         self.putting = Putting(embedding, upgrading.runner, state.catch_up)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
@@ -200,7 +203,7 @@ class GatewayServer:
         indexing = Indexing(self.galleries.all, metrics, settings.index_threads)
         closing.callback(indexing.close)
         indexing.start()
-        closing.enter_context(self.healing.running())
+        closing.enter_context(self.healing.running(self.galleries.all))
         closing.callback(self.activations.interrupt)
         if storage.news is not None:
             self.following.start(storage.news)
@@ -228,9 +231,9 @@ class GatewayServer:
         log.info("serving", address=self.address, metrics=self.metrics_address)
 
     def _search_service(self, closing: ExitStack) -> SearchService:
-        galleries, healing, metrics = self.galleries, self.healing, self.metrics
-        immediate = ImmediateAnswers(galleries, self.state, metrics, healing)
-        images = ImageAnswers(galleries, immediate, self.embedding, healing, metrics)
+        galleries, metrics = self.galleries, self.metrics
+        immediate = ImmediateAnswers(galleries, self.state, metrics)
+        images = ImageAnswers(galleries, immediate, self.embedding, metrics)
         closing.callback(images.close)
         return SearchService(
             galleries, self.searching, immediate, images, self.state, self.canaries

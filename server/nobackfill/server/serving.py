@@ -142,7 +142,7 @@ class Serving:
     ) -> Plan:
         """The same for one gallery. Raises as `Hosted.replan`."""
         with self._planning:
-            return hosted.replan(self._state.now, self._catalog.manifests, before)
+            return self._galleries.replan(hosted, before)
 
     def settle(self, old: list[Plan]) -> None:
         """Once nobody uses `old` plans: let go of views and models that no plan needs, and of the

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -29,18 +30,16 @@ from nobackfill.server.canary.comparison import (
     CanaryState,
 )
 from nobackfill.server.canary.sessions import KINDS, Kind
-from nobackfill.server.galleries.plan import Plan, PlanPart
-from nobackfill.server.galleries.searching import (
-    Answers,
-    Query,
-    Search,
-    SearchRequest,
-    SearchResult,
-)
+from nobackfill.server.galleries.answering import PlainAnswerer, only, reads
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.plan import Query, QueryAnswer, SearchRequest
+from nobackfill.server.galleries.ranking import PlanPart, SearchResult
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import Canary, GatewayState, OutdatedError
+
+Answers = TypeVar("Answers")
 
 # Queries answered once more by the other pair, off their callers' path.
 
@@ -144,87 +143,28 @@ class Canaries:
         going_on = self.setting() is not None and self._now is not None
         return going_on and self._now is not None and self._now.feedback(request_id, item, kind)
 
-    def search(
-        self, asked: SearchRequest, plan: Plan, on_trial: PlanPart, search: Search
-    ) -> SearchResult:
-        """Answer one query, wholly by one pair: what the new one fails, the old one answers.
+    def answerer(self, old: PlainAnswerer, new: PlainAnswerer) -> "CanaryAnswerer":
+        """What answers by a plan with a release on trial."""
+        return CanaryAnswerer(self, old, new)
 
-        A query takes part that either pair can answer: an image, a text, or an embedding of each;
-        of others the old pair answers what the new one cannot. Raises what `search` of the old pair
-        does.
-        """
-        canary = self.setting()
-        if canary is None:
-            return search(asked, plan, None)
-        call = context.current()
-        key = share_digest(on_trial.query.release, call.key)
-        chosen = in_share(key, canary.share)
-        by_new = chosen and not canary.shadow
-        if not _takes_part(asked, plan, on_trial):
-            by_new = by_new and _reads(on_trial, asked.query)
-            found = search(asked, plan, on_trial if by_new else None)
-            if by_new:
-                self._comparison(on_trial.query.release).answered_alone()
-            return found
-        comparison, began = self._comparison(on_trial.query.release), time.monotonic()
-        caller = Caller(key, call.name)
-        both = _Both(asked, plan, on_trial, search, canary, comparison)
-        if by_new:
-            trial = _Trial(canary, comparison, on_trial, asked.query, caller)
-            found, failed = trial.answer(lambda part: search(asked, plan, part))
-            if failed:
-                if trial.too_late is not None:
-                    self._offer(both, lambda: both.repeat(trial.too_late or 0.0))
-                return found
-        else:
-            found = search(asked, plan, None)
-        found = replace(found, request_id=call.request_id)
-        seconds = time.monotonic() - began
-        slow = comparison.answered(canary, found, seconds, caller, new=by_new)
-
-        def compare() -> None:
-            both.compare(found)
-            if slow:
-                both.repeat(max(_REPEAT_S, 2 * seconds))
-
-        if chosen:
-            self._offer(both, compare)
-        return found
-
-    def batch(self, on_trial: PlanPart, answer: Callable[[PlanPart | None], Answers]) -> Answers:
-        """Answer several queries of one call, all of them by the same pair; they are not compared.
-        Raises what `answer` by the old pair does."""
-        canary = self.setting()
-        if canary is None or canary.shadow:
-            return answer(None)
-        release = on_trial.query.release
-        key = share_digest(release, context.current().key)
-        if not in_share(key, canary.share):
-            return answer(None)
-        comparison = self._comparison(release)
-        found, failed = _Trial(canary, comparison, on_trial, None, Caller(key)).answer(answer)
-        if not failed:
-            comparison.batched(canary)
-        return found
-
-    def _offer(self, both: "_Both", compare: Callable[[], None]) -> None:
+    def offer(self, mirrored: "_MirroredQuery", compare: Callable[[], None]) -> None:
         """Compare both pairs some time, off the callers' path."""
 
         def work() -> None:
-            hosted = both.asked.hosted
+            hosted = mirrored.hosted
             if not hosted.users.enter():
                 return
             try:
                 with suppress(NobackfillError), hosted.using() as now:
-                    if now is both.plan:
+                    if now.answerer is mirrored.answerer:
                         compare()
             finally:
                 hosted.users.leave()
 
-        if not self._mirror.offer(work, _size(both.asked.query)):
-            both.comparison.skipped()
+        if not self._mirror.offer(work, _size(mirrored.query)):
+            mirrored.comparison.skipped()
 
-    def _comparison(self, release: int) -> CanaryComparison:
+    def comparison(self, release: int) -> CanaryComparison:
         """Of the release on trial: after a restart it begins anew."""
         now = self._now
         if now is None or now.release != release:
@@ -232,26 +172,115 @@ class Canaries:
         return now
 
 
+class CanaryAnswerer:
+    """Each query is answered wholly by one pair of query model and gallery: by `new` for a share of
+    the callers, by `old` for the others and where `new` fails.
+
+    A single query takes part in the comparison if either pair can answer it: an image, a text, or
+    an embedding of each. Of others `old` answers what `new` cannot. Queries of one call are all
+    answered by the same pair; they are not compared. It raises what `old` does.
+    """
+
+    def __init__(self, canaries: Canaries, old: PlainAnswerer, new: PlainAnswerer) -> None:
+        self.old, self.new = old, new
+        self._canaries = canaries
+        self._trial = new.parts[0].query
+
+    def image_part(self, hosted: Hosted) -> PlanPart | None:
+        return None
+
+    def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
+        """A query by one embedding could be answered by no other pair."""
+        return self.old.space_part(hosted, space)
+
+    def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
+        canary = self._canaries.setting()
+        if canary is None:
+            return self.old.answer(hosted, request)
+        key = share_digest(self._trial.release, context.current().key)
+        chosen = in_share(key, canary.share)
+        if request.single:
+            return [self._single(hosted, request, canary, key, chosen=chosen)]
+        if not chosen or canary.shadow:
+            return self.old.answer(hosted, request)
+        return self._batch(hosted, request, canary, key)
+
+    def _single(
+        self, hosted: Hosted, request: SearchRequest, canary: Canary, key: int, *, chosen: bool
+    ) -> SearchResult:
+        call, (query,) = context.current(), request.queries
+        by_new = chosen and not canary.shadow
+        if not all(reads(part.query, query) for part in (*self.new.parts, *self.old.parts)):
+            if not by_new or not reads(self._trial, query):
+                return only(self.old.answer(hosted, request))
+            found = only(self.new.answer(hosted, request))
+            self._canaries.comparison(self._trial.release).answered_alone()
+            return found
+        comparison = self._canaries.comparison(self._trial.release)
+        began, caller = time.monotonic(), Caller(key, call.name)
+        mirrored = _MirroredQuery(self, hosted, request, canary, comparison)
+        if by_new:
+            trial = _Trial(canary, comparison, query, caller)
+            found, failed = trial.answer(
+                lambda: only(self.new.answer(hosted, request)),
+                lambda: only(self.old.answer(hosted, request)),
+            )
+            if failed:
+                if trial.too_late is not None:
+                    late = trial.too_late
+                    self._canaries.offer(mirrored, lambda: mirrored.repeat(late))
+                return found
+        else:
+            found = only(self.old.answer(hosted, request))
+        found = replace(found, request_id=call.request_id)
+        seconds = time.monotonic() - began
+        slow = comparison.answered(canary, found, seconds, caller, new=by_new)
+
+        def compare() -> None:
+            mirrored.compare(found)
+            if slow:
+                mirrored.repeat(max(_REPEAT_S, 2 * seconds))
+
+        if chosen:
+            self._canaries.offer(mirrored, compare)
+        return found
+
+    def _batch(
+        self, hosted: Hosted, request: SearchRequest, canary: Canary, key: int
+    ) -> list[QueryAnswer]:
+        comparison = self._canaries.comparison(self._trial.release)
+        answers, failed = _Trial(canary, comparison, None, Caller(key)).answer(
+            lambda: self.new.answer(hosted, request), lambda: self.old.answer(hosted, request)
+        )
+        if not failed:
+            comparison.batched(canary)
+        return answers
+
+
 @dataclass(frozen=True)
-class _Both:
+class _MirroredQuery:
     """One query, for each of the pairs; nobody waits for it any more."""
 
-    asked: SearchRequest
-    plan: Plan
-    on_trial: PlanPart
-    search: Search
+    answerer: CanaryAnswerer
+    hosted: Hosted
+    request: SearchRequest
     canary: Canary
     comparison: CanaryComparison
 
+    @property
+    def query(self) -> Query:
+        return self.request.queries[0]
+
     def compare(self, found: SearchResult) -> None:
         """Return one pair's answer, and compare it with the other pair's."""
-        by_new = found.space == self.on_trial.query.space
+        old_pair, new_pair = self.answerer.old, self.answerer.new
+        by_new = found.space == new_pair.parts[0].query.space
         try:
-            other = self._aside(None if by_new else self.on_trial)
+            other = self._aside(old_pair if by_new else new_pair)
         except NobackfillError as error:
-            if not by_new and _is_evidence(error, self.asked.query):
+            if not by_new and _is_evidence(error, self.query):
                 # A shared part may be away since the old pair answered: not if it answers again.
-                self._aside(None)
+                self._aside(old_pair)
                 self.comparison.failed(self.canary)
             return
         old, new = (other, found) if by_new else (found, other)
@@ -259,20 +288,20 @@ class _Both:
 
     def repeat(self, most: float) -> None:
         """Time both on what was slow, one after the other; the new one for `most` seconds."""
-        old = self._timed(None)
+        old = self._timed(self.answerer.old)
         try:
-            new = _within(most, lambda: self._timed(self.on_trial))
+            new = _within(most, lambda: self._timed(self.answerer.new))
         except DeadlineError:
             new = most
         self.comparison.repeated(self.canary, old, new)
 
-    def _timed(self, part: PlanPart | None) -> float:
+    def _timed(self, pair: PlainAnswerer) -> float:
         began = time.monotonic()
-        self._aside(part)
+        self._aside(pair)
         return time.monotonic() - began
 
-    def _aside(self, part: PlanPart | None) -> SearchResult:
-        return self.search(replace(self.asked, aside=True), self.plan, part)
+    def _aside(self, pair: PlainAnswerer) -> SearchResult:
+        return only(pair.answer(self.hosted, replace(self.request, aside=True)))
 
 
 @dataclass
@@ -281,23 +310,24 @@ class _Trial:
 
     canary: Canary
     comparison: CanaryComparison
-    on_trial: PlanPart
     query: Query | None
     caller: Caller
     # Seconds in which it did not answer, where that may be too slow.
     too_late: float | None = None
 
-    def answer(self, ask: Callable[[PlanPart | None], Answers]) -> tuple[Answers, bool]:
+    def answer(
+        self, ask_new: Callable[[], Answers], ask_old: Callable[[], Answers]
+    ) -> tuple[Answers, bool]:
         """What the new pair answers; what it fails, the old one does, and it is counted. And
         whether it failed."""
         left, single = context.current().remaining(), self.query is not None
         given = self.comparison.share_of_time(left) if single else left / 2
         try:
-            return _within(given, lambda: ask(self.on_trial)), False
+            return _within(given, ask_new), False
         except NobackfillError as error:
             began = time.monotonic()
             # What neither can answer says nothing about either.
-            answers = ask(None)
+            answers = ask_old()
             if isinstance(error, DeadlineError):
                 took = time.monotonic() - began
                 if self.comparison.late(self.canary, given, took, self.caller, single=single):
@@ -305,18 +335,6 @@ class _Trial:
             elif _is_evidence(error, self.query):
                 self.comparison.failed(self.canary)
             return answers, True
-
-
-def _takes_part(asked: SearchRequest, plan: Plan, on_trial: PlanPart) -> bool:
-    return all(_reads(part, asked.query) for part in (on_trial, *plan.parts))
-
-
-def _reads(part: PlanPart, query: Query) -> bool:
-    if isinstance(query, str):
-        return part.query.text_encoder is not None
-    if isinstance(query, bytes):
-        return part.query.embedder.file is not None
-    return part.query.space in query
 
 
 def _is_evidence(error: NobackfillError, query: Query | None) -> bool:

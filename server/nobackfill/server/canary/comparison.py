@@ -12,7 +12,7 @@ import numpy as np
 
 from nobackfill.server.canary.evidence import CanaryEvidence
 from nobackfill.server.canary.sessions import KINDS, CanarySessions, Kind
-from nobackfill.server.galleries.searching import SearchResult
+from nobackfill.server.galleries.ranking import SearchResult
 from nobackfill.server.state import Canary
 
 # How much two answers to one query have in common, and what one pair has answered.

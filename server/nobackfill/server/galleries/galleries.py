@@ -25,7 +25,7 @@ from nobackfill.server.galleries import locks
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import NAME, Home
 from nobackfill.server.galleries.locks import Level
-from nobackfill.server.galleries.plan import Plan
+from nobackfill.server.galleries.plan import AnswererOf, Plan
 from nobackfill.server.state import GatewayState, GoneError, OutdatedError
 
 log = structlog.get_logger("server.galleries")
@@ -46,9 +46,12 @@ class GalleryRegistry:
     deletion closes it when the last of them has left.
     """
 
-    def __init__(self, home: Home, catalog: Catalog, state: GatewayState) -> None:
-        """`home`: where they are kept."""
+    def __init__(
+        self, home: Home, catalog: Catalog, state: GatewayState, answerer_of: AnswererOf
+    ) -> None:
+        """`home`: where they are kept. `answerer_of`: what answers searches by a plan."""
         self._home = home
+        self._answerer_of = answerer_of
         self._catalog = catalog
         self._state = state
         self._names = threading.Lock()
@@ -87,7 +90,7 @@ class GalleryRegistry:
     def _open(self, name: str, before: Callable[[Plan], None] = lambda plan: None) -> Hosted:
         hosted = self._home.open(name)
         try:
-            hosted.replan(self._state.now, self._catalog.manifests, before)
+            self.replan(hosted, before)
             # Vectors are counted page by page, a second of a million, unless views count them.
             if hosted.count() > _SMALL:
                 hosted.wake()
@@ -98,6 +101,10 @@ class GalleryRegistry:
             hosted.store.close()
             raise
         return hosted
+
+    def replan(self, hosted: Hosted, before: Callable[[Plan], None] = lambda plan: None) -> Plan:
+        """Make a gallery's plan anew, by what is known now. As Hosted.replan."""
+        return hosted.replan(self._state.now, self._catalog.manifests, self._answerer_of, before)
 
     def set_aside(self, name: str, error: Exception) -> None:
         """Refuse calls to a gallery that turns out unusable, with the reason. Who works with it

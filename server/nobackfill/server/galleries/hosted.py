@@ -22,12 +22,13 @@ from nobackfill.server.galleries.locks import Level, Users, WriteLock
 from nobackfill.server.galleries.plan import (
     BOTH,
     SOURCE,
+    AnswererOf,
     Filling,
     Plan,
-    PlanPart,
     entered,
     make_plan,
 )
+from nobackfill.server.galleries.ranking import PlanPart
 from nobackfill.server.state import State
 from nobackfill.vectors import Vectors
 
@@ -174,8 +175,8 @@ class Hosted(ABC):
             plan.users.leave()
 
     def replan(
-        self, state: State, manifests: Mapping[int, Manifest],
-        before: Callable[[Plan], None] = lambda plan: None,
+        self, state: State, manifests: Mapping[int, Manifest], answerer_of: AnswererOf,
+        before: Callable[[Plan], None],
     ) -> Plan:  # fmt: skip
         """Make the plan anew from the gallery's spaces; returns the one before.
 
@@ -190,7 +191,9 @@ class Hosted(ABC):
                 "here; give the publication folder it was made with"
             )
         source, both = self.state(SOURCE) is not None, bool(self.state(BOTH))
-        new = make_plan(spaces, state, manifests, rollout, epoch, source=source, both=both)
+        new = make_plan(
+            spaces, state, manifests, answerer_of, rollout, epoch, source=source, both=both
+        )
         before(new)
         self._prepare(new)
         old, self._plan = self._plan, new

@@ -36,8 +36,8 @@ from nobackfill.gallery.upgrade import Carrying
 from nobackfill.server.galleries import locks
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.locks import Level
-from nobackfill.server.galleries.plan import Plan, PlanPart
-from nobackfill.server.galleries.ranking import Score
+from nobackfill.server.galleries.plan import Plan
+from nobackfill.server.galleries.ranking import PlanPart, Score
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors

@@ -27,9 +27,8 @@ from nobackfill.server.galleries.hosted_file import (
     hit_bytes,
     joined,
 )
-from nobackfill.server.galleries.plan import Plan, PlanPart, entered
-from nobackfill.server.galleries.ranking import rounded, scores_of
-from nobackfill.server.galleries.searching import Heals, Question
+from nobackfill.server.galleries.plan import Plan, entered
+from nobackfill.server.galleries.ranking import PlanPart, rounded, scores_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Later, Unanswered
 from nobackfill.server.state import GatewayState, State
@@ -88,10 +87,7 @@ class _Route:
 class ImmediateAnswers:
     """Answers queries by one embedding."""
 
-    def __init__(
-        self, galleries: GalleryRegistry, state: GatewayState, metrics: Metrics, healing: Heals
-    ) -> None:
-        self._healing = healing
+    def __init__(self, galleries: GalleryRegistry, state: GatewayState, metrics: Metrics) -> None:
         self._galleries = galleries
         self._state = state
         self._exact, self._graph = (metrics.searches.labels(kind) for kind in ("exact", "graph"))
@@ -133,25 +129,16 @@ class ImmediateAnswers:
     ) -> list[bytes | None]:
         """To each of the `queries` in `space` a SearchResponse, or None: ask on a thread."""
         state, hosted = self._state.now, self._galleries.at_hand(gallery)
-        plan = None if hosted is None else hosted.plan
-        part = None if plan is None else _part(plan, space)
-        if plan is None or part is None or not isinstance(hosted, HostedInFile):
+        if not isinstance(hosted, HostedInFile):
+            return [None] * len(queries)
+        plan = hosted.plan
+        part = plan.answerer.space_part(hosted, space)
+        if part is None:
             return [None] * len(queries)
         answers = self.of_part(hosted, part, queries, arriving=True)
         if None not in answers:
             self._route = _route(hosted, plan, part, state)
         return answers
-
-    def of_image(self, question: Question, farthest: float) -> bytes | None:
-        """A SearchResponse to what was made of an image, by who uses the gallery and its plan; None
-        where more is needed."""
-        hosted = question.hosted
-        if len(question.parts) > 1 or question.ef or question.k > MOST_HITS:
-            return None
-        if not isinstance(hosted, HostedInFile):
-            return None
-        query = question.vectors[0].tobytes(), question.k, farthest
-        return self.of_part(hosted, question.parts[0], [query])[0]
 
     def of_part(
         self,
@@ -168,11 +155,7 @@ class ImmediateAnswers:
         # Taken before the views: what is made ready for one that goes lands in a mapping that goes.
         known = hosted.ready
         view = hosted.views().get(part.space)
-        if (
-            view is None
-            or self._healing.heals(hosted, part.space)
-            or not hosted.origins.known(part)
-        ):
+        if view is None or not hosted.origins.known(part):
             return nothing
         ends = self._state.now.ends.get(part.query.space)
         ready = known.get(part.space)
@@ -295,13 +278,6 @@ def _values(messages: Iterable[bytes]) -> Vectors:
     return np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1)
 
 
-def _part(plan: Plan, space: str) -> PlanPart | None:
-    """What a query of this space alone is compared with, if that is all one space."""
-    if len(plan.parts) == 1 and plan.parts[0].query.space == space:
-        return plan.parts[0]
-    return plan.alone.get(space)
-
-
 def _encoded(
     part: PlanPart, hits: list[HitBytes], distances: Vectors, farthest: float, *, exact: bool
 ) -> bytes:
@@ -340,12 +316,11 @@ class ImageAnswers:
 
     def __init__(
         self, galleries: GalleryRegistry, immediate: ImmediateAnswers, embedding: Embedding,
-        healing: Heals, metrics: Metrics,
+        metrics: Metrics,
     ) -> None:  # fmt: skip
         self._galleries = galleries
         self._immediate = immediate
         self._embedding = embedding
-        self._healing = healing
         self._queue: ImageQueue[_Asked] = ImageQueue(embedding, metrics, self._answer)
 
     def close(self) -> None:
@@ -357,7 +332,7 @@ class ImageAnswers:
         hosted = self._galleries.at_hand(gallery)
         if (
             not isinstance(hosted, HostedInFile)
-            or self._part(hosted, hosted.plan) is None
+            or hosted.plan.answerer.image_part(hosted) is None
             or not self._embedding.models.ready()
         ):
             return None
@@ -367,7 +342,7 @@ class ImageAnswers:
         self, hosted: HostedInFile, image: bytes, k: int, farthest: float, call: Unanswered
     ) -> None:
         plan = _enter(hosted)
-        part = None if plan is None else self._part(hosted, plan)
+        part = None if plan is None else plan.answerer.image_part(hosted)
         if plan is None or part is None:
             if plan is not None:
                 _leave(hosted, plan)
@@ -375,12 +350,6 @@ class ImageAnswers:
             return
         asked = _Asked(hosted, plan, part, k, farthest, call)
         self._queue.add(QueuedImage(asked, part.query, image, call.deadline, call.is_wanted))
-
-    def _part(self, hosted: Hosted, plan: Plan) -> PlanPart | None:
-        one = len(plan.parts) == 1 and plan.canary is None and plan.both is None
-        return (
-            plan.parts[0] if one and not self._healing.heals(hosted, plan.parts[0].space) else None
-        )
 
     def _answer(self, found: Sequence[tuple[QueuedImage[_Asked], Vectors | None]]) -> None:
         answers: dict[QueuedImage[_Asked], bytes | None] = {waiting: None for waiting, _ in found}

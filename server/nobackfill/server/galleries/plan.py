@@ -1,13 +1,16 @@
 """How a gallery is searched and written at present: pure decisions, no I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Literal, Protocol
 
+from nobackfill.errors import InvalidInputError
+from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.release.calibration import Joint, Scale, Scorer, find
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.locks import Level, Users
+from nobackfill.server.galleries.ranking import PlanPart, SearchResult
 from nobackfill.server.state import RolloutName, State
 
 # What a gallery remembers of its staging space once that is whole, and a canary may search it.
@@ -19,21 +22,48 @@ BOTH = "both"
 Filling = RolloutName | Literal["canary"]
 
 
-@dataclass(frozen=True, eq=False)
-class PlanPart:
-    """Vectors of one space, searched by queries of one space.
+# A query by embedding: space id to little-endian float32 values.
+ByEmbedding = Mapping[str, bytes]
+# An image, a text, or vectors.
+Query = bytes | str | ByEmbedding
+# What is found, or why the query was refused.
+QueryAnswer = SearchResult | InvalidInputError
 
-    `release` made the vectors. `origin` None: each hit has its item's own; direct and old-model
-    hold for the part. `curves` turn distances into scores, by the origin of the vector. `scale`:
-    where carried vectors stand among native ones; None: where their distances say.
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What one call asks of a gallery: the `k` nearest items to each of `queries`.
+
+    `ef` as in Index.search. `single`: a call of one query, which may be answered together with
+    those of other calls. `aside`: nobody waits for the answer, and no other call's query is
+    answered together with it. `heal`: re-embed hits first, where the gallery does.
     """
 
-    space: str
-    release: int
-    query: Manifest
-    origin: Origin | None
-    curves: Mapping[Origin, Scorer]
-    scale: Scale | None = None
+    queries: tuple[Query, ...]
+    k: int
+    filtered: Filter | None = None
+    ef: int = 0
+    single: bool = False
+    aside: bool = False
+    heal: bool = True
+
+
+class Answerer(Protocol):
+    """Answers searches in one mode of a plan; nobackfill.server.galleries.answering says which
+    there are. `hosted` is the gallery: a Hosted, whose module imports this one."""
+
+    def answer(self, hosted: Any, request: SearchRequest) -> list[QueryAnswer]:
+        """Answer each query of a request. Raises as Searching.batch."""
+        ...
+
+    def image_part(self, hosted: Any) -> PlanPart | None:
+        """The part whose nearest items answer an image; None where more has a say."""
+        ...
+
+    def space_part(self, hosted: Any, space: str) -> PlanPart | None:
+        """The part whose nearest items answer one embedding in a space; None where more has a
+        say."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,18 +84,24 @@ class Plan:
     space, which is whole; None at nearly all times. `heals`: the space whose carried vectors are
     made anew from their images as people look; None without a source, and while another is filled.
     `both`: asked beside the active space; None where nobody wishes it, or no release has weights.
-    `epoch`: of what it was made of, where other gateways change that, too.
+    `epoch`: of what it was made of, where other gateways change that, too. `answerer`: what answers
+    searches in the mode that canary, heals and both say, as `answerer_of` makes it.
     """
 
     parts: tuple[PlanPart, ...]
     alone: Mapping[str, PlanPart]
     writes: tuple[Manifest, ...]
     accepts: frozenset[str]
+    answerer_of: InitVar["AnswererOf"]
     canary: PlanPart | None = None
     epoch: int = 0
     heals: str | None = None
     both: Both | None = None
     users: Users = field(default_factory=lambda: Users(Level.PLAN))
+    answerer: Answerer = field(init=False)
+
+    def __post_init__(self, answerer_of: "AnswererOf") -> None:
+        object.__setattr__(self, "answerer", answerer_of(self))
 
     @property
     def query(self) -> Manifest:
@@ -80,6 +116,9 @@ class Plan:
     def models(self) -> list[Manifest]:
         """Releases whose models it uses, the one that answers first."""
         return [*(part.query for part in self.parts), *self.writes]
+
+
+AnswererOf = Callable[[Plan], Answerer]
 
 
 def entered(current: Callable[[], Plan]) -> Plan:
@@ -125,6 +164,7 @@ def make_plan(
     spaces: Sequence[SpaceInfo],
     state: State,
     manifests: Mapping[int, Manifest],
+    answerer_of: AnswererOf,
     rollout: Filling | None,
     epoch: int = 0,
     *,
@@ -160,7 +200,7 @@ def make_plan(
     heals = native.space if source and embeds and staged is None else None
     asks = both and len(parts) == 1 and canary is None and heals is None
     before = _both(native.query, kept[1:]) if asks else None
-    return Plan(parts, alone, writes, accepts, canary, epoch, heals, before)
+    return Plan(parts, alone, writes, accepts, answerer_of, canary, epoch, heals, before)
 
 
 def _both(new: Manifest, previous: Sequence[PlanPart]) -> Both | None:

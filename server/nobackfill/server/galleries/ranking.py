@@ -1,6 +1,7 @@
 """From neighbours to hits: one ranking over all parts of a gallery, with calibrated scores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -9,11 +10,28 @@ from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import Origin
 from nobackfill.release.calibration import Scale, Scorer
-from nobackfill.server.galleries.plan import PlanPart
+from nobackfill.release.manifest import Manifest
 from nobackfill.vectors import Vectors
 
 # Items as a space shows them, in the order of the labels; None for those deleted meanwhile.
 ItemsOf = Callable[[list[int], str], list[StoredItem | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanPart:
+    """Vectors of one space, searched by queries of one space.
+
+    `release` made the vectors. `origin` None: each hit has its item's own; direct and old-model
+    hold for the part. `curves` turn distances into scores, by the origin of the vector. `scale`:
+    where carried vectors stand among native ones; None: where their distances say.
+    """
+
+    space: str
+    release: int
+    query: Manifest
+    origin: Origin | None
+    curves: Mapping[Origin, Scorer]
+    scale: Scale | None = None
 
 
 class RankedHit(NamedTuple):
@@ -26,6 +44,17 @@ class RankedHit(NamedTuple):
     release: int
     origin: Origin
     beyond_calibration: bool = False
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Hits of one query, nearest first, and what answered it."""
+
+    hits: list[RankedHit]
+    release: int
+    space: str
+    # What a feedback about it names, where somebody asks for that.
+    request_id: str = ""
 
 
 class Score(NamedTuple):

@@ -34,11 +34,18 @@ from nobackfill.gallery.spec import space_of
 from nobackfill.processes import DaemonThreads
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
+from nobackfill.server.galleries.answering import (
+    PlainAnswerer,
+    Question,
+    asked,
+    nearest,
+    passing,
+    rank_nearest,
+)
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile
-from nobackfill.server.galleries.plan import SOURCE
-from nobackfill.server.galleries.ranking import RankedHit, rank
-from nobackfill.server.galleries.searching import Question, SearchResult, rank_or_refuse, run
+from nobackfill.server.galleries.plan import SOURCE, QueryAnswer, SearchRequest
+from nobackfill.server.galleries.ranking import PlanPart, RankedHit, SearchResult, rank
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
@@ -69,7 +76,7 @@ def _candidates(
     wide = [replace(question, k=max(question.k, healer.source.hits)) for question in questions]
     native = healer.ledger.native(allowed)
     found: list[Candidates | InvalidInputError] = []
-    for question, one, answer in zip(questions, wide, run(wide, allowed), strict=True):
+    for question, one, answer in zip(questions, wide, nearest(wide, allowed), strict=True):
         if isinstance(answer, InvalidInputError):
             found.append(answer)
             continue
@@ -224,14 +231,48 @@ _AGAIN_S = 30.0
 _SHARE = 0.8
 
 
-class Healing:
-    """What is said of `heals` and `find`: asked.Heals."""
+class HealingAnswerer:
+    """Embeds hits again before they are shown, until nothing is left that was carried."""
 
-    def __init__(
-        self, embedding: Embedding, settings: Settings, galleries: Callable[[], Iterable[Hosted]],
-        metrics: Metrics,
-    ) -> None:  # fmt: skip
-        self._embedding, self._galleries, self._metrics = embedding, galleries, metrics
+    def __init__(self, healing: "Healing", plain: PlainAnswerer, space: str) -> None:
+        """`space`: whose carried vectors are made anew."""
+        self._healing, self._plain, self._space = healing, plain, space
+
+    def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
+        """Raises as Searching.batch."""
+        questions = self._plain.questions(hosted, request)
+        answers: dict[Question, QueryAnswer] = {}
+        healed = [one for one in asked(questions) if request.heal and self._heals(hosted, one)]
+        if healed:
+            with context.part("search"):
+                found = self._healing.find(healed, passing(hosted, request.filtered))
+            answers.update(zip(healed, found, strict=True))
+        left = [one for one in asked(questions) if one not in answers]
+        answers |= self._plain.find(hosted, left, request)
+        return [one if isinstance(one, InvalidInputError) else answers[one] for one in questions]
+
+    def image_part(self, hosted: Hosted) -> PlanPart | None:
+        return self._unless_healed(hosted, self._plain.image_part(hosted))
+
+    def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
+        return self._unless_healed(hosted, self._plain.space_part(hosted, space))
+
+    def _unless_healed(self, hosted: Hosted, part: PlanPart | None) -> PlanPart | None:
+        heals = part is not None and part.space == self._space
+        return None if heals and not self._healing.whole(hosted, self._space) else part
+
+    def _heals(self, hosted: Hosted, question: Question) -> bool:
+        """Whether it is asked in the space's own release, and hits may have been carried."""
+        part = question.parts[0]
+        own = len(question.parts) == 1 and part.query.space == part.space == self._space
+        return own and not self._healing.whole(hosted, self._space)
+
+
+class Healing:
+    """The healers of galleries that have a source, and the thread that embeds in the background."""
+
+    def __init__(self, embedding: Embedding, settings: Settings, metrics: Metrics) -> None:
+        self._embedding, self._metrics = embedding, metrics
         self._places = Places(
             settings.item_folders, settings.item_hosts, columns=settings.item_columns,
             functions=settings.item_functions,
@@ -249,12 +290,14 @@ class Healing:
         self._opening: dict[HealingSource, Future[Items]] = {}
         self._past = EmbeddingCost()
         self._stopping = threading.Event()
+        self._galleries: Callable[[], Iterable[Hosted]] = tuple
         self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, galleries: Callable[[], Iterable[Hosted]]) -> Iterator[None]:
         """The background, to the end of the block; what has begun by then is finished, unless its
         source hangs."""
+        self._galleries = galleries
         self._thread.start()
         try:
             yield
@@ -266,20 +309,23 @@ class Healing:
             self._let_go(_ENDED_S)
             self._thread.join()
 
-    def heals(self, hosted: Hosted, space: str) -> bool:
-        if hosted.plan.heals != space:
-            return False
-        healer = self._healers.get(hosted)
-        return healer is None or healer.space != space or not healer.whole
+    def answerer(self, plain: PlainAnswerer, space: str) -> HealingAnswerer:
+        """What answers by a plan that heals a space."""
+        return HealingAnswerer(self, plain, space)
 
-    def find(
-        self, questions: Sequence[Question], allowed: Matches | None
-    ) -> list[SearchResult | InvalidInputError]:
+    def whole(self, hosted: Hosted, space: str) -> bool:
+        """Whether nothing carried is left in a space that heals, as far as is known; looked at for
+        each query that might be answered quickly."""
+        healer = self._healers.get(hosted)
+        return healer is not None and healer.space == space and healer.whole
+
+    def find(self, questions: Sequence[Question], allowed: Matches | None) -> list[QueryAnswer]:
+        """Answer questions in one space that heals."""
         hosted, part = questions[0].hosted, questions[0].parts[0]
         healer = self._healer(hosted, part.query)
         if healer is None:
-            answers = run(questions, allowed)
-            return [rank_or_refuse(q, a) for q, a in zip(questions, answers, strict=True)]
+            answers = nearest(questions, allowed)
+            return [rank_nearest(q, a) for q, a in zip(questions, answers, strict=True)]
         near = _candidates(healer, questions, allowed)
         # All of them together wait as long as one.
         patience = min(healer.source.seconds, _SHARE * context.current().remaining())

@@ -8,9 +8,9 @@ import numpy as np
 from nobackfill.errors import InvalidInputError, ReleaseRetiredError
 from nobackfill.gallery.listing import MetadataGroup
 from nobackfill.gallery.spec import MetadataValue
+from nobackfill.server.galleries.answering import Searching
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Plan
-from nobackfill.server.galleries.searching import Searching
 
 # Items asked as queries, shared evenly among the groups; more groups than this say nothing.
 _PROBES = 2000

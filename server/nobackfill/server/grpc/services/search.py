@@ -11,6 +11,7 @@ from nobackfill.gallery.search.index import EVERY
 from nobackfill.gallery.search.view import parse
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.sessions import Kind
+from nobackfill.server.galleries.answering import Searching
 from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.immediate_answers import (
     DEFAULT_K,
@@ -19,13 +20,8 @@ from nobackfill.server.galleries.immediate_answers import (
     ImmediateAnswers,
     VectorQuery,
 )
-from nobackfill.server.galleries.searching import (
-    Query,
-    Question,
-    Searching,
-    SearchRequest,
-    SearchResult,
-)
+from nobackfill.server.galleries.plan import Query
+from nobackfill.server.galleries.ranking import SearchResult
 from nobackfill.server.grpc.access import Principal
 from nobackfill.server.grpc.rpc import Later
 from nobackfill.server.grpc.services.convert import (
@@ -72,29 +68,15 @@ class SearchService(SearchServiceServicer):
         self._searching = searching
         self._state = state
 
-    # Or the answer's bytes, which the interceptor lets pass.
-    def Search(  # type: ignore[override] # noqa: N802 - the contract's name
+    def Search(  # noqa: N802 - the contract's name
         self, request: pb.SearchRequest, context: grpc.ServicerContext
-    ) -> pb.SearchResponse | bytes:
+    ) -> pb.SearchResponse:
         with self._galleries.using(request.gallery) as hosted:
-            asked = SearchRequest(
-                hosted,
-                _query(request.query),
-                _k(request.k),
-                from_filter(request.filter),
+            found = self._searching.search(
+                hosted, _query(request.query), _k(request.k), from_filter(request.filter),
                 _ef(request.accuracy),
-            )
-            found = self._searching.answer(asked, lambda made: self._quickly(request, made))
-        if isinstance(found, bytes):
-            return found
+            )  # fmt: skip
         return _response(found, request, self._state.now.ends)
-
-    def _quickly(self, request: pb.SearchRequest, question: Question) -> bytes | None:
-        """What was an image, or a text, goes the way of an embedding; an embedding was already
-        refused it."""
-        if request.query.HasField("embeddings") or any(request.HasField(f) for f in _WORK):
-            return None
-        return self._immediate.of_image(question, _farthest(request))
 
     def at_once(
         self, messages: Sequence[tuple[bytes, Principal]]

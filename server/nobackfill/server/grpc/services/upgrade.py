@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import grpc
 
 from nobackfill.errors import InvalidInputError
+from nobackfill.server.galleries.answering import Searching
 from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.searching import Searching
 from nobackfill.server.grpc.context import current
 from nobackfill.server.grpc.services.gallery import to_healing
 from nobackfill.server.rollout.lifecycle import Lifecycle

@@ -1,4 +1,6 @@
-"""Searching one gallery: one plan and one snapshot a search, one ranking over all its spaces."""
+"""How galleries were searched before plans carried answerers: the oracle of test_answerers.
+
+Searching one gallery: one plan and one snapshot a search, one ranking over all its spaces."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +24,8 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Batcher, Embedding
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.plan import Both, Plan, PlanPart, direct_part
-from nobackfill.server.galleries.ranking import RankedHit, rank
+from nobackfill.server.galleries.plan import Both, Plan, direct_part
+from nobackfill.server.galleries.ranking import PlanPart, SearchResult, rank
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState, OutdatedError
@@ -35,7 +37,7 @@ from nobackfill.vectors import Vectors
 Before = tuple[Both, Vectors]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Question:
     """A query's vectors float32 [1,dim], one for each of `parts`; `ef` as in Index.search.
 
@@ -114,17 +116,6 @@ def _search(
 ByEmbedding = Mapping[str, bytes]
 # An image, a text, or vectors.
 Query = bytes | str | ByEmbedding
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Hits of one query, nearest first, and what answered it."""
-
-    hits: list[RankedHit]
-    release: int
-    space: str
-    # What a feedback about it names, where somebody asks for that.
-    request_id: str = ""
 
 
 @dataclass(frozen=True)
