@@ -78,6 +78,11 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "gateway activate": (f"{_V1}.release_pb2:ActivateReleaseResponse",),
     "gateway audit": (f"{_SERVER}.cli.data:audit", f"{_SERVER}.state:Deed"),
     "gateway data backup": (f"{_SERVER}.backup:Summary",),
+    "gateway canary promote": (f"{_V1}.release_pb2:ActivateReleaseResponse",),
+    "gateway canary start": (f"{_V1}.release_pb2:ActivateReleaseResponse",),
+    "gateway canary step": (f"{_V1}.release_pb2:ActivateReleaseResponse",),
+    "gateway canary stop": (f"{_V1}.release_pb2:RollbackReleaseResponse",),
+    "gateway canary watch": (f"{_V1}.release_pb2:WatchCanaryResponse",),
     "gateway estimate": (f"{_V1}.upgrade_pb2:EstimateUpgradeResponse",),
     "gateway data export": (f"{_SERVER}.cli.data:export",),
     "gateway install-triton": (f"{_SERVER}.cli.serve:install_triton",),
@@ -98,10 +103,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "gateway update-gallery": (f"{_V1}.gallery_pb2:Gallery",),
     "gateway upgrade": (f"{_SERVER}.cli.upgrade:upgrade",),
     "gateway data verify": (f"{_SERVER}.backup:Summary",),
-    "gateway watch": (
-        f"{_V1}.release_pb2:WatchCanaryResponse",
-        f"{_V1}.upgrade_pb2:UpgradeProgress",
-    ),
+    "gateway watch": (f"{_V1}.upgrade_pb2:UpgradeProgress",),
     "nobackfill carry": (f"{_APP}.cli:carry", f"{_APP}.carrying:CarryResult"),
     "nobackfill fit": (
         f"{_APP}.fitting:fit_and_judge",

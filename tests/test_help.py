@@ -12,6 +12,7 @@ from nobackfill.release.publishing.metadata import Keys
 from nobackfill.server.settings import Settings
 from nobackfill.server.triton.process import default_folder
 from nobackfill.training.protocols.persons import OperatingPoints
+from nobackfill.v1.release_pb2 import ActivateReleaseRequest
 from tests.inventory import proto_defaults
 
 pytestmark = pytest.mark.slow
@@ -20,11 +21,11 @@ _TOLD = re.compile(r" ?\[(?:env var: \w+; )?(?:default: ([^\];]*)(?:; |\]))?[^\]
 _ELSEWHERE = re.compile(r"\bdefault|\(\d[^)]*\)|\b0 means\b", re.IGNORECASE)
 # Options that nothing stands in for: without one, that is not done, or not narrowed.
 OPTIONAL = """
---also --beside --browse --by --canary --card --config --console --converter --data --embedder
+--also --beside --browse --by --card --config --console --converter --data --embedder
 --eval --eval-texts --every --from --gallery --id --images --independent --item-folder
 --item-host --joining --json --map --model-name --once --onnx --page --picture --protocol
 --publish --queries --queries-new --queries-old --query-encoder --ray --recipient --release
---report --root --set --shadow --sheet --shortest --side-encoder --source --steps --text
+--report --root --set --sheet --shortest --side-encoder --source --steps --text
 --text-encoder --texts --tls-cert --tls-client-ca --tls-key --tokens-file --triton-ca
 --triton-token-file --upgrade --vectors-of --weights --where
 """
@@ -64,11 +65,16 @@ def applied() -> Mapping[str, object]:
     """Defaults that stand elsewhere in the code than in the option."""
     proto, keys = proto_defaults(), Keys.beside(Path("/MODEL_REPO"))
     points, declared = OperatingPoints(), Declaration()
+    activation = {
+        "spare_cores": proto["ActivateReleaseRequest.spare_cores"],
+        "old_space_seconds": ActivateReleaseRequest().old_space_seconds,
+    }
+    assert proto["EstimateUpgradeRequest.spare_cores"] == activation["spare_cores"]
+    canary = {name: proto[f"Canary.{name}"] for name in ("most_errors", "largest_p99_ratio")}
     found: dict[str, object] = {
-        "gateway activate --spare-cores": proto["ActivateReleaseRequest.spare_cores"],
-        "gateway activate --max-errors": f"{100 * proto['Canary.most_errors']:g}%",
-        "gateway activate --max-p99-ratio": proto["Canary.largest_p99_ratio"],
-        "gateway estimate --spare-cores": proto["EstimateUpgradeRequest.spare_cores"],
+        "gateway activate --settings": in_file(activation),
+        "gateway estimate --settings": in_file(activation),
+        "gateway canary start --settings": in_file(activation | canary),
         "gateway update-gallery --hits": proto["ItemSource.hits"],
         "gateway update-gallery --seconds": proto["ItemSource.patience"],
         "gateway update-gallery --bytes-a-query": proto["ItemSource.bytes_a_query"],
@@ -95,6 +101,10 @@ def applied() -> Mapping[str, object]:
                 path = keys.path("root" if role == "root" else "targets")
                 found[option] = path.relative_to("/")
     return found
+
+
+def in_file(numbers: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in numbers.items())
 
 
 def written(value: object) -> str:

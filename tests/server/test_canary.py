@@ -1,17 +1,25 @@
 """A share of the callers meets a release first, and it is stopped where it is worse."""
 
+import json
 import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from typer.testing import CliRunner
 
-from nobackfill.errors import BusyError, InvalidInputError, PreconditionError, UnavailableError
+from nobackfill.errors import (
+    BusyError,
+    ConfigurationError,
+    InvalidInputError,
+    PreconditionError,
+    UnavailableError,
+)
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.cli import operations  # noqa: F401 - puts its commands into app
+from nobackfill.server.cli import canary as canary_commands  # noqa: F401 - adds them to app
 from nobackfill.server.cli.app import app
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import release_pb2 as pb
@@ -264,23 +272,60 @@ def test_a_shadow_is_compared_and_answers_nobody(client: Client, gateway: Gatewa
     assert series["nobackfill_canary_share"] == 1
 
 
-def test_the_command_begins_watches_and_promotes_one(client: Client) -> None:
+def test_the_command_begins_steps_watches_and_promotes_one(client: Client, tmp_path: Path) -> None:
     def gateway(*words: str) -> str:
-        result = CliRunner().invoke(app, [*words, "--server", client.address])
+        result = CliRunner().invoke(app, ["canary", *words, "--server", client.address])
         assert result.exit_code == 0, result.output
         return result.output
 
-    assert "release 2 answers 0.5 of the callers" in gateway("activate", "2", "--canary", "50%")
-    ask(client, "any", 0)
-    threads = iter(gateway("activate", "2", "--promote").splitlines())
-    assert any("done" in line for line in threads)
-    assert "canary of release 2 promoted" in gateway("watch", "--canary")
+    numbers = tmp_path / "canary.toml"
+    numbers.write_text("most_errors = 0.02\nlargest_p99_ratio = 3\n")
+    started = gateway("start", "2", "--share", "25%", "--settings", str(numbers))
+    assert "release 2 answers 0.25 of the callers" in started
+    setting = report(client).canary
+    assert (setting.most_errors, setting.largest_p99_ratio) == (0.02, 3)
+    # A step keeps what it does not name.
+    assert "answers 0.5 of the callers" in gateway("step", "2", "--share", "50%")
+    assert "answers 0.6 of" in gateway("step", "2", "--steps", "60,70,100", "--every", "1d")
+    assert "answers 0.7 of the callers" in gateway("step", "2")
+    setting = report(client).canary
+    assert (setting.share, list(setting.steps), setting.every.seconds) == (0.7, [1.0], 86400)
+    assert (setting.most_errors, setting.largest_p99_ratio) == (0.02, 3)
+    for session in SESSIONS:
+        ask(client, session, 0)
+    assert any("done" in line for line in gateway("promote", "2").splitlines())
+    assert "canary of release 2 promoted" in gateway("watch")
+    for command in ("step", "stop"):
+        said = CliRunner().invoke(app, ["canary", command, "2", "--server", client.address])
+        assert said.exit_code == PreconditionError.exit_code
+        assert "gateway canary start 2" in said.output
     for wrong in (
-        ("--canary", "0%"), ("--canary", "101"), ("--canary", "5%", "--shadow", "5%"),
-        ("--steps", "5,25"), ("--steps", "5", "--every", "1y"), ("--max-errors", "1%"),
-        ("--promote", "--canary", "5"),
+        ("--share", "0%"), ("--share", "101"), (), ("--steps", "5,25"),
+        ("--steps", "5", "--every", "1y"),
     ):  # fmt: skip
-        assert CliRunner().invoke(app, ["activate", "2", *wrong]).exit_code == 2
+        assert CliRunner().invoke(app, ["canary", "start", "2", *wrong]).exit_code == 2
+    for text in ("most_errors = 0", "most_errors = 'x'", "most = 1", "=", "spare_cores = inf"):
+        numbers.write_text(text)
+        words = ["canary", "start", "2", "--share", "5%", "--settings", str(numbers)]
+        said = CliRunner().invoke(app, [*words, "--server", client.address])
+        assert said.exit_code == ConfigurationError.exit_code, said.output
+        assert str(numbers) in said.output.replace("\n", "")
+
+
+def test_the_command_stops_one(client: Client) -> None:
+    def gateway(*words: str) -> str:
+        result = CliRunner().invoke(app, ["canary", *words, "--server", client.address])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    gateway("start", "2", "--share", "50%", "--shadow")
+    assert (
+        "no further step"
+        in CliRunner().invoke(app, ["canary", "step", "2", "--server", client.address]).output
+    )
+    assert json.loads(gateway("stop", "2", "--json").splitlines()[-1])["done"]
+    wait_for(lambda: client.states()[1] == "ACTIVE")
+    assert "canary of release 2 ended" in gateway("watch")
 
 
 def test_what_is_no_canary_is_refused(client: Client) -> None:

@@ -1,7 +1,7 @@
 """The command `gateway`; exit codes as in docs/operations.md."""
 
 # The commands put themselves into `app`, in the order that --help shows.
-from nobackfill.server.cli import serve, operations, galleries, upgrade, data  # noqa: F401, I001
+from nobackfill.server.cli import serve, operations, canary, galleries, upgrade, data  # noqa: F401, I001
 from nobackfill.server.cli.app import app
 
 

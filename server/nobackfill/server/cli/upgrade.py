@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from nobackfill.server.cli.app import Json, Rollout, app, exit_codes, show
+from nobackfill.server.cli.app import Json, Number, Rollout, app, exit_codes, show
 from nobackfill.server.cli.serve import ModelRepo, Ray, Workers
 from nobackfill.terminal import visible
 
@@ -22,7 +22,7 @@ _ROLLOUTS = ("direct", "dual", "cutover")
 
 @app.command()
 def upgrade(
-    number: Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="release to serve")],
+    number: Number,
     store: Annotated[
         str | None,
         typer.Option(
@@ -35,8 +35,11 @@ def upgrade(
     rollout: Rollout = None,
     as_json: Json = False,
 ) -> None:
-    """Activate a release from a job of its own: it leads, and the serving gateways follow. Killed,
-    one of them goes on with it. Settings are those of `serve`."""
+    """Activate a release from a job of its own.
+
+    The job leads, and the gateways that serve from the database follow. If it is killed, one of
+    them goes on with it. Settings are those of `gateway serve`.
+    """
     if rollout is not None and rollout not in _ROLLOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(_ROLLOUTS)}, got {rollout!r}")
     flags = {"store": store, "model_repo": model_repo, "workers": workers, "ray": ray}

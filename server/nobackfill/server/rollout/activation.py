@@ -290,7 +290,7 @@ class Activations:
             if canary.share < before.share:
                 raise PreconditionError(
                     f"the share is {before.share:g}, and shares only grow, got {canary.share:g}; "
-                    "`gateway rollback --yes` ends the canary"
+                    f"`gateway canary stop {release}` ends the canary"
                 )
             kept = canary.model_copy(update={"promoted": before.promoted})
             return {"activation": record.model_copy(update={"canary": kept})}
@@ -321,8 +321,8 @@ class Activations:
                 raise PreconditionError(
                     f"release {release} has answered no query of its canary at this gateway: there "
                     "is no evidence to promote it by. Let more callers meet it, as with `gateway "
-                    f"activate {release} --canary 50%`, or end the canary with `gateway rollback "
-                    f"--yes` and run `gateway activate {release}`, which asks for none"
+                    f"canary step {release} --share 50%`, or end the canary with `gateway canary "
+                    f"stop {release}` and run `gateway activate {release}`, which asks for none"
                 )
             self._parts.state.revise(promoted)
         return run
@@ -523,7 +523,7 @@ def _canary(now: State, release: int) -> tuple[Activation, Canary]:
 
 def _none(release: int) -> PreconditionError:
     return PreconditionError(
-        f"no canary of release {release} is under way; `gateway activate {release} --canary 5%` "
+        f"no canary of release {release} is under way; `gateway canary start {release} --share 5%` "
         "begins one"
     )
 
