@@ -70,8 +70,10 @@ class Releases:
             device.sync()
             lists["mapped"] = _searched(connection, titles)
             on_device["mapped"] = _found(device, titles)
+            settings = self._folder / "source.toml"
+            settings.write_text("seconds = 20\n", encoding="utf-8")
             self._gateway(address, "update-gallery", GALLERY, "--source", f"texts:{notes}",
-                          "--seconds", "20")  # fmt: skip
+                          "--settings", settings)  # fmt: skip
             lists["lazily"] = _searched(connection, titles)
             self._heal(connection, len(kept))
             lists["all healed"] = _searched(connection, titles)

@@ -76,7 +76,8 @@ def test_subcommands_that_are_named_exist(name: str, module: str) -> None:
     )
     commands = set(re.findall(r"^[│ ]+([a-z-]+) ", done.stdout, re.MULTILINE))
     assert commands
-    for page in PAGES:
+    # An entry of the changelog names a command as it was then.
+    for page in (page for page in PAGES if page.name != "CHANGELOG.md"):
         fenced = re.findall(rf"^ *{name} ([a-z][a-z-]*)", text_of(page), re.MULTILINE)
         quoted = re.findall(rf"`{name} ([a-z][a-z-]*)", text_of(page))
         assert set(fenced + quoted) <= commands, page.name

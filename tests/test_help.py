@@ -21,13 +21,12 @@ _TOLD = re.compile(r" ?\[(?:env var: \w+; )?(?:default: ([^\];]*)(?:; |\]))?[^\]
 _ELSEWHERE = re.compile(r"\bdefault|\(\d[^)]*\)|\b0 means\b", re.IGNORECASE)
 # Options that nothing stands in for: without one, that is not done, or not narrowed.
 OPTIONAL = """
---also --beside --browse --by --card --config --console --converter --data --embedder
---eval --eval-texts --every --from --gallery --id --images --independent --item-folder
---item-host --joining --json --map --model-name --once --onnx --page --picture --protocol
---publish --queries --queries-new --queries-old --query-encoder --ray --recipient --release
---report --root --set --sheet --shortest --side-encoder --source --steps --text
---text-encoder --texts --tls-cert --tls-client-ca --tls-key --tokens-file --triton-ca
---triton-token-file --upgrade --vectors-of --weights --where
+--also --beside --browse --by --card --console --converter --data --embedder --eval --eval-texts
+--every --from --gallery --id --images --independent --item-folder --item-host --joining --json
+--map --model-name --once --onnx --page --picture --protocol --publish --queries --queries-new
+--queries-old --query-encoder --ray --recipient --release --report --root --set --settings
+--sheet --shortest --side-encoder --source --steps --text --text-encoder --texts --tls-cert
+--tls-client-ca --tls-key --tokens-file --upgrade --vectors-of --weights --where
 """
 
 
@@ -70,16 +69,19 @@ def applied() -> Mapping[str, object]:
         "old_space_seconds": ActivateReleaseRequest().old_space_seconds,
     }
     assert proto["EstimateUpgradeRequest.spare_cores"] == activation["spare_cores"]
+    healing = {
+        "hits": proto["ItemSource.hits"],
+        "seconds": float(proto["ItemSource.patience"]),
+        "bytes_a_query": proto["ItemSource.bytes_a_query"],
+        "concurrency": proto["ItemSource.concurrency"],
+        "a_day": proto["ItemSource.items_a_day"],
+    }
     canary = {name: proto[f"Canary.{name}"] for name in ("most_errors", "largest_p99_ratio")}
     found: dict[str, object] = {
         "gateway activate --settings": in_file(activation),
         "gateway estimate --settings": in_file(activation),
         "gateway canary start --settings": in_file(activation | canary),
-        "gateway update-gallery --hits": proto["ItemSource.hits"],
-        "gateway update-gallery --seconds": proto["ItemSource.patience"],
-        "gateway update-gallery --bytes-a-query": proto["ItemSource.bytes_a_query"],
-        "gateway update-gallery --concurrency": proto["ItemSource.concurrency"],
-        "gateway update-gallery --a-day": proto["ItemSource.items_a_day"],
+        "gateway update-gallery --settings": in_file(healing),
         "gateway serve --triton-venv": default_folder().name,
         "gateway install-triton [DIR]": default_folder().name,
         "python training/evaluate.py --far": points.far,
@@ -127,12 +129,11 @@ def test_help_tells_the_default_that_the_code_applies() -> None:
             continue
         _, default = told(parameter)
         expected = parameter.opts[0] if value is True else written(value)
-        got = (default or "").replace(", ", " ")
-        if value is True:
-            got, expected = got.lstrip("-"), expected.lstrip("-")
-        numbers = written(float(got)) if re.fullmatch(r"[\d.]+", got) else got
         # A sentence may say what comes before it, or where a folder lies.
-        if expected not in (numbers, got.rpartition(" else ")[2], got.split(" beside ")[0]):
+        got = re.split(r"^.* else | beside ", default or "")
+        if value is True:
+            got, expected = [one.lstrip("-") for one in got], expected.lstrip("-")
+        if expected not in map(plain, got):
             wrong.append(f"{option}: help tells {default}, the code applies {expected}")
     assert not wrong, "\n".join(wrong)
 

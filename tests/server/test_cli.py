@@ -149,7 +149,7 @@ def test_a_data_folder_serves_one_gateway(served: Served, repo: Path, tmp_path: 
     [
         (("serve", "--model-repo=missing"), 78, "publication folder"),
         (("serve", "--address=0.0.0.0:1"), 78, "tls_cert"),
-        (("serve", "--config=missing.toml"), 78, "missing.toml"),
+        (("serve", "--settings=missing.toml"), 78, "missing.toml"),
         (("releases", "--server=127.0.0.1:1"), 69, "gateway serve"),
         (("activate", "2", "--server=127.0.0.1:1", "--json"), 69, "127.0.0.1:1"),
         (("data", "backup", "target", "--data=missing"), 66, "state.json"),

@@ -69,7 +69,7 @@ def test_the_gateway_ends_while_sources_hang(stages: Stages, tmp_path: Path) -> 
     (tmp_path / "operators_items.py").write_text(HANGING)
     settings = tmp_path / "settings.toml"
     settings.write_text('[item_functions]\nhangs = "operators_items:item"\n')
-    options = ("--triton=in-process", "--item-host=127.0.0.1", f"--config={settings}")
+    options = ("--triton=in-process", "--item-host=127.0.0.1", f"--settings={settings}")
     with evil_host(BEHAVIOURS["drips headers"]) as evil:
         with (
             serving(

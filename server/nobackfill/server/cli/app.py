@@ -45,6 +45,15 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 ACTIVATION: Mapping[str, float] = {"spare_cores": 0.5, "old_space_seconds": 0}
 # A canary stops at this share of errors, and at a p99 of so many times the old one's.
 CANARY: Mapping[str, float] = {**ACTIVATION, "most_errors": 0.01, "largest_p99_ratio": 2.0}
+# What a gallery's source may cost: the first hits of a query that are embedded again, the seconds
+# that the query waits for them, the bytes that it reads, batches at once, and items a day.
+HEALING: Mapping[str, float] = {
+    "hits": 100,
+    "seconds": 1.0,
+    "bytes_a_query": 64 << 20,
+    "concurrency": 2,
+    "a_day": 100_000,
+}
 
 
 def settings_option(usual: Mapping[str, float]) -> Any:

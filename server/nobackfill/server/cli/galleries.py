@@ -7,7 +7,17 @@ import typer
 from google.protobuf.duration_pb2 import Duration
 
 from nobackfill.errors import few
-from nobackfill.server.cli.app import DEFAULT_SERVER, Json, Server, app, exit_codes, show
+from nobackfill.server.cli.app import (
+    DEFAULT_SERVER,
+    HEALING,
+    Json,
+    Server,
+    app,
+    exit_codes,
+    settings_option,
+    show,
+    tuning,
+)
 from nobackfill.server.cli.operations import plain
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2
@@ -24,20 +34,7 @@ def update_gallery(
             "column:NAME, function:NAME, or none"
         ),
     ] = None,
-    hits: Annotated[
-        int | None,
-        typer.Option(help="first hits embedded again, 20 to 200", show_default="100"),
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="what a query waits for them", show_default="1")
-    ] = None,
-    bytes_a_query: Annotated[
-        int | None, typer.Option(help="what it may read", show_default="67108864")
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="batches at once", show_default="2")
-    ] = None,
-    a_day: Annotated[int | None, typer.Option(help="items of a day", show_default="100000")] = None,
+    settings: Annotated[Path | None, settings_option(HEALING)] = None,
     both: Annotated[
         bool | None,
         typer.Option("--both/--no-both", help="the model before ranks carried items, too"),
@@ -45,26 +42,31 @@ def update_gallery(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Register where a gallery's images or texts are: hits that an upgrade has carried are
-    embedded again from there as people look. Or have both models rank what was carried, by weights
-    that the release measured. Without --source or --both: show it."""
-    if source is None and (hits or seconds or bytes_a_query or concurrency or a_day):
-        raise typer.BadParameter("expected --source with what it may cost")
+    """Change how a gallery answers after an upgrade.
+
+    With --source, the gateway embeds hits again from their images or texts, as people look.
+    --settings bounds what that may cost. With --both, the model before helps to rank what was
+    carried, by weights that the release brings. With neither, show the gallery.
+    """
+    if source is None and settings is not None:
+        raise typer.BadParameter("expected --source with --settings: they bound what it may cost")
     with exit_codes(), Gateway(server, retries=False) as gateway:
         if source is None and both is None:
             answer = gateway.get_gallery(gallery)
         elif source is None:
             answer = gateway.update_gallery(gallery, both_models=both)
         else:
+            numbers = tuning(settings, HEALING)
             patience = Duration()
-            numbers = (hits, bytes_a_query, concurrency, a_day, seconds)
-            if not all(number is None or 0 < number < 1 << 32 for number in numbers):
-                raise typer.BadParameter("expected numbers above 0 and below 2**32")
-            patience.FromNanoseconds(int(1e9 * (seconds or 0)))
+            patience.FromNanoseconds(int(1e9 * numbers["seconds"]))
             message = gallery_pb2.ItemSource(
-                address="" if source == "none" else source, hits=hits, patience=patience,
-                bytes_a_query=bytes_a_query, concurrency=concurrency, items_a_day=a_day,
-            )  # fmt: skip
+                address="" if source == "none" else source,
+                hits=int(numbers["hits"]),
+                patience=patience,
+                bytes_a_query=int(numbers["bytes_a_query"]),
+                concurrency=int(numbers["concurrency"]),
+                items_a_day=int(numbers["a_day"]),
+            )
             answer = gateway.update_gallery(gallery, source=message, both_models=both)
     found = answer.source
     rows = [["gallery", "both", "source", "hits", "seconds", "bytes a query", "at once", "a day"]]
@@ -99,9 +101,12 @@ def put(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Put every picture below a folder, under its path there; or every text of FILE.jsonl, an
-    object with `id` and `text` a line, the other keys as metadata. Right to be repeated. Exit
-    status 65 where some were refused; they are named."""
+    """Put every picture of a folder, or every text of a file, into a gallery.
+
+    A picture's id is its path in the folder. A line of FILE.jsonl is an object with `id` and
+    `text`; its other keys are metadata. Items that are refused are named, and the exit code is 65.
+    The command may be repeated.
+    """
     with exit_codes():
         from nobackfill.errors import InvalidInputError
         from nobackfill.server.bulk import fill, fill_by_ray

@@ -57,9 +57,6 @@ def serve(
     console_address: Annotated[
         str | None, typer.Option(help="HOST:PORT of them", show_default="127.0.0.1:9465")
     ] = None,
-    metrics_open: Annotated[
-        bool | None, typer.Option("--metrics-open", help="not on loopback alone")
-    ] = None,
     triton: Annotated[
         str | None,
         typer.Option(
@@ -67,8 +64,6 @@ def serve(
             show_default="a tritonserver of its own where there is one, else in-process",
         ),
     ] = None,
-    triton_ca: Annotated[Path | None, typer.Option(help="its authority (PEM)")] = None,
-    triton_token_file: Annotated[Path | None, typer.Option(help="token for it")] = None,
     triton_venv: Annotated[
         Path | None,
         typer.Option(
@@ -88,11 +83,15 @@ def serve(
     ] = None,
     item_folders: _Folders = None,
     item_hosts: _Hosts = None,
-    config: Annotated[Path | None, typer.Option(help="settings file (TOML)")] = None,
+    settings: Annotated[Path | None, typer.Option(help="TOML file of settings")] = None,
     force: Annotated[bool, typer.Option("--force", help="also a folder that was moved")] = False,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Each flag may also be NOBACKFILL_* or in --config."""
-    flags = {name: value for name, value in locals().items() if name not in ("config", "force")}
+    """Serve searches of galleries until SIGTERM or SIGINT.
+
+    Every setting is a variable NOBACKFILL_* or a key of --settings; docs/operations.md lists them.
+    An option here goes before both.
+    """
+    flags = {name: value for name, value in locals().items() if name not in ("settings", "force")}
     with exit_codes():
         # Imported here: the operator's commands need neither numpy nor Triton's client.
         from nobackfill.server.process_limits import bound_arenas
@@ -104,12 +103,12 @@ def serve(
         from nobackfill.server.settings import load_settings
         from nobackfill.server.storage import forget_move
 
-        settings = load_settings(flags, config)
+        loaded = load_settings(flags, settings)
         if force:
-            forget_move(settings)
+            forget_move(loaded)
         configure()
         ended = _ended()
-        gateway = GatewayServer(settings)
+        gateway = GatewayServer(loaded)
         gateway.start()
         _keep_what_is_there()
         if gateway.console_address:
@@ -155,7 +154,10 @@ def install_triton(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the virtual environment that holds Triton, with packages from pip's index."""
+    """Make the virtual environment that holds Triton.
+
+    Its packages come from pip's index.
+    """
     with exit_codes():
         from nobackfill.server.triton.process import default_folder, install
 

@@ -135,7 +135,7 @@ def _named(name: str, there: Collection[str], setting: str) -> str:
     if name not in there:
         raise ConfigurationError(
             f"source: {name[:80]!r} is not among {setting} of this gateway's settings; its "
-            "operator names it there (gateway serve --config FILE)"
+            "operator names it there (gateway serve --settings FILE)"
         )
     return name
 
