@@ -9,12 +9,11 @@ from typing import Any
 from bench.galleries import PUT_ROWS
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.galleries.hosted_milvus import InMilvus
-from nobackfill.server.stores.milvus import journal
-from nobackfill.server.stores.milvus.candidates import Candidates
-from nobackfill.server.stores.milvus.collections import Collections
-from nobackfill.server.stores.milvus.columns import database_id, name_of
-from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
+from nobackfill.plugins.milvus import journal
+from nobackfill.plugins.milvus.candidates import Candidates
+from nobackfill.plugins.milvus.collections import Collections
+from nobackfill.plugins.milvus.columns import database_id, name_of
+from nobackfill.plugins.milvus.gallery import InMilvus, MilvusGallery, wait_for_milvus
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries

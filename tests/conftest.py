@@ -123,7 +123,7 @@ def milvus_engine(
     postgres: "Server", milvus_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> "Iterator[MilvusEngine]":
     """A database, and its collections in one Milvus."""
-    from nobackfill.server.stores.milvus import candidates
+    from nobackfill.plugins.milvus import candidates
     from tests.stores.milvus_engine import MilvusEngine
 
     # The galleries of tests are small, and searched as large ones are.

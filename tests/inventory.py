@@ -427,7 +427,7 @@ def read_postgresql(server: "Server") -> dict[str, Any]:
     from nobackfill.adopt.carrying import carry
     from nobackfill.adopt.sources.opening import open_source
     from nobackfill.adopt.sources.source import Target
-    from nobackfill.server.stores.milvus import journal
+    from nobackfill.plugins.milvus import journal
     from nobackfill.server.stores.postgresql import schema
     from nobackfill.server.stores.postgresql.database import Database
     from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries

@@ -57,7 +57,7 @@ BASE = {
 # Rooms that each plug-in may import, beside the base; no other room imports a plug-in.
 PLUGINS = {
     "chroma": {"adopt"},
-    "milvus": {"adopt"},
+    "milvus": {"server", "gallery", "adopt"},
     "qdrant": {"adopt"},
 }
 # Rooms that each may import, beside the base.

@@ -129,7 +129,7 @@ def _searches(bench: Bench, made: "Fed", info: SpaceInfo, queries: Vectors, clie
 def _filters(
     bench: Bench, made: "Fed", info: SpaceInfo, vectors: Vectors, queries: Vectors
 ) -> Table:
-    from nobackfill.server.stores.milvus.expressions import expression_of
+    from nobackfill.plugins.milvus.expressions import expression_of
 
     count, queries = len(vectors), queries[:FILTERED]
     numbers = np.arange(count) * 7919 % count

@@ -29,8 +29,7 @@ OF_POSTGRESQL = (
 )  # fmt: skip
 # Their packages come with `make test-scale`.
 OF_CLUSTERS = (
-    "server.stores.milvus", "server.galleries.hosted_milvus", "server.upgrades.workers.ray_cluster",
-    "plugins.milvus",
+    "server.upgrades.workers.ray_cluster",
 )  # fmt: skip
 OF_EXPORT = ("server.export",)
 OF_WEB = ("pages.", "client.browse.", "server.console.")
@@ -42,6 +41,7 @@ PLUGINS: Mapping[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("sources", "chroma"): ((), ""),
     ("sources", "milvus"): ((), "milvus"),
     ("sources", "qdrant"): ((), "qdrant"),
+    ("stores", "milvus"): (("server", "postgres"), "milvus"),
 }
 LOAD = """
 import sys

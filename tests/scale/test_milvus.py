@@ -12,11 +12,11 @@ from nobackfill.gallery.filters import OneOf
 from nobackfill.gallery.search.index import EVERY
 from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.plugins.milvus import candidates, journal
+from nobackfill.plugins.milvus.collections import Collections
+from nobackfill.plugins.milvus.columns import columns_of
+from nobackfill.plugins.milvus.gallery import MilvusGallery, wait_for_milvus
 from nobackfill.server.storage import split_store
-from nobackfill.server.stores.milvus import candidates, journal
-from nobackfill.server.stores.milvus.collections import Collections
-from nobackfill.server.stores.milvus.columns import columns_of
-from nobackfill.server.stores.milvus.gallery import MilvusGallery, wait_for_milvus
 from nobackfill.server.stores.postgresql.graphs import RECALL
 from tests.gallery.making import Linear, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage

@@ -13,9 +13,9 @@ from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import mask_of
 from nobackfill.gallery.spec import Metadata, MetadataValue
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.stores.milvus import candidates
-from nobackfill.server.stores.milvus.expressions import expression_of
-from nobackfill.server.stores.milvus.gallery import MilvusGallery
+from nobackfill.plugins.milvus import candidates
+from nobackfill.plugins.milvus.expressions import expression_of
+from nobackfill.plugins.milvus.gallery import MilvusGallery
 from nobackfill.server.stores.postgresql.graphs import RECALL
 from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.gallery.making import ids, spec, vectors

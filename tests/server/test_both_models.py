@@ -47,7 +47,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     vectors = ""
     if request.param == "milvus":
         vectors = f"&vectors={request.getfixturevalue('milvus_address')}"
-        from nobackfill.server.stores.milvus import candidates
+        from nobackfill.plugins.milvus import candidates
 
         # So that Milvus is asked, for all that there are few.
         monkeypatch.setattr(candidates, "SMALL", 10)

@@ -2,12 +2,12 @@
 
 from nobackfill.gallery.gallery_store import GalleryStore, Searcher
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.server.stores.milvus import candidates
-from nobackfill.server.stores.milvus.candidates import Candidates
-from nobackfill.server.stores.milvus.collections import Collections
-from nobackfill.server.stores.milvus.columns import database_id, name_of
-from nobackfill.server.stores.milvus.feeder import Feeder
-from nobackfill.server.stores.milvus.gallery import MilvusGallery
+from nobackfill.plugins.milvus import candidates
+from nobackfill.plugins.milvus.candidates import Candidates
+from nobackfill.plugins.milvus.collections import Collections
+from nobackfill.plugins.milvus.columns import database_id, name_of
+from nobackfill.plugins.milvus.feeder import Feeder
+from nobackfill.plugins.milvus.gallery import MilvusGallery
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.stores.conftest import PostgresqlEngine

@@ -9,16 +9,16 @@ import pytest
 from nobackfill.errors import UnavailableError
 from nobackfill.gallery.search.index import EVERY
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.stores.milvus import journal
+from nobackfill.plugins.milvus import journal
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import PostgresqlSearcher
 from tests.gallery.making import ids, spec, vectors
 
 pytest.importorskip("pymilvus", reason="the store is imported with it")
 
-from nobackfill.server.stores.milvus import candidates
-from nobackfill.server.stores.milvus.candidates import Candidates
-from nobackfill.server.stores.milvus.feeder import Feeder
+from nobackfill.plugins.milvus import candidates
+from nobackfill.plugins.milvus.candidates import Candidates
+from nobackfill.plugins.milvus.feeder import Feeder
 
 pytestmark = pytest.mark.scale
 

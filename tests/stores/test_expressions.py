@@ -26,9 +26,9 @@ from nobackfill.gallery.filters import (
     microseconds,
 )
 from nobackfill.gallery.spec import Metadata
-from nobackfill.server.stores.milvus import columns as hashes
-from nobackfill.server.stores.milvus.columns import Columns, columns_of
-from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of
+from nobackfill.plugins.milvus import columns as hashes
+from nobackfill.plugins.milvus.columns import Columns, columns_of
+from nobackfill.plugins.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.postgresql.conditions import facets
 from tests.gallery.test_filters import (
     FILTERS,

@@ -4,7 +4,7 @@ import pytest
 
 from nobackfill.gallery import edits
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.stores.milvus import journal
+from nobackfill.plugins.milvus import journal
 from nobackfill.server.stores.postgresql.database import TABLE, Connection, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.schema import migrate

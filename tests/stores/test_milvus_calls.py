@@ -14,8 +14,8 @@ from tests.gallery.making import spec, vectors
 
 pytest.importorskip("pymilvus", reason="Milvus' client is not installed")
 
-from nobackfill.server.stores.milvus import collections
-from nobackfill.server.stores.milvus.collections import Collections
+from nobackfill.plugins.milvus import collections
+from nobackfill.plugins.milvus.collections import Collections
 
 pytestmark = pytest.mark.scale
 

@@ -60,7 +60,7 @@ def running(*settings: str) -> Iterator[str]:
 
 
 def _wait(process: "subprocess.Popen[bytes]", port: int) -> None:
-    from nobackfill.server.stores.milvus.collections import Collections
+    from nobackfill.plugins.milvus.collections import Collections
 
     end = time.monotonic() + _START_S
     while time.monotonic() < end:

@@ -1,6 +1,7 @@
 """Where the settings say that galleries and state are kept: a folder, or a PostgreSQL database."""
 
 import json
+import re
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +14,7 @@ from nobackfill.errors import (
     PreconditionError,
     VerificationError,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import extra, load_plugin
 from nobackfill.gallery.connections import Residents
 from nobackfill.server.galleries.hosted_file import Home, InFiles
 from nobackfill.server.grpc import context
@@ -23,13 +24,12 @@ from nobackfill.server.state import UNFINISHED_RESTORE, GatewayState, StateFile
 
 if TYPE_CHECKING:
     # They need the extra `postgres`.
-    from nobackfill.server.stores.postgresql.database import Database
     from nobackfill.server.stores.postgresql.leading import News
 
 # Connections of a gateway to its database, beside four that wait or hold locks.
 _CONNECTIONS = 24
-
-
+# NAME+URL of an engine that searches for a database: NAME is a plug-in of `nobackfill.stores`.
+_ENGINE = re.compile(r"[a-z]+\+")
 # In a folder whose galleries were moved: where to.
 _MOVED = "moved.json"
 
@@ -80,9 +80,9 @@ def split_store(store: str) -> tuple[str, str | None]:
     given = [option for option in options.split("&") if option]
     said = [one[8:] for one in given if one.startswith("vectors=")]
     # A password is decoded when the address is split: a `/` in it would end the host.
-    engines = [one if one.startswith("milvus+") else unquote(one) for one in said]
+    engines = [one if _ENGINE.match(one) else unquote(one) for one in said]
     rest = "&".join(one for one in given if not one.startswith("vectors="))
-    if len(engines) > 1 or not all(one.startswith("milvus+") for one in engines):
+    if len(engines) > 1 or not all(map(_ENGINE.match, engines)):
         raise ConfigurationError("store: expected one vectors=milvus+http://HOST:PORT")
     return url + (mark + rest if rest else ""), engines[0] if engines else None
 
@@ -175,23 +175,13 @@ class Storage:
         if engine is None:
             self.home = InDatabase(database, data / "galleries")
         else:
-            self._open_milvus(engine, database, data, ending, feeds=lock is not None)
+            opened = load_plugin("stores", engine.partition("+")[0])
+            self.home = ending.enter_context(
+                opened(engine, database, data / "galleries", feeds=lock is not None)
+            )
         self.state = StateRow(database)
         self.news = News(database)
         ending.callback(self.news.close)
-
-    def _open_milvus(
-        self, address: str, database: "Database", data: Path, ending: ExitStack, *, feeds: bool
-    ) -> None:
-        from nobackfill.server.galleries.hosted_milvus import InMilvus
-        from nobackfill.server.stores.milvus.collections import Collections
-
-        collections = Collections(address)
-        ending.callback(collections.close)
-        self.home = home = InMilvus(database, data / "galleries", collections)
-        if feeds:
-            ending.callback(home.feeder.close)
-            home.feeder.start()
 
     def close(self) -> None:
         """Let go of it; twice is harmless."""

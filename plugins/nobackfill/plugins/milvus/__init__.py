@@ -1,1 +1,1 @@
-"""Milvus: collections that `nobackfill` carries over, as a source."""
+"""Milvus: a store that searches for galleries in PostgreSQL, and a source of `nobackfill`."""

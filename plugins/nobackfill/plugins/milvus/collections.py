@@ -13,12 +13,13 @@ from nobackfill.extras import extra
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.loopback import is_loopback
-from nobackfill.server.stores.milvus.columns import Columns, columns_of
+from nobackfill.plugins.milvus.columns import Columns, columns_of
 from nobackfill.vectors import Vectors
 
 with extra("milvus"):
     from pymilvus import DataType, MilvusClient
     from pymilvus.exceptions import MilvusException
+
 
 Result = TypeVar("Result")
 SCHEME = "milvus+"

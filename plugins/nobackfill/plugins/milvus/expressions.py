@@ -25,7 +25,7 @@ from nobackfill.gallery.filters import (
     TimeRange,
 )
 from nobackfill.gallery.store import storable
-from nobackfill.server.stores.milvus.columns import (
+from nobackfill.plugins.milvus.columns import (
     FACTS,
     NUMBERS,
     flag_token,

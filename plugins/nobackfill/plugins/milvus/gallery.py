@@ -1,14 +1,25 @@
-"""A gallery whose vectors Milvus searches: the database has the truth, and notes what changes."""
+"""Galleries in PostgreSQL whose vectors a Milvus searches.
 
-from collections.abc import Callable
+The database has the truth, and notes what changes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
 
 import structlog
 
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.server.stores.milvus import candidates as limits
-from nobackfill.server.stores.milvus import journal
-from nobackfill.server.stores.milvus.candidates import Candidates, too_many_pending
+from nobackfill.plugins.milvus import candidates as limits
+from nobackfill.plugins.milvus import journal
+from nobackfill.plugins.milvus.candidates import Candidates, too_many_pending
+from nobackfill.plugins.milvus.collections import Collections
+from nobackfill.plugins.milvus.columns import database_id
+from nobackfill.plugins.milvus.feeder import Feeder
+from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted_database import HostedInDatabase, InDatabase
 from nobackfill.server.stores.postgresql import rows, writing
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
@@ -113,3 +124,68 @@ def _found(
     table = SpaceTable(gallery.schema, info)
     rows = gallery.database.read(lambda one: table.rows_of(one, labels, EVERYTHING))
     return ranked(info.spec, query, rows, K)
+
+
+# Galleries in PostgreSQL whose vectors a Milvus searches.
+
+
+class HostedInMilvus(HostedInDatabase):
+    """One gallery."""
+
+    def __init__(
+        self, name: str, folder: Path, store: MilvusGallery, candidates: Candidates, feeder: Feeder
+    ) -> None:
+        super().__init__(name, folder, store, candidates)
+        self._feeder = feeder
+        self._near = candidates
+        store.subscribe(feeder.wake)
+
+    def make_ready(self, space: str, between: Callable[[], None]) -> None:
+        """Wait until Milvus knows the space, has a graph of it, and answers well."""
+        info = self._gallery.space(space)
+        self._gallery.look_ahead(space)
+        if self._gallery.count(space) > limits.SMALL:
+            self._feeder.settle(self._gallery.schema, info, between)
+        wait_for_milvus(
+            self._gallery,
+            info,
+            self._near,
+            lambda: self._feeder.feed(self._gallery.schema),
+            between,
+        )
+
+
+class InMilvus(InDatabase):
+    """What is said of each method: Home."""
+
+    def __init__(self, database: Database, scratch: Path, collections: Collections) -> None:
+        super().__init__(database, scratch)
+        known = database_id(database)
+        self._candidates = Candidates(collections, known)
+        self.feeder = Feeder(database, collections, known)
+
+    def open(self, name: str) -> Hosted:
+        found = self._galleries.open(name)
+        gallery = MilvusGallery(found.database, found.number)
+        return HostedInMilvus(name, self._scratch / name, gallery, self._candidates, self.feeder)
+
+    def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
+        made = self._galleries.create(name, specs, state)
+        MilvusGallery.begun(made)
+
+
+@contextmanager
+def open_home(
+    address: str, database: Database, scratch: Path, *, feeds: bool
+) -> Iterator[InMilvus]:
+    """Search the vectors of a database's galleries in a Milvus, until the block ends.
+
+    `address`: as Collections has it. `scratch`: as InDatabase has it. `feeds`: whether a thread
+    tells Milvus what changes. Raises ConfigurationError, UnavailableError.
+    """
+    with closing(Collections(address)) as collections:
+        home = InMilvus(database, scratch, collections)
+        with closing(home.feeder):
+            if feeds:
+                home.feeder.start()
+            yield home

@@ -12,10 +12,10 @@ import structlog
 from nobackfill.errors import BusyError, NobackfillError, NotFoundError, UnavailableError
 from nobackfill.gallery.spec import SpaceInfo
 from nobackfill.gallery.store import Change
-from nobackfill.server.stores.milvus import journal
-from nobackfill.server.stores.milvus.candidates import too_many_pending
-from nobackfill.server.stores.milvus.collections import Collections
-from nobackfill.server.stores.milvus.columns import columns_of, name_of, prefix_of
+from nobackfill.plugins.milvus import journal
+from nobackfill.plugins.milvus.candidates import too_many_pending
+from nobackfill.plugins.milvus.collections import Collections
+from nobackfill.plugins.milvus.columns import columns_of, name_of, prefix_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
 from nobackfill.server.stores.postgresql.rows import among, copy_out, facets_of, read_spaces
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of

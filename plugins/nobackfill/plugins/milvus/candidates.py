@@ -18,12 +18,10 @@ from nobackfill.gallery.filters import (
     OneOf,
 )
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.server.stores.milvus import journal
-from nobackfill.server.stores.milvus.collections import MOST, Collections
-from nobackfill.server.stores.milvus.columns import (
-    name_of,
-)
-from nobackfill.server.stores.milvus.expressions import EVERYTHING, expression_of
+from nobackfill.plugins.milvus import journal
+from nobackfill.plugins.milvus.collections import MOST, Collections
+from nobackfill.plugins.milvus.columns import name_of
+from nobackfill.plugins.milvus.expressions import EVERYTHING, expression_of
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING as EVERY_ITEM
 from nobackfill.server.stores.postgresql.conditions import FEW_VALUES, Condition, condition_of
 from nobackfill.server.stores.postgresql.database import EF, Connection, Database, run
