@@ -186,7 +186,7 @@ class Upgrading:
 def _ray(nodes: int) -> Iterator[Workers]:
     from ray.cluster_utils import Cluster
 
-    from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+    from nobackfill.plugins.ray.workers import RayCluster
 
     head = {"num_cpus": 1, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -27,10 +27,6 @@ OF_POSTGRESQL = (
     "server.stores.postgresql", "server.galleries.hosted_database",
     "server.upgrades.workers",
 )  # fmt: skip
-# Their packages come with `make test-scale`.
-OF_CLUSTERS = (
-    "server.upgrades.workers.ray_cluster",
-)  # fmt: skip
 OF_EXPORT = ("server.export",)
 OF_WEB = ("pages.", "client.browse.", "server.console.")
 OF_TRAINING = ("training.", "report.", "quality.")
@@ -42,6 +38,7 @@ PLUGINS: Mapping[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("sources", "milvus"): ((), "milvus"),
     ("sources", "qdrant"): ((), "qdrant"),
     ("stores", "milvus"): (("server", "postgres"), "milvus"),
+    ("workers", "ray"): (("server", "postgres"), "ray"),
 }
 LOAD = """
 import sys
@@ -105,8 +102,7 @@ def test_the_server_needs_what_it_declares(server: Environment, tmp_path: Path) 
     names = [
         name
         for name in modules(server)
-        if name.startswith(OF_SERVER)
-        and not name.startswith((*OF_POSTGRESQL, *OF_CLUSTERS, *OF_EXPORT, *OF_WEB))
+        if name.startswith(OF_SERVER) and not name.startswith((*OF_POSTGRESQL, *OF_EXPORT, *OF_WEB))
     ]
     assert len(names) > 50
     import_all(server, names, tmp_path)
@@ -127,11 +123,7 @@ def test_other_extras_need_what_they_declare(
         ("server", "postgres", "export"): (*OF_POSTGRESQL, *OF_EXPORT),
     }.items():
         installed = environment(*extras)
-        names = [
-            name
-            for name in modules(installed)
-            if name.startswith(prefixes) and not name.startswith(OF_CLUSTERS)
-        ]
+        names = [name for name in modules(installed) if name.startswith(prefixes)]
         assert names
         import_all(installed, names, tmp_path)
 

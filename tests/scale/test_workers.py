@@ -31,7 +31,7 @@ def test_a_cluster_that_is_not_there_or_has_ended_is_said_so(
     pytest.importorskip("ray", reason="Ray is not installed")
     # Where the address of one that is gone is not found, either.
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    from nobackfill.ray_cluster import join
+    from nobackfill.plugins.ray.cluster import join
 
     with pytest.raises(UnavailableError, match="ray start"):
         join("auto")
@@ -81,7 +81,7 @@ def test_a_node_killed_in_mid_run_loses_doubles_and_revives_nothing(
 ) -> None:
     import ray
 
-    from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
+    from nobackfill.plugins.ray.workers import RayCluster
 
     workers = RayCluster(two_nodes.address)
     with postgres.database() as url:

@@ -23,8 +23,8 @@ from nobackfill.digests import sha256_file
 from nobackfill.errors import NobackfillError
 from nobackfill.extras import extra
 from nobackfill.metrics.distances import Metric
+from nobackfill.plugins.ray.cluster import join
 from nobackfill.processes import end_with_parent
-from nobackfill.ray_cluster import join
 from nobackfill.research.cells import (
     Evaluation,
     evaluation,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from urllib.parse import quote
 
 from nobackfill.errors import (
@@ -21,7 +21,7 @@ from nobackfill.errors import (
     UnavailableError,
     UnusableOutputError,
 )
-from nobackfill.extras import extra
+from nobackfill.extras import extra, load_plugin
 from nobackfill.images import LARGEST_BYTES, Pixels, read_file
 from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, is_clutter, is_picture, not_taken
 from nobackfill.release.manifest import Manifest, parse_manifest
@@ -35,6 +35,10 @@ from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors
 from nobackfill.wire.gateway import Gateway
 from nobackfill.wire.values import fill_value
+
+if TYPE_CHECKING:
+    # It needs the extra `postgres`.
+    from nobackfill.server.upgrades.workers.workers import Cluster
 
 # Where pictures lie: a folder, or a place that pyarrow knows (s3://BUCKET/PREFIX, gs://…).
 
@@ -361,8 +365,7 @@ def fill_by_ray(
     Items are vectors of that release alone. Raises VerificationError for other models,
     ConfigurationError, UnavailableError, and what put_batch raises.
     """
-    from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
-
+    join: Callable[[str], Cluster] = load_plugin("workers", "ray")
     release = gateway.get_gallery(gallery).release
     published = next(one for one in gateway.list_releases() if one.number == release)
     manifest = parse_manifest(published.manifest, release)
@@ -375,7 +378,7 @@ def fill_by_ray(
         models_of(models, manifest), credentials,
     )  # fmt: skip
     stored, refused = 0, dict[str, str]()
-    with closing(RayCluster(cluster)) as nodes:
+    with closing(join(cluster)) as nodes:
         if is_texts(place):
             texts = _texts_of(place, refused)
             parts = nodes.run(put_texts, work, _batches(texts, batch))

@@ -12,7 +12,7 @@ import structlog
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError
-from nobackfill.extras import extra
+from nobackfill.extras import extra, load_plugin
 from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, Models
@@ -307,10 +307,9 @@ class GatewayServer:
 def _workers_of(settings: Settings) -> "ByWorkers | None":
     """None: a thread of the gateway carries."""
     if settings.ray is not None:
-        from nobackfill.server.upgrades.workers.ray_cluster import RayCluster
         from nobackfill.server.upgrades.workers.workers import ByWorkers
 
-        return ByWorkers(RayCluster(settings.ray), settings.model_repo)
+        return ByWorkers(load_plugin("workers", "ray")(settings.ray), settings.model_repo)
     if settings.workers:
         from nobackfill.server.upgrades.workers.processes import Processes
         from nobackfill.server.upgrades.workers.workers import ByWorkers

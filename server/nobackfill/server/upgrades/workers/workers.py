@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,10 @@ from nobackfill.release.routes import Route, open_route
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.upgrades.workers.cache import OpenCache, laid_out
+
+Shared = TypeVar("Shared")
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 # One window carried wherever it is called: what a worker is given, and what it keeps.
 #
@@ -124,6 +128,17 @@ class Workers(Protocol):
 
     def close(self) -> None:
         """End them, if there are any; twice is harmless."""
+        ...
+
+
+class Cluster(Workers, Protocol):
+    """Workers that run other tasks, too: what a plug-in of `nobackfill.workers` makes of an
+    address."""
+
+    def run(
+        self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
+    ) -> Iterator[Result]:
+        """What `do(work, part)` returns of each part, as they end; otherwise as `carry`."""
         ...
 
 

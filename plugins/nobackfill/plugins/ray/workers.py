@@ -7,19 +7,22 @@ checkpoints may double rows.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
 from nobackfill.errors import UnavailableError
 from nobackfill.extras import extra
 from nobackfill.gallery.search.index import Labels
-from nobackfill.ray_cluster import join
+from nobackfill.plugins.ray.cluster import join
 from nobackfill.server.upgrades.workers.cache import OpenCache
 from nobackfill.server.upgrades.workers.workers import (
     AHEAD,
     TRIES,
+    Part,
     Piece,
+    Result,
+    Shared,
     UpgradeWork,
     carry_piece,
     files_of,
@@ -29,16 +32,14 @@ with extra("ray"):
     import ray
     from ray.exceptions import RayError, RayTaskError
 
+
 log = structlog.get_logger("server.upgrading")
 # How long a cluster may have no processor for us.
 _PATIENCE_S = 120.0
-Shared = TypeVar("Shared")
-Part = TypeVar("Part")
-Result = TypeVar("Result")
 
 
 class RayCluster:
-    """What is said of each method: Workers."""
+    """What is said of each method: Cluster."""
 
     def __init__(self, address: str) -> None:
         """`address`: HOST:PORT of the head of a cluster that this machine is a node of, or auto for
@@ -53,7 +54,6 @@ class RayCluster:
     def run(
         self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
     ) -> Iterator[Result]:
-        """What `do(work, part)` returns of each part, as they end; otherwise as `carry`."""
         task = ray.remote(num_cpus=1, max_retries=TRIES)(_do).options(name=do.__name__)
         waiting = iter(parts)
         # In a list: Ray would read it out anew for every task, megabytes of models.

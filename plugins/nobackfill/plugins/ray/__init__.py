@@ -1,0 +1,1 @@
+"""A Ray cluster: its nodes carry upgrades, fill galleries, and run a comparison's trainings."""
