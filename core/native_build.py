@@ -1,7 +1,7 @@
 """Compiles nobackfill.gallery.search._native, if there is a compiler; hatchling calls it.
 
-An extra: without it everything is searched in Python. An editable install's is for this processor,
-or with HNSWLIB_NO_NATIVE=1 for any, as hnswlib is compiled then; a wheel's is for any.
+Without it the package hnswlib has the graphs, and everything is searched in Python. One build
+serves every processor of its architecture: it chooses its distances when it is loaded.
 """
 
 import os
@@ -16,11 +16,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 FOLDER = Path(__file__).parent / "nobackfill" / "gallery" / "search"
 SOURCES = FOLDER / "native"
-# Where a wheel's module is made: the one in FOLDER is this machine's.
-PORTABLE = Path(__file__).parents[1] / "build" / "native"
 FLAGS = (
     # Distances are rounded where Python rounds them.
-    "-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-fPIC",
+    "-std=c++17", "-O3", "-DNDEBUG", "-ffp-contract=off", "-fvisibility=hidden", "-shared", "-fPIC",
+    "-pthread",
     # The same sources make the same file, wherever they lie.
     "-frandom-seed=native", f"-ffile-prefix-map={FOLDER}=.",
 )  # fmt: skip
@@ -49,27 +48,24 @@ def compile_to(path: Path, *flags: str) -> None:
 
 def _is_fresh(path: Path) -> bool:
     made = path.stat().st_mtime if path.exists() else 0.0
-    return made > max(source.stat().st_mtime for source in SOURCES.iterdir())
+    sources = [Path(__file__), *SOURCES.rglob("*.*pp"), *SOURCES.rglob("*.h")]
+    return made > max(source.stat().st_mtime for source in sources)
 
 
 class NativeBuild(BuildHookInterface):  # type: ignore[type-arg]
-    """For editable installs, and for wheels: those may be installed where another processor is,
-    which ends a process that asks for what it has not."""
+    """For editable installs, which load the module from the checkout, and for wheels."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        editable = version == "editable"
-        tuned = editable and not os.environ.get("HNSWLIB_NO_NATIVE")
-        path = target() if editable else PORTABLE / target().name
-        if editable or not _is_fresh(path):
+        path = target()
+        if not _is_fresh(path):
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                compile_to(path, *(("-march=native",) if tuned else ()))
+                compile_to(path)
             except (OSError, ImportError, subprocess.CalledProcessError) as error:
                 path.unlink(missing_ok=True)
                 print(f"searching in Python: nothing compiled ({error})", file=sys.stderr)
         if path.exists():
             build_data["pure_python"] = False
             build_data["infer_tag"] = True
-            if not editable:
+            if version != "editable":
                 inside = f"nobackfill/gallery/search/{path.name}"
                 build_data["force_include"][str(path)] = inside

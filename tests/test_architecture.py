@@ -254,18 +254,16 @@ def test_only_training_and_research_import_torch() -> None:
         assert not packages(path) & torch_family, path.relative_to(ROOT)
 
 
-def test_only_graphs_import_hnswlib() -> None:
+def test_only_the_fallback_imports_hnswlib() -> None:
     users = {path for path in sources(*ARROWS) if "hnswlib" in packages(path)}
-    assert {path.relative_to(folder("gallery") / "search").name for path in users} == {
-        "hnsw.py",
-        "graph_file.py",
-    }
+    assert users == {folder("gallery") / "search" / "package_graph.py"}
 
 
 def test_hnsw_is_imported_by_server_and_quality_only() -> None:
     for path in sources(*(set(ARROWS) - {"server", "quality"}), "demo"):
         if path.name not in ("hnsw.py", "graph_file.py"):
-            graphs = {f"nobackfill.gallery.search.{name}" for name in ("hnsw", "graph_file")}
+            names = ("hnsw", "graph_file", "package_graph")
+            graphs = {f"nobackfill.gallery.search.{name}" for name in names}
             assert not graphs & set(imports(path)), path.relative_to(ROOT)
 
 
@@ -282,11 +280,12 @@ def test_only_the_store_and_the_source_in_postgresql_import_psycopg() -> None:
     }
 
 
-def test_the_edge_client_loads_no_torch_no_tritonclient_no_hnswlib() -> None:
+def test_the_edge_client_loads_no_torch_no_tritonclient_no_graphs() -> None:
     modules = [module(path) for path in sources("client")]
     script = (
         f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
-        "print(sorted({'torch', 'tritonclient', 'hnswlib', 'sklearn'} & set(sys.modules)))"
+        "heavy = {'torch', 'tritonclient', 'sklearn', 'nobackfill.gallery.search.hnsw'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True

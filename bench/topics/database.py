@@ -4,7 +4,6 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -100,9 +99,10 @@ def _enough(vectors: Vectors, queries: Vectors, true: Labels) -> dict[float, int
     index = hnsw.build(SPEC, np.arange(len(vectors)), vectors, threads=lambda: 2)
     found: dict[float, int] = {}
     for ef in EFS:
-        index.graph.set_ef(ef)
-        labels: Any = index.graph.knn_query(queries, K)[0]
-        reached = recall(labels.astype(np.int64), true)
+        index.graph.ef = ef
+        answer = index.graph.search(queries, K)
+        assert answer is not None, "K of a whole graph are reached"
+        reached = recall(answer[0], true)
         found |= {wanted: ef for wanted in RECALLS if reached >= wanted and wanted not in found}
     return dict.fromkeys(RECALLS, EFS[-1]) | found
 

@@ -47,7 +47,7 @@ class _Ours:
         self._view = snapshot_of(SPEC, base)
 
     def set_ef(self, ef: int) -> None:
-        self._base.graph.set_ef(ef)
+        self._base.graph.ef = ef
         self._view = snapshot_of(SPEC, self._base)
 
     def search(self, queries: Vectors) -> Labels:

@@ -217,7 +217,7 @@ def _indexes(bench: Bench, work: Work, items: data.Vectored) -> list[Table]:
 def _found(name: str, index: HnswIndex, queries: Vectors, true: Labels) -> list[Row]:
     rows: list[Row] = []
     for ef in EFS:
-        index.graph.set_ef(ef)
+        index.graph.ef = ef
         got = index.search(queries, K).labels
 
         def all_of_them() -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hnswlib
 import numpy as np
 import pytest
 
@@ -119,5 +120,8 @@ def test_files_of_other_indexes_are_refused(tmp_path: Path) -> None:
     for number, (other, content) in enumerate(others):
         hnsw.build(other, labels, content).save(tmp_path / f"mutated-{number}")
     # What hnswlib itself writes.
-    hnsw.build(spec(), labels, vectors(COUNT, 1)).graph.save_index(str(tmp_path / "mutated-9"))
+    theirs = hnswlib.Index("l2", DIM)
+    theirs.init_index(COUNT)
+    theirs.add_items(vectors(COUNT, 1), labels)
+    theirs.save_index(str(tmp_path / "mutated-9"))
     assert results(tmp_path) == ["refused"] * 4

@@ -11,11 +11,7 @@ import pytest
 
 from nobackfill.durable import FAULTS
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
-from nobackfill.gallery.search import (
-    graph_file,
-    graph_memory,
-    hnsw,
-)
+from nobackfill.gallery.search import graph_file, hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, prepare
 from nobackfill.gallery.spec import Metric, SpaceSpec
@@ -93,10 +89,10 @@ def test_within_a_space_a_replaced_vector_moves(old: hnsw.HnswIndex) -> None:
 
 def test_what_is_gone_is_forgotten_by_the_memory(old: hnsw.HnswIndex) -> None:
     new = hnsw.carry(old, spec(), LABELS[1:], old.vectors[1:])
-    memory = graph_memory.records(new.graph).tobytes()
+    memory = new.graph.records.tobytes()
     assert old.vectors[0].tobytes() not in memory
     assert old.vectors[1].tobytes() in memory
-    assert len(new.labels) == COUNT - 1 and new.graph.get_current_count() == COUNT
+    assert len(new.labels) == COUNT - 1 and len(new.graph) == COUNT
 
 
 @pytest.mark.slow
@@ -113,9 +109,9 @@ def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
 def test_renewing_takes_the_cheapest_good_way(old: hnsw.HnswIndex) -> None:
     assert hnsw.renew(spec(), LABELS, old.vectors, old=old) is old
     fresh = hnsw.renew(spec(), LABELS[:500], old.vectors[:500], old=old)
-    assert fresh.graph.get_current_count() == 500
+    assert len(fresh.graph) == 500
     carried = hnsw.renew(spec(), LABELS[50:], old.vectors[50:], old=old)
-    assert carried.graph.get_current_count() == COUNT and len(carried.labels) == COUNT - 50
+    assert len(carried.graph) == COUNT and len(carried.labels) == COUNT - 50
     upgraded = hnsw.renew(spec(2), LABELS, rotated(np.asarray(old.vectors)), old=old)
     assert not upgraded.fresh
 
@@ -170,7 +166,6 @@ def test_a_file_outlives_churn_and_holds_no_vector(old: hnsw.HnswIndex, tmp_path
 def test_vectors_are_held_once_in_the_graphs_memory(metric: Metric, threads: int) -> None:
     content, target = vectors(COUNT, 1), spec(metric=metric)
     index = hnsw.build(target, LABELS, content, threads=lambda: threads)
-    assert graph_memory.graph_words(index.graph) is not None
     memory = graph_file.vectors_of(index.graph)
     assert memory.base is not None and not memory.flags.owndata
     np.testing.assert_array_equal(index.vectors, prepare(metric, content))
@@ -184,21 +179,6 @@ def test_vectors_are_held_once_in_the_graphs_memory(metric: Metric, threads: int
     want = memory[5].copy()
     del index
     np.testing.assert_array_equal(memory[5], want)
-
-
-def test_another_build_of_the_library_is_served_from_copies(
-    old: hnsw.HnswIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Links and scalars seen in memory are those the library tells; without, nothing changes."""
-    seen = old.skeleton()
-    monkeypatch.setattr(graph_memory, "graph_words", lambda graph: None)
-    told = old.skeleton()
-    assert dict(seen.links.parameters) == dict(told.links.parameters)
-    for name in ("ground", "levels", "upper"):
-        np.testing.assert_array_equal(getattr(seen.links, name), getattr(told.links, name))
-    np.testing.assert_array_equal(seen.sums, told.sums)
-    new = hnsw.carry(old, spec(), LABELS[9:], old.vectors[9:])
-    assert found_share(new, np.asarray(new.vectors), new.labels) >= 0.98
 
 
 def test_a_file_that_cannot_be_written_is_said_and_the_old_one_stays(

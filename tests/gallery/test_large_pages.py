@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from nobackfill.gallery.search import graph_memory, hnsw
+from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from tests.gallery.making import spec, vectors
 
@@ -15,15 +15,13 @@ UNKNOWN_ADVICE = 9999
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("advice", [graph_memory._MADV_COLLAPSE, UNKNOWN_ADVICE])
+@pytest.mark.parametrize("advice", [hnsw._MADV_COLLAPSE, UNKNOWN_ADVICE])
 def test_what_is_moved_answers_as_before(advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     labels, content, queries = np.arange(COUNT), vectors(COUNT, 1, DIM), vectors(20, 2, DIM)
     built = hnsw.build(spec(dim=DIM), labels, content)
     expected = built.search(queries, 10)
-    monkeypatch.setattr(graph_memory, "_MAPPED_BYTES", 1 << 20)
-    monkeypatch.setattr(graph_memory, "_MADV_COLLAPSE", advice)
-    ((start, end),) = graph_memory._large(built.graph)
-    assert not start % graph_memory._LARGE_PAGE and end - start >= graph_memory._LARGE_PAGE
+    monkeypatch.setattr(hnsw, "_MAPPED_BYTES", 1 << 20)
+    monkeypatch.setattr(hnsw, "_MADV_COLLAPSE", advice)
     index, _ = hnsw.revive(built.skeleton(), spec(dim=DIM), labels, content)
     for thread in threading.enumerate():
         if thread.name == "large pages":

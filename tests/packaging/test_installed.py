@@ -22,7 +22,9 @@ LARGEST_MB = 300
 # What the edge client does without.
 HEAVY = {"torch", "torchvision", "tritonclient", "hnswlib", "sklearn", "matplotlib", "structlog"}
 # Modules that an extra is for, by what their names begin with; the others are the base install's.
-OF_SERVER = ("server.", "gallery.search.hnsw", "gallery.search.graph")
+OF_SERVER = (
+    "server.", "gallery.search.hnsw", "gallery.search.graph", "gallery.search.package_graph",
+)  # fmt: skip
 OF_POSTGRESQL = (
     "server.stores.postgresql", "server.galleries.hosted_database",
     "server.upgrades.workers",

@@ -57,8 +57,8 @@ def test_the_wheel_holds_every_file_of_the_roots_and_nothing_else(wheel: Path) -
 def test_the_wheels_compiled_code_runs_on_every_processor_of_its_kind(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """One that asks for what the processor has not ends the process. It is made anew, not the
-    checkout's, which is this machine's."""
+    """An instruction that the processor does not have ends the process. Only distances use newer
+    ones, in a namespace for each kind, and the module asks the processor first."""
     compiled = {name: code for name, code in contents(wheel).items() if name.endswith(".so")}
     if not compiled:
         pytest.skip("nothing was compiled: there is no compiler")
@@ -68,7 +68,15 @@ def test_the_wheels_compiled_code_runs_on_every_processor_of_its_kind(
     said = subprocess.run(
         ["objdump", "-d", tmp_path / "module.so"], check=True, capture_output=True, text=True
     ).stdout
-    assert "%xmm" in said and "%ymm" not in said and "%zmm" not in said
+    kinds: dict[str, set[str]] = {register: set() for register in ("xmm", "ymm", "zmm")}
+    for function, code_of_it in re.findall(r"^\w+ <([^>]+)>:\n(.*?)(?:\n\n|\Z)", said, re.S | re.M):
+        for register, functions in kinds.items():
+            if f"%{register}" in code_of_it:
+                # As the compiler spells nobackfill::avx2::…
+                kind = re.match(r"_ZNK?10nobackfill\d+(avx2|avx512)", function)
+                functions.add(kind[1] if kind else "any")
+    assert kinds["xmm"] >= {"any"} and kinds["ymm"] >= {"avx2"}
+    assert kinds["ymm"] <= {"avx2", "avx512"} and kinds["zmm"] == {"avx512"}
 
 
 def test_a_wheel_of_the_sdist_is_the_wheel(wheel: Path, tmp_path: Path) -> None:
@@ -83,6 +91,20 @@ def test_types_are_there_for_apps(wheel: Path) -> None:
     of the base have the namespace's alone, and each root of an editable install its rooms'."""
     rooms = {f"nobackfill/{room}/py.typed" for rooms in ROOTS.values() for room in rooms}
     assert rooms | {"nobackfill/py.typed"} <= set(contents(wheel))
+
+
+def test_the_licences_of_others_come_with_their_code(wheel: Path, tmp_path: Path) -> None:
+    theirs = "core/nobackfill/gallery/search/native/hnswlib/LICENSE"
+    text = (ROOT / theirs).read_bytes()
+    with zipfile.ZipFile(wheel) as archive:
+        (record,) = (name for name in archive.namelist() if name.endswith(f"licenses/{theirs}"))
+        assert archive.read(record) == text and b"Apache License" in text
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert f"License-File: {theirs}".encode() in archive.read(metadata)
+    with tarfile.open(build("sdist", ROOT, tmp_path)) as packed:
+        (held,) = (one for one in packed.getmembers() if one.name.endswith(f"/{theirs}"))
+        read = packed.extractfile(held)
+        assert read is not None and read.read() == text
 
 
 def test_the_package_has_a_page(metadata: Message) -> None:

@@ -17,7 +17,8 @@ def loaded(script: str) -> str:
 
 
 def test_neither_torch_nor_scikit_learn_nor_matplotlib_is_loaded() -> None:
-    script = ", nobackfill.quality as q\nassert 'hnswlib' not in sys.modules\n"
+    graphs = "nobackfill.gallery.search.hnsw"
+    script = f", nobackfill.quality as q\nassert {graphs!r} not in sys.modules\n"
     assert loaded(script + f"[getattr(q, name) for name in {NAMES}]") == "[]"
 
 

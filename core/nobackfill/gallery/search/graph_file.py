@@ -12,21 +12,26 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import hnswlib
 import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill import durable
 from nobackfill.errors import NotFoundError, VerificationError
-from nobackfill.gallery.search import graph_memory, index
-from nobackfill.gallery.search.graph_memory import Bytes, Layout
-from nobackfill.gallery.search.index import Content, Labels, Rows
+from nobackfill.gallery.search import index
+from nobackfill.gallery.search.index import Content, Labels, Mask, Rows
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.vectors import Vectors
+
+if TYPE_CHECKING:
+    from nobackfill.gallery.search._native import Hnsw as Hnsw
+else:
+    try:
+        from nobackfill.gallery.search._native import Hnsw
+    except ImportError:
+        from nobackfill.gallery.search.package_graph import PackageGraph as Hnsw
 
 MAGIC = b"nobfidx1"
 _FIXED = struct.Struct("<8s32sI")
@@ -129,13 +134,31 @@ def _header(path: Path, content: NDArray[np.uint8]) -> tuple[dict[str, Any], int
 
 # The links of an hnswlib graph without its vectors, and a graph made of them over other vectors.
 #
-# hnswlib 0.8 takes back its state as a dict (what it would pickle). Elements are numbered as they
-# came; in a graph that is made here an element's number is its label, too.
+# Elements are numbered as they came; in a graph that is made here an element's number is its label,
+# too. hnswlib 0.8 keeps one record an element: links of the ground level (their count in 2 bytes, a
+# delete mark in the third), the vector, and an 8-byte label.
 
-_MARK_BYTE = 2
+Bytes = NDArray[np.uint8]
+
 _LABEL_BYTES = 8
 # Lists of links that are looked at together.
 _LISTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bytes of a record: links up to `vector`, the vector up to `label`, a label up to `size`."""
+
+    vector: int
+    label: int
+    size: int
+    upper: int
+
+    @classmethod
+    def of(cls, dim: int, m: int) -> "Layout":
+        """Give hnswlib's for this dimension and M. `upper`: bytes of a list of links above."""
+        vector = 4 + 4 * 2 * m
+        return cls(vector, vector + 4 * dim, vector + 4 * dim + _LABEL_BYTES, 4 + 4 * m)
 
 
 @dataclass(frozen=True)
@@ -190,58 +213,46 @@ def _lead(lists: Bytes, at: NDArray[np.int64], levels: NDArray[np.int32]) -> boo
     return True
 
 
-def links_of(graph: Any) -> Links:
-    """Those of a graph, which nobody changes meanwhile."""
-    seen, above = graph_memory.parameters(graph), graph_memory.upper(graph)
-    if seen is None or above is None:
-        state = graph.__getstate__()[0]
-        seen = {name: state[name] for name in ("max_level", "enterpoint_node", "mult")}
-        above = state["element_levels"][: graph.element_count], state["link_lists"]
-    own = {"space": graph.space, "M": graph.M, "ef_construction": graph.ef_construction}
-    ground = graph_memory.records(graph)[:, : Layout.of(graph.dim, graph.M).vector].copy()
-    return Links(own | seen, ground, *above)
+def links_of(graph: Hnsw) -> Links:
+    """Copy the links of a graph, which nobody changes meanwhile."""
+    parameters = {
+        "space": graph.space, "M": graph.m, "ef_construction": graph.ef_construction,
+        "max_level": graph.max_level, "enterpoint_node": graph.entry, "mult": graph.mult,
+    }  # fmt: skip
+    ground = graph.records[:, : Layout.of(graph.dim, graph.m).vector].copy()
+    return Links(parameters, ground, graph.levels, graph.upper)
 
 
-def names_of(graph: Any) -> Labels:
+def names_of(graph: Hnsw) -> Labels:
     """The graph's label of each element, int64 [count]."""
-    part = np.ascontiguousarray(graph_memory.records(graph)[:, -_LABEL_BYTES:])
+    part = np.ascontiguousarray(graph.records[:, -_LABEL_BYTES:])
     return part.view(np.int64)[:, 0]
 
 
-def vectors_of(graph: Any) -> Vectors:
-    """The vector of each element, float32 [count, dim]: the graph's own memory where it is seen."""
-    layout = Layout.of(graph.dim, graph.M)
-    return graph_memory.records(graph)[:, layout.vector : layout.label].view(np.float32)
+def vectors_of(graph: Hnsw) -> Vectors:
+    """The vector of each element, float32 [count, dim]: the graph's own memory, which holds until
+    it is resized. A graph of the package hnswlib gives a copy."""
+    layout = Layout.of(graph.dim, graph.m)
+    return graph.records[:, layout.vector : layout.label].view(np.float32)
 
 
-def graph_of(links: Links, dim: int, fill: Callable[[Vectors], NDArray[np.bool_]]) -> Any:
-    """A graph with these links. `fill` writes the vectors, float32 [count, dim], and says which of
-    them nobody may find, bool [count]: those are passed through, at a place between the elements
-    they lead to, and what they held is forgotten."""
-    layout = Layout.of(dim, links.parameters["M"])
-    graph = hnswlib.Index(_state(links, dim, np.empty(0, np.int8)))
-    direct = graph_memory.graph_words(graph) is not None
-    records = (
-        graph_memory.records(graph) if direct else np.zeros((len(links), layout.size), np.uint8)
-    )
-    records[:, : layout.vector] = links.ground
-    records[:, _MARK_BYTE] = 0
-    records[:, -_LABEL_BYTES:] = np.arange(len(links))[:, None].view(np.uint8)
-    vectors = records[:, layout.vector : layout.label].view(np.float32)
+def graph_of(links: Links, dim: int, fill: Callable[[Vectors], Mask]) -> Hnsw:
+    """Make a graph with these links. `fill` writes the vectors, float32 [count, dim], and says
+    which of them nobody may find, bool [count]: those are passed through, at a place between the
+    elements they lead to, and what they held is forgotten."""
+    told = links.parameters
+    graph = Hnsw.of_links(
+        told["space"], dim, told["M"], told["ef_construction"], told["max_level"],
+        told["enterpoint_node"], links.ground, links.levels, links.upper,
+    )  # fmt: skip
+    vectors = vectors_of(graph)
     dead = fill(vectors)
     _make_up(links.ground, vectors, dead)
-    records[:, _MARK_BYTE] = dead
-    if not direct:
-        return hnswlib.Index(_state(links, dim, records.reshape(-1).view(np.int8), dead))
-    if dead.any():
-        # How many are marked is asked only for whether any is, and the first is found by its name.
-        records[0, _MARK_BYTE] = 0
-        graph.mark_deleted(0)
-        records[0, _MARK_BYTE] = dead[0]
+    graph.mark(dead)
     return graph
 
 
-def _make_up(ground: Bytes, vectors: Vectors, dead: NDArray[np.bool_]) -> None:
+def _make_up(ground: Bytes, vectors: Vectors, dead: Mask) -> None:
     """The mean of the living that a dead element leads to."""
     links = ground[:, 4:].view(np.uint32)
     counts = ground[:, :2].view(np.uint16)[:, 0]
@@ -251,43 +262,9 @@ def _make_up(ground: Bytes, vectors: Vectors, dead: NDArray[np.bool_]) -> None:
         vectors[element] = vectors[living].mean(axis=0) if len(living) else 0
 
 
-def _state(
-    links: Links, dim: int, records: NDArray[np.int8], dead: NDArray[np.bool_] | None = None
-) -> dict[str, Any]:
-    count, layout = len(links), Layout.of(dim, links.parameters["M"])
-    m = links.parameters["M"]
-    # Of the names it makes a table, one after another, while nobody else has the interpreter: a
-    # second for a million. Only who changes an element looks there, so all get the first one's.
-    names = np.zeros(count, np.uint64)
-    return dict(links.parameters) | {
-        "ser_version": 1,
-        "dim": dim,
-        "index_inited": True,
-        "ep_added": True,
-        "normalize": False,
-        "num_threads": 1,
-        "seed": 1,
-        "offset_level0": 0,
-        "max_elements": count,
-        "cur_element_count": count,
-        "size_data_per_element": layout.size,
-        "label_offset": layout.label,
-        "offset_data": layout.vector,
-        "max_M": m,
-        "max_M0": 2 * m,
-        "ef": 10,
-        "has_deletions": dead is not None and bool(dead.any()),
-        "size_links_per_element": layout.upper,
-        "allow_replace_deleted": False,
-        "label_lookup_external": names,
-        "label_lookup_internal": names.astype(np.uint32),
-        "element_levels": links.levels,
-        "data_level0": records,
-        "link_lists": links.upper,
-    }
-
-
-ENGINE = f"hnswlib {version('hnswlib')}, links"
+# The version of the headers in native/hnswlib. Other versions of the package read the same links.
+VERSION = "0.8.0"
+ENGINE = f"hnswlib {VERSION}, links"
 # Vectors read at once.
 _READ_ROWS = 512
 
@@ -355,7 +332,7 @@ def fleshed(
     labels: Labels,
     vectors: Content,
     between: Callable[[], None],
-) -> tuple[Any, Rows]:
+) -> tuple[Hnsw, Rows]:
     """A graph of the skeleton's links over other vectors, and the row in `labels` (increasing) of
     each of its elements, -1 for those that nobody may find. Elements are named by their number.
 
@@ -366,7 +343,7 @@ def fleshed(
     element[rows[rows >= 0]] = np.flatnonzero(rows >= 0)
     sums = skeleton.sums if skeleton.spec.space == spec.space else None
 
-    def fill(memory: Vectors) -> NDArray[np.bool_]:
+    def fill(memory: Vectors) -> Mask:
         for start in range(0, len(labels), _READ_ROWS):
             there = np.flatnonzero(element[start : start + _READ_ROWS] >= 0)
             piece = index.prepare(spec.metric, vectors[start : start + _READ_ROWS])[there]
@@ -376,7 +353,7 @@ def fleshed(
                 # What was replaced is another's neighbour: it cannot stay where it is.
                 rows[places[sums_of(piece) != sums[places]]] = -1
             between()
-        dead: NDArray[np.bool_] = rows < 0
+        dead: Mask = rows < 0
         return dead
 
     return graph_of(skeleton.links, spec.dim, fill), rows

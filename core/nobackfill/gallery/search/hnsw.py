@@ -6,17 +6,23 @@ import this; nothing else does.
 
 import contextlib
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import hnswlib
 import numpy as np
 
 from nobackfill.errors import VerificationError
-from nobackfill.gallery.search import graph_file, graph_memory, view
+from nobackfill.gallery.search import graph_file, view
 from nobackfill.gallery.search.exact import PICKED_SHARE, ExactIndex, offsets
-from nobackfill.gallery.search.graph_file import Skeleton, fleshed, read_skeleton, sums_of
+from nobackfill.gallery.search.graph_file import (
+    Hnsw,
+    Layout,
+    Skeleton,
+    fleshed,
+    read_skeleton,
+    sums_of,
+)
 from nobackfill.gallery.search.index import (
     Content,
     Labels,
@@ -25,6 +31,7 @@ from nobackfill.gallery.search.index import (
     Picked,
     Rows,
     best,
+    give_way,
     prepare,
 )
 from nobackfill.gallery.spec import SpaceSpec
@@ -47,7 +54,7 @@ class HnswIndex:
         self,
         spec: SpaceSpec,
         labels: Labels,
-        graph: Any,
+        graph: Hnsw,
         rows: Rows | None = None,
         *,
         fresh: bool = True,
@@ -76,14 +83,14 @@ class HnswIndex:
             self._elements[self._held[alive]] = alive
             self.vectors = Picked(memory, self._elements)
             known = np.append(labels, -1)[self._held]
-        graph_memory.move_to_large_pages(graph)
+        _move_to_large_pages(graph)
         self._exact = ExactIndex.of_prepared(spec, known, memory, offsets(spec, memory))
-        self.compiled = view.graph_of(spec, graph, self._held, labels, self._elements)
+        self.compiled = view.graph_of(graph, self._held, labels, self._elements)
 
     @property
     def ef(self) -> int:
         """Candidates of a search."""
-        return max(self._least, int(self.graph.ef))
+        return max(self._least, self.graph.ef)
 
     def exact(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
         """The same search, comparing every row."""
@@ -187,12 +194,11 @@ class HnswIndex:
     def _near(self, prepared: Vectors, asked: int) -> tuple[Rows, Vectors] | None:
         """Rows and distances [q, asked], nearest first; None if so many were not reached: parts of
         the graph hang apart."""
-        try:
-            names, apart = self.graph.knn_query(prepared, k=asked, num_threads=1)
-        except RuntimeError:
+        found = self.graph.search(prepared, asked)
+        if found is None:
             return None
-        found: Rows = names.view(np.int64)
-        rows = found if self._rows is None else self._rows[found]
+        names, apart = found
+        rows = names if self._rows is None else self._rows[names]
         # The inner product of a vector with itself can be rounded to above 1.
         np.maximum(apart, 0, out=apart)
         return rows, apart
@@ -201,12 +207,38 @@ class HnswIndex:
         """What is left of it without its vectors."""
         links = graph_file.links_of(self.graph)
         kept = sums_of(graph_file.vectors_of(self.graph)) if sums else None
-        ef = int(self.graph.ef)
+        ef = self.graph.ef
         return Skeleton(self.spec, self.labels, self._held, links, kept, self.fresh, ef)
 
     def save(self, path: Path) -> None:
         """Write a checked file, without the vectors. Raises CannotWriteError."""
         self.skeleton().write(path)
+
+
+# Whatever is larger, glibc's malloc takes from the kernel and gives back to it.
+_MAPPED_BYTES = 32 << 20
+# Advice to Linux: use large pages from now on; move what is written to them at once (from 6.1 on).
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
+
+
+def _is_large(graph: Hnsw) -> bool:
+    """Whether the records are memory of their own, in which large pages help."""
+    return graph.capacity * Layout.of(graph.dim, graph.m).size > _MAPPED_BYTES
+
+
+def _move_to_large_pages(graph: Hnsw) -> None:
+    """Move records that are written to large pages, in a thread of its own, while others read them:
+    a graph that is read from its file is searched sooner. On a virtual machine the host has to give
+    each large page back, which takes 2 s for 660 MB."""
+
+    def move() -> None:
+        give_way()
+        if not graph.advise(_MADV_COLLAPSE):
+            # An older kernel, or no page to be had: the rest is done by and by.
+            graph.advise(_MADV_HUGEPAGE)
+
+    if _is_large(graph):
+        threading.Thread(target=move, name="large pages", daemon=True).start()
 
 
 def _exact_is_cheaper(passing: int, queries: int, asked: int) -> bool:
@@ -259,9 +291,12 @@ def build(
     `threads` is asked before each PIECE of rows how many may add it; `between` is called after it,
     and may raise to give up.
     """
-    graph = hnswlib.Index("l2" if spec.metric == "squared_l2" else "ip", spec.dim)
-    graph.init_index(max(1, len(labels)), M=M, ef_construction=EF_CONSTRUCTION, random_seed=1)
-    graph_memory.use_large_pages(graph)
+    space = "l2" if spec.metric == "squared_l2" else "ip"
+    graph = Hnsw(space, spec.dim, max(1, len(labels)), M, EF_CONSTRUCTION)
+    if _is_large(graph):
+        # Nothing is written yet. A walk goes from one record to any other, and with small pages
+        # waits as long for where it is as for what is there. A kernel without large pages refuses.
+        graph.advise(_MADV_HUGEPAGE)
     rows = np.arange(len(labels))
     _add(graph, spec, vectors, rows, rows, threads, between)
     index = HnswIndex(spec, labels, graph)
@@ -270,7 +305,7 @@ def build(
 
 
 def _add(
-    graph: Any,
+    graph: Hnsw,
     spec: SpaceSpec,
     vectors: Content,
     rows: Rows,
@@ -282,7 +317,7 @@ def _add(
     for start in range(0, len(rows), PIECE):
         piece = slice(start, start + PIECE)
         prepared = prepare(spec.metric, vectors[rows[piece]])
-        graph.add_items(prepared, names[piece], num_threads=threads())
+        graph.add(prepared, names[piece], threads())
         between()
 
 
@@ -310,7 +345,7 @@ def revive(
     index = HnswIndex(spec, labels[there], graph, counted, fresh=fresh)
     if _unchanged(old, spec, labels, rows):
         # To compare some of its vectors with all takes a third of a start.
-        graph.set_ef(old.ef)
+        graph.ef = old.ef
     else:
         _accept(index, between)
     return index, np.flatnonzero(~there)
@@ -377,7 +412,7 @@ def carry(
     added = np.setdiff1d(np.arange(len(labels)), rows)
     if len(added):
         # Nobody searches it yet.
-        graph.resize_index(len(rows) + len(added))
+        graph.resize(len(rows) + len(added))
         names = len(rows) + np.arange(len(added))
         _add(graph, spec, vectors, added, names, threads, between)
         rows = np.concatenate([rows, added])
@@ -406,7 +441,7 @@ def renew(
         if _alike(old, spec, labels, vectors):
             return old
         with contextlib.suppress(VerificationError):
-            _refuse_distant(old.graph.get_current_count(), old.labels, labels)
+            _refuse_distant(len(old.graph), old.labels, labels)
             return carry(old, spec, labels, vectors, threads=threads, between=between)
     return build(spec, labels, vectors, threads=threads, between=between)
 
@@ -447,7 +482,7 @@ def _tune(index: HnswIndex, between: Callable[[], None] = lambda: None) -> float
     farthest = _farthest(index, probes, between)
     found = 0.0
     for ef in TRIED_EF:
-        index.graph.set_ef(ef)
+        index.graph.ef = ef
         if (found := _recall(index, probes, farthest, between)) >= LEAST_RECALL:
             break
     return found

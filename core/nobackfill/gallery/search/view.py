@@ -15,7 +15,6 @@ import numpy as np
 
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery.reading import Stored
-from nobackfill.gallery.search import graph_memory
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import (
     Content,
@@ -37,16 +36,18 @@ from nobackfill.vectors import Vectors, check_vectors
 
 # Searching in compiled code, one call that lets go of the interpreter's lock once; see `native/`.
 #
-# It is an extra: where it was not built, or a graph's memory cannot be seen, `Snapshot.search` does
-# the same in Python. What a snapshot reads never changes and is held by it; who searches holds the
-# snapshot.
+# It is an extra: where it was not built, `Snapshot.search` does the same in Python. What a snapshot
+# reads never changes and is held by it; who searches holds the snapshot.
 
 if TYPE_CHECKING:
     from nobackfill.gallery.search import _native
-    from nobackfill.gallery.search._native import Curves
+    from nobackfill.gallery.search._native import Curves, Hnsw
 else:
     try:
         from nobackfill.gallery.search import _native
+
+        # A build of older sources, which a checkout may still hold, has none.
+        from nobackfill.gallery.search._native import Hnsw
     except ImportError:
         _native = None
 
@@ -61,15 +62,13 @@ ranked = None if _native is None else _native.ranked
 
 
 def graph_of(
-    spec: SpaceSpec, graph: Any, held: Rows, labels: Labels, elements: Rows | None
+    graph: Any, held: Rows, labels: Labels, elements: Rows | None
 ) -> "_native.Graph | None":
     """A graph as it is searched. `held`: the row in `labels` of each element, -1: nobody's;
     `elements`: the element of each row, None: the same."""
-    if _native is None or (found := graph_memory.addresses(graph)) is None:
+    if _native is None or not isinstance(graph, Hnsw) or not len(graph):
         return None
-    cosine = spec.metric == "cosine"
-    count = graph.element_count
-    return _native.Graph(graph, cosine, spec.dim, graph.M, count, found, held, labels, elements)
+    return _native.Graph(graph, held, labels, elements)
 
 
 class GraphIndex(Protocol):

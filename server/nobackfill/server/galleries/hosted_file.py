@@ -457,7 +457,7 @@ def due(view: LiveView) -> bool:
     if not isinstance(base, HnswIndex) or not base.fresh:
         return True
     # Also what was deleted before the gateway started.
-    dead = base.graph.get_current_count() - len(snapshot.base)
+    dead = len(base.graph) - len(snapshot.base)
     return len(snapshot.delta) > max(LARGEST_DELTA, _LARGEST_SHARE * len(base.labels)) or (
         dead > _LARGEST_SHARE * len(base.labels)
     )

@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
+#include "hnsw.hpp"
+
 namespace nobackfill {
 
-using Element = std::uint32_t;
-using Distance = float (*)(const void*, const void*, const void*);
 using Near = std::pair<float, Element>;
 
 // Which rows may be found: one byte a row; null: all.
@@ -29,7 +29,7 @@ inline float ordered(float distance) {
     return distance == distance ? distance : std::numeric_limits<float>::infinity();
 }
 
-// hnswlib 0.8's memory, as graph_memory.py finds it. `held`: the row of each element, -1: nobody's.
+// What a walk reads of an hnswlib graph that is not empty. `held`: the row of each element, -1: nobody's.
 struct Graph {
     const char* records;
     std::size_t size, vector, label, upper_size;
@@ -39,8 +39,16 @@ struct Graph {
     Element entry;
     bool deletions;
     Distance distance;
-    const void* parameter;
     const std::int64_t* held;
+
+    static Graph of(const Hnsw& hnsw, const std::int64_t* held) {
+        const auto& own = hnsw.graph;
+        return {
+            own.data_level0_memory_, own.size_data_per_element_, own.offsetData_, own.label_offset_,
+            own.size_links_per_element_, own.linkLists_, hnsw.count(), hnsw.space.dim(), own.M_,
+            own.maxlevel_, own.enterpoint_node_, own.num_deleted_ != 0, own.fstdistfunc_, held,
+        };
+    }
 
     const char* record(Element e) const { return records + e * size; }
     const float* vector_of(Element e) const {
@@ -52,8 +60,11 @@ struct Graph {
         return found;
     }
     bool marked(Element e) const { return record(e)[2] & 1; }
+    float between(const float* query, const float* other) const {
+        return ordered(distance(query, other, &dim));
+    }
     float apart(const float* query, Element e) const {
-        return ordered(distance(query, record(e) + vector, parameter));
+        return between(query, vector_of(e));
     }
     // How many links, then the links.
     static std::uint16_t length(const char* list) {

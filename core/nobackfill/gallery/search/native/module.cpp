@@ -32,49 +32,144 @@ const std::uint8_t* bytes_of(const Mask& mask, std::size_t count, const char* wh
     return reinterpret_cast<const std::uint8_t*>(data_of(mask, count, what));
 }
 
-// Where an hnswlib graph keeps what a walk reads; the addresses are checked by graph_memory.py.
+// A graph, and which row each of its elements is.
 struct PyGraph {
+    py::object owner;
+    Array<std::int64_t> held_array, labels_array;
+    std::optional<Array<std::int64_t>> elements_array;
     Graph graph;
     Metric metric;
     std::size_t rows;
     const std::int64_t* elements;
     const std::int64_t* labels;
-    py::object owner;
-    Array<std::int64_t> held_array, labels_array;
-    std::optional<Array<std::int64_t>> elements_array;
 
     PyGraph(
-        py::object owner_, bool cosine, std::size_t dim, std::size_t m, std::size_t count,
-        const py::dict& words, Array<std::int64_t> held, Array<std::int64_t> labels_,
+        py::object owner_, Array<std::int64_t> held, Array<std::int64_t> labels_,
         std::optional<Array<std::int64_t>> elements_
     )
-        : metric(cosine ? Metric::cosine : Metric::squared_l2),
-          rows(std::size_t(labels_.size())),
-          owner(std::move(owner_)),
+        : owner(std::move(owner_)),
           held_array(std::move(held)),
           labels_array(std::move(labels_)),
-          elements_array(std::move(elements_)) {
-        auto word = [&](const char* name) { return words[name].cast<std::uintptr_t>(); };
-        graph.records = reinterpret_cast<const char*>(word("records"));
-        graph.size = word("size");
-        graph.vector = word("vector");
-        graph.label = word("label");
-        graph.upper_size = word("upper_size");
-        graph.upper = reinterpret_cast<const char* const*>(word("upper"));
-        graph.count = count;
-        graph.dim = dim;
-        graph.m = m;
-        graph.max_level = words["max_level"].cast<int>();
-        graph.entry = words["entry"].cast<Element>();
-        graph.deletions = word("deletions") != 0;
-        graph.distance = reinterpret_cast<Distance>(word("distance"));
-        graph.parameter = reinterpret_cast<const void*>(word("parameter"));
-        graph.held = data_of<std::int64_t>(held_array, count, "held");
-        labels = labels_array.data();
-        elements = data_of(elements_array, rows, "elements");
-        if (!count || graph.entry >= count) throw py::value_error("expected a graph with elements");
+          elements_array(std::move(elements_)),
+          graph(Graph::of(hnsw(), data_of<std::int64_t>(held_array, hnsw().count(), "held"))),
+          metric(hnsw().space.name == "ip" ? Metric::cosine : Metric::squared_l2),
+          rows(std::size_t(labels_array.size())),
+          elements(data_of(elements_array, rows, "elements")),
+          labels(labels_array.data()) {
+        if (graph.entry >= graph.count) throw py::value_error("expected a graph with elements");
     }
+
+    const Hnsw& hnsw() const { return owner.cast<const Hnsw&>(); }
 };
+
+// Rows of float32 values, one vector each.
+const float* vectors_of(const Hnsw& graph, const Array<float>& vectors) {
+    if (vectors.ndim() != 2 || std::size_t(vectors.shape(1)) != graph.space.dim())
+        throw py::value_error("vectors: expected one row a vector of the graph's dimension");
+    return vectors.data();
+}
+
+std::unique_ptr<Hnsw> hnsw_of_links(
+    std::string space, std::size_t dim, std::size_t m, std::size_t ef_construction, int max_level,
+    Element entry, const Array<std::uint8_t>& ground, const Array<int>& levels, const Array<std::int8_t>& upper
+) {
+    const std::vector<int> all(levels.data(), levels.data() + levels.size());
+    std::size_t above = 0;
+    for (const int one : all) above += std::size_t(std::max(one, 0));
+    if (std::size_t(ground.size()) != all.size() * (4 + 8 * m) || std::size_t(upper.size()) != above * (4 + 4 * m))
+        throw py::value_error("links: expected lists of 2 * m and of m links");
+    py::gil_scoped_release released;
+    return Hnsw::of_links(
+        std::move(space), dim, m, ef_construction, max_level, entry,
+        reinterpret_cast<const char*>(ground.data()), all, reinterpret_cast<const char*>(upper.data())
+    );
+}
+
+// Names and distances [q, k]; None: fewer than `k` were reached by one of the queries.
+py::object hnsw_search(const Hnsw& graph, const Array<float>& queries, std::size_t k) {
+    const float* query = vectors_of(graph, queries);
+    const std::size_t count = std::size_t(queries.shape(0));
+    Array<std::int64_t> names({count, k});
+    Array<float> distances({count, k});
+    std::int64_t* names_at = names.mutable_data();
+    float* distances_at = distances.mutable_data();
+    bool reached = true;
+    {
+        py::gil_scoped_release released;
+        for (std::size_t i = 0; reached && i < count; i++)
+            reached = graph.search(query + i * graph.space.dim(), k, names_at + i * k, distances_at + i * k);
+    }
+    if (!reached) return py::none();
+    return py::make_tuple(std::move(names), std::move(distances));
+}
+
+void hnsw_add(
+    Hnsw& graph, const Array<float>& vectors, const Array<std::int64_t>& names, std::size_t threads
+) {
+    const float* first = vectors_of(graph, vectors);
+    const std::size_t count = std::size_t(vectors.shape(0));
+    if (names.ndim() != 1 || std::size_t(names.size()) != count)
+        throw py::value_error("names: expected one a vector");
+    const std::int64_t* name = names.data();
+    py::gil_scoped_release released;
+    graph.add(first, name, count, threads);
+}
+
+// The records of the elements, uint8 [count, bytes]: the memory itself.
+Array<std::uint8_t> hnsw_records(const py::object& of) {
+    auto& graph = of.cast<Hnsw&>();
+    return Array<std::uint8_t>(
+        {graph.count(), graph.graph.size_data_per_element_},
+        reinterpret_cast<const std::uint8_t*>(graph.graph.data_level0_memory_), of
+    );
+}
+
+void bind_hnsw(py::module_& module) {
+    py::class_<Hnsw>(module, "Hnsw")
+        .def(
+            py::init<std::string, std::size_t, std::size_t, std::size_t, std::size_t>(), py::arg("space"),
+            py::arg("dim"), py::arg("capacity"), py::arg("m"), py::arg("ef_construction")
+        )
+        .def_static("of_links", &hnsw_of_links)
+        .def_property_readonly("space", [](const Hnsw& of) { return of.space.name; })
+        .def_property_readonly("dim", [](const Hnsw& of) { return of.space.dim(); })
+        .def_property_readonly("m", [](const Hnsw& of) { return of.graph.M_; })
+        .def_property_readonly("ef_construction", [](const Hnsw& of) { return of.graph.ef_construction_; })
+        .def_property_readonly("capacity", [](const Hnsw& of) { return of.graph.max_elements_; })
+        .def_property_readonly("max_level", [](const Hnsw& of) { return of.graph.maxlevel_; })
+        .def_property_readonly("entry", [](const Hnsw& of) { return of.graph.enterpoint_node_; })
+        .def_property_readonly("mult", [](const Hnsw& of) { return of.graph.mult_; })
+        .def_property(
+            "ef", [](const Hnsw& of) { return of.graph.ef_; },
+            [](Hnsw& of, std::size_t ef) { of.graph.ef_ = ef; }
+        )
+        .def_property_readonly("records", &hnsw_records)
+        .def_property_readonly(
+            "levels",
+            [](const Hnsw& of) { return Array<int>(py::ssize_t(of.count()), of.graph.element_levels_.data()); }
+        )
+        .def_property_readonly(
+            "upper",
+            [](const Hnsw& of) {
+                const std::string found = of.upper();
+                return Array<std::int8_t>(
+                    py::ssize_t(found.size()), reinterpret_cast<const std::int8_t*>(found.data())
+                );
+            }
+        )
+        .def("__len__", &Hnsw::count)
+        .def("add", &hnsw_add)
+        .def("search", &hnsw_search)
+        .def(
+            "resize", [](Hnsw& of, std::size_t capacity) { of.graph.resizeIndex(capacity); },
+            py::call_guard<py::gil_scoped_release>()
+        )
+        .def("mark", [](Hnsw& of, const Array<bool>& dead) {
+            if (std::size_t(dead.size()) != of.count()) throw py::value_error("dead: expected one an element");
+            of.mark(dead.data());
+        })
+        .def("advise", &Hnsw::advise, py::call_guard<py::gil_scoped_release>());
+}
 
 struct PySnapshot {
     Snapshot snapshot;
@@ -300,9 +395,9 @@ py::object ranked_rows(bool cosine, const Array<float>& query, const py::list& r
 
 PYBIND11_MODULE(_native, module) {
     module.def("ranked", &ranked_rows);
+    bind_hnsw(module);
     py::class_<PyGraph>(module, "Graph")
-        .def(py::init<py::object, bool, std::size_t, std::size_t, std::size_t, const py::dict&,
-                      Array<std::int64_t>, Array<std::int64_t>,
+        .def(py::init<py::object, Array<std::int64_t>, Array<std::int64_t>,
                       std::optional<Array<std::int64_t>>>());
     py::class_<std::vector<Curve>>(module, "Curves")
         .def(py::init([](const py::dict& curves) {

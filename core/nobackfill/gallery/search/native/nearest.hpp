@@ -31,42 +31,15 @@ enum class Metric { squared_l2, cosine };
 // a query is made.
 constexpr double LARGEST_NORM = 1e15, UNIT = 1e-3, PREPARED = 2.5e-7;
 
-inline double product(const float* a, const float* b, std::size_t dim) {
-    double lanes[8] = {};
-    std::size_t i = 0;
-    for (; i + 8 <= dim; i += 8)
-        for (int lane = 0; lane < 8; lane++)
-            lanes[lane] += double(a[i + lane]) * double(b[i + lane]);
-    for (; i < dim; i++) lanes[0] += double(a[i]) * double(b[i]);
-    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
-           ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
-}
-
-inline double squares(const float* a, const float* b, std::size_t dim) {
-    double lanes[8] = {};
-    std::size_t i = 0;
-    for (; i + 8 <= dim; i += 8)
-        for (int lane = 0; lane < 8; lane++) {
-            const double apart = double(a[i + lane]) - double(b[i + lane]);
-            lanes[lane] += apart * apart;
-        }
-    for (; i < dim; i++) {
-        const double apart = double(a[i]) - double(b[i]);
-        lanes[0] += apart * apart;
-    }
-    return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) +
-           ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
-}
-
 // As distances.between: in float64, rounded once.
 inline float between(Metric metric, const float* query, const float* row, std::size_t dim) {
-    if (metric == Metric::squared_l2) return ordered(float(squares(row, query, dim)));
-    return ordered(float(std::max(1 - product(row, query, dim), 0.0)));
+    if (metric == Metric::squared_l2) return ordered(float(DISTANCES.squares(row, query, dim)));
+    return ordered(float(std::max(1 - DISTANCES.product(row, query, dim), 0.0)));
 }
 
 // False: refused.
 inline bool prepare(Metric metric, bool unit, std::vector<float>& query) {
-    const double squared = product(query.data(), query.data(), query.size());
+    const double squared = DISTANCES.product(query.data(), query.data(), query.size());
     if (!(squared <= LARGEST_NORM * LARGEST_NORM)) return false;
     const double norm = std::sqrt(squared);
     if (unit && !(std::abs(norm - 1) <= UNIT)) return false;
@@ -177,12 +150,12 @@ struct Snapshot {
         const std::uint8_t* first = masks.chosen ? masks.chosen : masks.live;
         const std::uint8_t* second = masks.live ? masks.live : first;
         std::size_t count = 0, row = 0;
-        // Each byte is 0 or 1.
+        // Each byte is 0 or 1: the product has the sum of the eight as its highest.
         for (; row + 8 <= rows; row += 8) {
             std::uint64_t a, b;
             std::memcpy(&a, first + row, 8);
             std::memcpy(&b, second + row, 8);
-            count += std::size_t(__builtin_popcountll(a & b));
+            count += std::size_t((a & b) * 0x0101010101010101 >> 56);
         }
         for (; row < rows; row++) count += first[row] & second[row];
         return count;
@@ -283,7 +256,7 @@ struct Snapshot {
         for (std::size_t row = 0; row < rest.count; row++) {
             if (!rest.masks.pass(std::int64_t(row))) continue;
             const float* vector = rest.vectors + row * graph.dim;
-            if (graph.distance(query.data(), vector, graph.parameter) > limit) continue;
+            if (graph.between(query.data(), vector) > limit) continue;
             found.push_back({between(metric, query.data(), vector, graph.dim), rest.labels[row]});
         }
     }
