@@ -15,8 +15,7 @@ from nobackfill.errors import UnavailableError
 from nobackfill.release.publishing.cli import main
 from nobackfill.release.publishing.metadata import ROLES, TERM, Keys, require_ledger
 from nobackfill.release.publishing.publish import publish
-from nobackfill.release.trust.fetchers import fetcher_for
-from nobackfill.release.trust.trust import first_root
+from nobackfill.release.trust.trust import fetcher_for, first_root
 from tests.support.documents import lines, page, run_command
 from tests.support.releases import draft
 

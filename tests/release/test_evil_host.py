@@ -8,9 +8,8 @@ from tuf.api.metadata import TargetFile
 
 from nobackfill import pace
 from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
-from nobackfill.release.trust import fetchers, trust
-from nobackfill.release.trust.fetchers import fetcher_for
-from nobackfill.release.trust.trust import download, first_root
+from nobackfill.release.trust import trust
+from nobackfill.release.trust.trust import download, fetcher_for, first_root
 from tests.support.evil_host import BEHAVIOURS, evil_host
 from tests.support.waiting import wait_until
 
@@ -21,7 +20,7 @@ TARGET = TargetFile.from_data("embedder_1/1/model.onnx", DATA, ["sha256"])
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetchers, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(trust, "SILENCE_SECONDS", 0.3)
     monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.4)
     monkeypatch.setattr(trust, "METADATA_SECONDS", 0.6)
 

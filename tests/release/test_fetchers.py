@@ -14,9 +14,15 @@ from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalEr
 from nobackfill.errors import NotFoundError, UnavailableError
 from nobackfill.release.probes import check_probes
 from nobackfill.release.publishing.publish import publish
-from nobackfill.release.trust import fetchers
-from nobackfill.release.trust.fetchers import Fetcher, FolderFetcher, HttpFetcher, fetcher_for
-from nobackfill.release.trust.trust import Trust, first_root
+from nobackfill.release.trust import trust as fetchers
+from nobackfill.release.trust.trust import (
+    Fetcher,
+    FolderFetcher,
+    HttpFetcher,
+    Trust,
+    fetcher_for,
+    first_root,
+)
 from tests.support import hosts
 from tests.support.releases import draft
 from tests.support.simulator import Simulator

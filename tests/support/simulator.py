@@ -99,7 +99,7 @@ class Simulator:
         self.targets.targets[path] = TargetFile.from_data(path, data, ["sha256"])
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
-        """See nobackfill.release.trust.fetchers.Fetcher."""
+        """See nobackfill.release.trust.trust.Fetcher."""
         name = url.removeprefix(BASE)
         self.reads.append(name)
         if name not in self.files:

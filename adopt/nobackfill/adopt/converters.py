@@ -39,11 +39,11 @@ from nobackfill.release.manifest import (
 )
 from nobackfill.release.publishing.declaration import digest, weight_files
 from nobackfill.release.publishing.publish import publish_converter
-from nobackfill.release.trust.fetchers import fetcher_for
 from nobackfill.release.trust.trust import (
     Trust,
     converter_file,
     converter_numbers,
+    fetcher_for,
     fingerprint,
     first_root,
     known_converters,

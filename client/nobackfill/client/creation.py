@@ -16,8 +16,7 @@ from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundErr
 from nobackfill.gallery.connections import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.release.publishing.metadata import verified
-from nobackfill.release.trust.trust import Trust, first_root
+from nobackfill.release.trust.trust import Trust, first_root, verified
 
 Confirm = Callable[[bytes], None]
 

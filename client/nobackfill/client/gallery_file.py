@@ -36,8 +36,7 @@ from nobackfill.release.paths import manifest_path
 
 if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
-    from nobackfill.release.trust.fetchers import Fetcher
-    from nobackfill.release.trust.trust import Trust
+    from nobackfill.release.trust.trust import Fetcher, Trust
 
 
 def _is_text(value: Any) -> bool:

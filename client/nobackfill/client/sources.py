@@ -15,7 +15,7 @@ from nobackfill.errors import (
     NotPermittedError,
     OutOfRangeError,
 )
-from nobackfill.release.trust.fetchers import SILENCE_SECONDS, Fetcher, fetcher_for
+from nobackfill.release.trust.trust import SILENCE_SECONDS, Fetcher, fetcher_for
 
 if TYPE_CHECKING:
     from nobackfill.wire.gateway import Gateway
@@ -67,7 +67,7 @@ class GatewayFetcher:
         self.base_url = f"{gateway.address}/"
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
-        """See nobackfill.release.trust.fetchers.Fetcher. Raises NotPermittedError, too.
+        """See nobackfill.release.trust.trust.Fetcher. Raises NotPermittedError, too.
 
         The deadline of a stream is the silence that is allowed: one that brought something by then
         is taken up where it ended.

@@ -8,14 +8,7 @@ from pathlib import Path
 from nobackfill.errors import UnfitError, VerificationError
 from nobackfill.release.paths import release_of_manifest
 from nobackfill.release.publishing.draft import read_manifest
-from nobackfill.release.publishing.metadata import (
-    MetadataLedger,
-    Role,
-    leftovers,
-    require_ledger,
-    share_of,
-    withdrawn,
-)
+from nobackfill.release.publishing.metadata import MetadataLedger, Role, leftovers, require_ledger
 from nobackfill.release.publishing.renew import expiries
 from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import (
@@ -23,6 +16,8 @@ from nobackfill.release.trust.trust import (
     converter_file,
     converter_numbers,
     read_converter,
+    share_of,
+    withdrawn,
 )
 
 

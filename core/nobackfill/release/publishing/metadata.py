@@ -25,6 +25,7 @@ from tuf.api.metadata import (
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
+from nobackfill.release.trust.trust import verified
 
 # Signing keys: ed25519, one PEM file a role, in `<publication folder>.keys/` or where their owner
 # keeps them.
@@ -138,10 +139,6 @@ TERM = {
     "snapshot": timedelta(days=30),
     "timestamp": timedelta(days=30),
 }
-
-# A share is signed as a number of millionths: canonical JSON has no fractions.
-MILLION = 1_000_000
-_SHARE = "share_in_a_million"
 
 _S = TypeVar("_S", Root, Targets, Snapshot, Timestamp)
 
@@ -261,28 +258,6 @@ def next_metadata(
     return files
 
 
-def withdrawn(target: TargetFile) -> str | None:
-    """The reason why a manifest's release was withdrawn, or None."""
-    custom = target.custom
-    reason = custom.get("withdrawn") if isinstance(custom, dict) else None
-    return None if reason is None else str(reason)
-
-
-def share_of(target: TargetFile) -> float:
-    """The share of devices that a manifest's release is for, 0 to 1; 1 where none is signed."""
-    custom = target.custom
-    parts = custom.get(_SHARE, MILLION) if isinstance(custom, dict) else MILLION
-    # What is no share is for nobody: a publisher meant to hold it back.
-    good = isinstance(parts, int) and not isinstance(parts, bool) and 0 < parts <= MILLION
-    return parts / MILLION if good else 0.0
-
-
-def for_share(target: TargetFile, path: str, share: float) -> TargetFile:
-    """The same manifest, its release for a share of the devices, told to the millionth."""
-    custom = {_SHARE: max(1, round(share * MILLION))}
-    return TargetFile.from_dict({**target.to_dict(), "custom": custom}, path)
-
-
 def leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
     """What a killed publish left behind: names of ours that no committed metadata knows.
 
@@ -348,22 +323,3 @@ def _matching(repo: Path, name: str, meta: MetaFile) -> bytes:
             f"{repo / name}: is not the file that was signed ({error})"
         ) from error
     return data
-
-
-def verified(kind: type[_S], data: bytes, root: Root | None, name: str) -> _S:
-    """Metadata of a kind, signed as `root` demands (None: root metadata, by itself).
-
-    Raises VerificationError, which names it `name`.
-    """
-    try:
-        metadata = Metadata[_S].from_bytes(data)
-        if metadata.signed.type != kind.type:
-            raise RepositoryError(f"expected {kind.type} metadata, got {metadata.signed.type}")
-        signed: _S = metadata.signed
-        delegator = root if root is not None else signed
-        if not isinstance(delegator, Root):
-            raise RepositoryError("expected root metadata")
-        delegator.verify_delegate(kind.type, metadata.signed_bytes, metadata.signatures)
-    except RepositoryError as error:
-        raise VerificationError(f"{name}: is not validly signed ({error})") from error
-    return signed

@@ -37,14 +37,13 @@ from nobackfill.release.publishing.metadata import (
     Keys,
     MetadataLedger,
     Role,
-    for_share,
     leftovers,
     new_root,
     next_metadata,
     read_ledger,
     read_root,
-    verified,
 )
+from nobackfill.release.trust.trust import for_share, verified
 
 # Where releases are put together: beside the publication folder, as Triton trips over any other
 # folder in it, and on its file system, so that what is complete can be renamed into it.

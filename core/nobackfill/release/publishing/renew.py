@@ -22,12 +22,9 @@ from nobackfill.release.publishing.metadata import (
     Keys,
     MetadataLedger,
     Role,
-    for_share,
     next_metadata,
     next_root,
     require_ledger,
-    share_of,
-    withdrawn,
 )
 from nobackfill.release.publishing.publish import (
     clean,
@@ -35,6 +32,7 @@ from nobackfill.release.publishing.publish import (
     put_metadata,
     signers_of,
 )
+from nobackfill.release.trust.trust import for_share, share_of, withdrawn
 
 
 @dataclass(frozen=True)

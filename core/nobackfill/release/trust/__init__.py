@@ -14,31 +14,26 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.release.trust.fetchers import (
+    from nobackfill.release.trust.trust import (
         Fetcher as Fetcher,
         FolderFetcher as FolderFetcher,
         HttpFetcher as HttpFetcher,
-        fetcher_for as fetcher_for,
-    )
-    from nobackfill.release.trust.trust import (
         Publication as Publication,
-        read_publication as read_publication,
-        require_release as require_release,
-    )
-    from nobackfill.release.trust.trust import (
         Trust as Trust,
         TrustedFolder as TrustedFolder,
+        fetcher_for as fetcher_for,
         fingerprint as fingerprint,
         first_root as first_root,
+        read_publication as read_publication,
+        require_release as require_release,
     )
 else:
     __getattr__ = offer(
         __name__,
         {
-            "fetchers": "Fetcher FolderFetcher HttpFetcher fetcher_for",
             "trust": (
-                "Publication Trust TrustedFolder fingerprint first_root read_publication "
-                "require_release"
+                "Fetcher FolderFetcher HttpFetcher Publication Trust TrustedFolder fetcher_for "
+                "fingerprint first_root read_publication require_release"
             ),
         },
     )

@@ -1,21 +1,27 @@
-"""What may be believed of a publication: the view that gateway and device share.
+"""What may be believed of a publication, and where its files come from, on gateway and device.
 
-TUF metadata is fetched and verified by python-tuf (ngclient) in a temporary folder. Only a whole,
-verified set replaces the trusted one, in one durable write (trusted.json), so that an attack or a
-kill leaves the trusted state byte for byte as it was.
+A fetcher reads a folder or a static HTTP host; what it gives is untrusted. TUF metadata is fetched
+and verified by python-tuf (ngclient) in a temporary folder. Only a whole, verified set replaces the
+trusted one, in one durable write (trusted.json), so that an attack or a kill leaves the trusted
+state byte for byte as it was.
 """
 
 import contextlib
+import http.client
 import json
+import os
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Protocol, Self, TypeVar
+from urllib.parse import quote, unquote, urljoin
 
+import urllib3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tuf.api.exceptions import (
     DownloadError,
@@ -25,7 +31,7 @@ from tuf.api.exceptions import (
     RepositoryError,
     SlowRetrievalError,
 )
-from tuf.api.metadata import Root, Snapshot, TargetFile, Targets, Timestamp
+from tuf.api.metadata import Metadata, Root, Snapshot, TargetFile, Targets, Timestamp
 from tuf.ngclient import Updater, UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 
@@ -42,7 +48,7 @@ from nobackfill.errors import (
     VerificationError,
     few,
 )
-from nobackfill.pace import paced
+from nobackfill.pace import paced, pool_manager
 from nobackfill.release.manifest import (
     Converter,
     Manifest,
@@ -53,11 +59,155 @@ from nobackfill.release.manifest import (
     parse_manifest,
 )
 from nobackfill.release.paths import manifest_path, release_of_manifest
-from nobackfill.release.publishing.metadata import share_of, verified, withdrawn
 from nobackfill.release.routes import twin_of
-from nobackfill.release.trust.fetchers import Fetcher, FolderFetcher
+
+_CHUNK = 2**16
+# A source that sends nothing for so long has gone, or means harm.
+SILENCE_SECONDS = 10.0
+_REDIRECTS = 3
+# What a host can make the libraries raise: urllib3 lets some of theirs through.
+_TROUBLE = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
+
+
+class Fetcher(Protocol):
+    """Reads a file of a publication."""
+
+    def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        """The bytes of `url` from `offset` on, in pieces.
+
+        Raises, at once or at any piece, tuf's DownloadHTTPError (404: not there, 416: shorter than
+        `offset`), SlowRetrievalError when nothing comes, DownloadError for other trouble.
+        """
+        ...
+
+
+class FolderFetcher:
+    """A publication folder of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.base_url = f"{folder}/"
+
+    def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        path = self._folder / unquote(url.removeprefix(self.base_url))
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                while piece := file.read(_CHUNK):
+                    yield piece
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DownloadHTTPError(f"{path}: is not there", 404) from error
+        except OSError as error:
+            raise DownloadError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+class HttpFetcher:
+    """Any static HTTP(S) host, with ranges where it serves them.
+
+    $NOBACKFILL_CA_FILE may name its authority's certificate (PEM, else the system's).
+    """
+
+    def __init__(self) -> None:
+        self._pool = pool_manager(
+            timeout=urllib3.Timeout(SILENCE_SECONDS),
+            ca_certs=os.environ.get("NOBACKFILL_CA_FILE") or None,
+            # A host's Retry-After would be slept through, however long it is.
+            retries=urllib3.Retry(2, respect_retry_after_header=False),
+        )
+        weakref.finalize(self, self._pool.clear)
+
+    def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        try:
+            response = self._answer(quote(url, safe=":/@%?=&[]"), offset)
+        except _TROUBLE as error:
+            raise DownloadError(f"{url}: {_sentence(error)}") from error
+        complete = False
+        try:
+            if response.status not in (200, 206):
+                raise DownloadHTTPError(f"{url}: HTTP {response.status}", response.status)
+            # A host that ignores Range sends everything: pass by what is here already.
+            skip = offset if response.status == 200 else 0
+            # read1 gives what has come, so that the caller notices a host that drips.
+            while piece := response.read1(_CHUNK):
+                if len(piece) > skip:
+                    yield piece[skip:]
+                skip = max(0, skip - len(piece))
+            complete = True
+        except urllib3.exceptions.TimeoutError as error:
+            raise SlowRetrievalError(f"{url}: nothing came for {SILENCE_SECONDS:g} s") from error
+        except _TROUBLE as error:
+            raise DownloadError(f"{url}: {error}") from error
+        finally:
+            # After a complete file its connection is used again; else the rest is in the way.
+            if not complete:
+                response.close()
+            response.release_conn()
+
+    def _answer(self, url: str, offset: int) -> urllib3.BaseHTTPResponse:
+        # What was signed are the bytes as they lie there: nothing is unpacked.
+        headers = {"Accept-Encoding": "identity"}
+        if offset:
+            headers["Range"] = f"bytes={offset}-"
+        for _ in range(1 + _REDIRECTS):
+            response = self._pool.request(
+                "GET",
+                url,
+                headers=headers,
+                redirect=False,
+                preload_content=False,
+                decode_content=False,
+            )
+            location = response.get_redirect_location()
+            if not location:
+                return response
+            response.close()
+            response.release_conn()
+            before, url = url, urljoin(url, location)
+            if not url.startswith(("https://", before.partition("//")[0] + "//")):
+                raise DownloadError(f"{before}: redirects to {url}; expected https there")
+        raise DownloadError(f"{url}: redirects more than {_REDIRECTS} times")
+
+
+def _sentence(error: Exception) -> str:
+    """What a person can use of a failed request, without the pools and retries of the library."""
+    reason = getattr(error, "reason", None)
+    cause = reason if isinstance(reason, Exception) else error
+    text = str(cause)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return (
+            "its certificate is of no authority that is known here; name the authority's "
+            "certificate (PEM) in NOBACKFILL_CA_FILE"
+        )
+    if isinstance(cause, urllib3.exceptions.NameResolutionError):
+        return "no host of that name is known; check the address"
+    if isinstance(cause, urllib3.exceptions.NewConnectionError):
+        return "nothing answers there; check the address, and that the host runs"
+    # What follows the last colon is what happened; before it stand objects of the library.
+    return text.rpartition(": ")[2] if "object at 0x" in text or "Pool(" in text else text
+
+
+def fetcher_for(source: str) -> tuple[Fetcher, str]:
+    """The fetcher and base URL of a folder, `http://` or `https://` source."""
+    if source.startswith(("http://", "https://")):
+        return HttpFetcher(), source.rstrip("/") + "/"
+    folder = FolderFetcher(Path(source))
+    return folder, folder.base_url
+
+
+# What may be believed of a publication: the view that gateway and device share.
+#
+# TUF metadata is fetched and verified by python-tuf (ngclient) in a temporary folder. Only a whole,
+# verified set replaces the trusted one, in one durable write (trusted.json), so that an attack or a
+# kill leaves the trusted state byte for byte as it was.
 
 Version = Annotated[int, Field(ge=0)]
+
+
+# A share is signed as a number of millionths: canonical JSON has no fractions.
+MILLION = 1_000_000
+_SHARE = "share_in_a_million"
+
+_Signed = TypeVar("_Signed", Root, Targets, Snapshot, Timestamp)
 
 
 class Floor(BaseModel):
@@ -683,3 +833,44 @@ def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
             f"{few(sorted(published, reverse=True)) or 'none'}"
         )
     return published[number]
+
+
+def withdrawn(target: TargetFile) -> str | None:
+    """The reason why a manifest's release was withdrawn, or None."""
+    custom = target.custom
+    reason = custom.get("withdrawn") if isinstance(custom, dict) else None
+    return None if reason is None else str(reason)
+
+
+def share_of(target: TargetFile) -> float:
+    """The share of devices that a manifest's release is for, 0 to 1; 1 where none is signed."""
+    custom = target.custom
+    parts = custom.get(_SHARE, MILLION) if isinstance(custom, dict) else MILLION
+    # What is no share is for nobody: a publisher meant to hold it back.
+    good = isinstance(parts, int) and not isinstance(parts, bool) and 0 < parts <= MILLION
+    return parts / MILLION if good else 0.0
+
+
+def for_share(target: TargetFile, path: str, share: float) -> TargetFile:
+    """The same manifest, its release for a share of the devices, told to the millionth."""
+    custom = {_SHARE: max(1, round(share * MILLION))}
+    return TargetFile.from_dict({**target.to_dict(), "custom": custom}, path)
+
+
+def verified(kind: type[_Signed], data: bytes, root: Root | None, name: str) -> _Signed:
+    """Metadata of a kind, signed as `root` demands (None: root metadata, by itself).
+
+    Raises VerificationError, which names it `name`.
+    """
+    try:
+        metadata = Metadata[_Signed].from_bytes(data)
+        if metadata.signed.type != kind.type:
+            raise RepositoryError(f"expected {kind.type} metadata, got {metadata.signed.type}")
+        signed: _Signed = metadata.signed
+        delegator = root if root is not None else signed
+        if not isinstance(delegator, Root):
+            raise RepositoryError("expected root metadata")
+        delegator.verify_delegate(kind.type, metadata.signed_bytes, metadata.signatures)
+    except RepositoryError as error:
+        raise VerificationError(f"{name}: is not validly signed ({error})") from error
+    return signed
