@@ -22,7 +22,9 @@ FACES = [
     path
     for path in sources(*ARROWS)
     if (path.name == "__init__.py" or module(path) == "nobackfill.training.side_info")
-    and not module(path).startswith(("nobackfill.server.", "nobackfill.client."))
+    and not module(path).startswith(
+        ("nobackfill.server.", "nobackfill.client.", "nobackfill.plugins")
+    )
 ]
 
 
