@@ -147,7 +147,7 @@ class Reembedding(ABC, Generic[Key]):
         resting: Resting[Key] | None = None,
     ) -> None:
         """`resting`: items that failed a while ago are not begun; None: all may be tried again."""
-        self._items, self.limits, self.ledger, self._resting = items, limits, ledger, resting
+        self._items, self.limits, self.ledger, self.resting = items, limits, ledger, resting
         # Again by the same thread: a batch may have ended before `_begin` asks to be told.
         self._lock = threading.RLock()
         self._closed = False
@@ -214,8 +214,8 @@ class Reembedding(ABC, Generic[Key]):
                 return []
             shared = [future for key in names if (future := self._under_way.get(key))]
             idle = [key for key in names if key not in self._under_way]
-            if self._resting is not None:
-                idle = self._resting.ready(idle)
+            if self.resting is not None:
+                idle = self.resting.ready(idle)
             # More than that is noted as wanted: a crowd shall not fill the memory.
             room = max(0, _MOST_WAITING - len(self._under_way))
             idle, beyond = idle[:room], idle[room:]
@@ -295,9 +295,9 @@ class Reembedding(ABC, Generic[Key]):
                 self.cost.embedded += len(kept)
                 self.cost.failed += len(lost)
                 self.cost.seconds += time.perf_counter() - begun
-            if self._resting is not None:
-                self._resting.failed([key for key in lost if key not in read.gone])
-                self._resting.gone([key for key in lost if key in read.gone])
+            if self.resting is not None:
+                self.resting.failed([key for key in lost if key not in read.gone])
+                self.resting.gone([key for key in lost if key in read.gone])
             if read.unread:
                 self._postpone(read.unread)
             if lost:

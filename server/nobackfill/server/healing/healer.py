@@ -45,13 +45,14 @@ class Healer(Reembedding[int]):
     """Embeds items of one space of a gallery again, by label."""
 
     ledger: HealingLedger
+    resting: Resting[int]
 
     def __init__(
         self, hosted: Hosted, manifest: Manifest, embedding: Embedding, source: HealingSource,
         items: Items, ledger: HealingLedger,
     ) -> None:  # fmt: skip
-        self._rests = Resting[int](_REST_S, _LONGEST_REST_S)
-        super().__init__(items, source.limits, ledger, self._rests)
+        resting = Resting[int](_REST_S, _LONGEST_REST_S)
+        super().__init__(items, source.limits, ledger, resting)
         self.source, self.space = source, manifest.space
         self._hosted, self._manifest, self._embedding = hosted, manifest, embedding
         self._rest: Iterator[StoredItem] | None = None
@@ -101,7 +102,7 @@ class Healer(Reembedding[int]):
         return time.monotonic() < self._paused
 
     def _wanted(self, few: int) -> dict[int, str]:
-        labels = self._rests.ready(self.ledger.wanted(_PAGE))[:few]
+        labels = self.resting.ready(self.ledger.wanted(_PAGE))[:few]
         return self._carried(labels)
 
     def _of_the_rest(self, few: int) -> dict[int, str]:
@@ -111,7 +112,7 @@ class Healer(Reembedding[int]):
             self._rest = self._by_doubt()
         some: dict[int, str] = {}
         for item in self._rest:
-            if self._rests.ready([item.label]):
+            if self.resting.ready([item.label]):
                 some[item.label] = item.id
                 if len(some) == few:
                     return some

@@ -29,7 +29,7 @@ from nobackfill.errors import (
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search import index
-from nobackfill.gallery.search.index import Neighbours, give_way
+from nobackfill.gallery.search.index import Labels, Neighbours, give_way
 from nobackfill.gallery.spec import space_of
 from nobackfill.processes import DaemonThreads
 from nobackfill.release.manifest import Manifest
@@ -70,41 +70,32 @@ _AT_ONCE = 4096
 def _candidates(
     healer: Healer, questions: Sequence[Question], allowed: Matches | None
 ) -> list[Candidates | InvalidInputError]:
-    """Collect the nearest items of each question, and the nearest of those that are native: by
-    distance alone carried ones can be before them that are no nearer in truth (docs/adr/0017).
-    Raises DeadlineError, CancelledError."""
+    """Collect the items that are ranked for each question. Raises DeadlineError, CancelledError."""
     wide = [replace(question, k=max(question.k, healer.source.hits)) for question in questions]
     native = healer.ledger.native(allowed)
-    found: list[Candidates | InvalidInputError] = []
-    for question, one, answer in zip(questions, wide, nearest(wide, allowed), strict=True):
-        if isinstance(answer, InvalidInputError):
-            found.append(answer)
-            continue
-        searches = [partial(_nearest_of_all, answer)]
-        if native is not None:
-            context.current().check()
-            searches.append(partial(_nearest_native, one, native))
-        found.append((question, candidates(*searches, count=one.k)))
-    return found
+    return [
+        answer
+        if isinstance(answer, InvalidInputError)
+        else (question, _labels(one, answer[0][0].labels[answer[1]], native))
+        for question, one, answer in zip(questions, wide, nearest(wide, allowed), strict=True)
+    ]
 
 
-def _nearest_of_all(answer: tuple[Sequence[Neighbours], int], _count: int) -> list[int]:
-    """As they were found together with those of other questions."""
-    (neighbours,), row = answer
-    return _labels(neighbours, row)
+def _labels(question: Question, near: Labels, native: Matches | None) -> list[int]:
+    """Those that are `near`, found together with those of other questions, and the nearest of those
+    that are native: by distance alone carried ones can be before them that are no nearer in truth
+    (docs/adr/0017)."""
 
+    def nearest_native(count: int) -> Labels:
+        if native is None:
+            return near[:0]
+        context.current().check()
+        search = question.parts, question.vectors, count, native, question.ef
+        found: Labels = question.hosted.search(*search)[0].labels[0]
+        return found
 
-def _nearest_native(question: Question, native: Matches, count: int) -> list[int]:
-    hosted = question.hosted
-    return _labels(
-        hosted.search(question.parts, question.vectors, count, native, question.ef)[0], 0
-    )
-
-
-def _labels(neighbours: Neighbours, row: int) -> list[int]:
-    labels = neighbours.labels[row]
-    found: list[int] = labels[labels >= 0].tolist()
-    return found
+    chosen = candidates(lambda _: near, nearest_native, count=question.k)
+    return [int(label) for label in chosen if label >= 0]
 
 
 def _groups(near: Sequence[Candidates]) -> Iterator[Sequence[Candidates]]:
@@ -213,11 +204,10 @@ class HealingSeries(Collector):
             "nobackfill_healing_seconds", "Seconds of threads that read and embedded again.",
             value=sum(one.cost.seconds for one in seen),
         )  # fmt: skip
-        left = GaugeMetricFamily(
-            "nobackfill_healing_budget_left", "Items that today's budgets have room for."
-        )
-        left.add_metric([], sum(max(0, one.a_day - one.today) for one in seen))
-        yield left
+        yield GaugeMetricFamily(
+            "nobackfill_healing_budget_left", "Items that today's budgets have room for.",
+            value=sum(max(0, one.a_day - one.today) for one in seen),
+        )  # fmt: skip
 
 
 log = structlog.get_logger("server.healing")
@@ -382,7 +372,8 @@ class Healing:
         """One in the place of that which was, if any, while nobody else makes the gallery's."""
         made = None
         try:
-            made = self._made(hosted, manifest, source)
+            items, ledger = self.open(source, _OPENED_S), _ledger(hosted, manifest.space)
+            made = Healer(hosted, manifest, self._embedding, source, items, ledger)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("source not usable", gallery=hosted.name, error=str(error))
             self._trouble[hosted] = time.monotonic() + _AGAIN_S
@@ -413,11 +404,6 @@ class Healing:
         with self._lock:
             self._opening.pop(source, None)
         return opening.result()
-
-    def _made(self, hosted: Hosted, manifest: Manifest, source: HealingSource) -> Healer:
-        items = self.open(source, _OPENED_S)
-        ledger = _ledger(hosted, manifest.space)
-        return Healer(hosted, manifest, self._embedding, source, items, ledger)
 
     def _replace(self, hosted: Hosted) -> None:
         """It heals no longer so; under the lock."""
