@@ -111,8 +111,8 @@ class Trial:
         """Of items as carried ones and as native ones, [q, g], larger is better: as
         nobackfill.serve ranks."""
         joining = self.said.joining
-        near = joining.near(asked.old, asked.new, gallery.old, gallery.carried)
-        return joining.of_carried(near), joining.of_native(asked.new, gallery.new, near)
+        vectors = asked.old, asked.new, gallery.old, gallery.carried
+        return joining.odds(*vectors, {}), joining.odds(*vectors, dict(enumerate(gallery.new)))
 
     @property
     def rest(self) -> slice:

@@ -217,7 +217,7 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
         np.savez(tmp_path / "two.npz", **(dict(arrays) | {"header": np.array(json.dumps(header))}))
     assert load_joining(tmp_path / "two.npz").native == OddsLine(2.0, -3.0, 0.0)
     with_crowd, without = (
-        one.of_carried(one.near(gallery.old[:1], asked[:1], gallery.old, carried))[0]
+        one.odds(gallery.old[:1], asked[:1], gallery.old, carried, {})[0]
         for one in (kept, replace(kept, crowd=kept.crowd[:0]))
     )
     every = kept.near(gallery.old[:9], asked[:9], gallery.old, carried)
@@ -269,14 +269,14 @@ def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
 
 def served(joining: Joining, gallery: Gallery, asked: Queries) -> list[float]:
     """R@1 while items become native at random, query by query as nobackfill.serve ranks."""
-    right = np.zeros((3, 11))
+    right, every = np.zeros((3, 11)), dict(enumerate(gallery.new))
     for old, new, answer in zip(asked.old, asked.new, asked.rows, strict=True):
-        near = joining.near(old[None], new[None], gallery.old, gallery.carried)
-        odds = joining.of_carried(near)[0], joining.of_native(new[None], gallery.new, near)[0]
+        vectors = old[None], new[None], gallery.old, gallery.carried
+        carried, native = (joining.odds(*vectors, own)[0] for own in ({}, every))
         for seed in range(3):
             turn = np.random.default_rng(seed).random(len(gallery.old))
             for step in range(11):
-                best = np.where(turn < step / 10, odds[1], odds[0]).argmax()
+                best = np.where(turn < step / 10, native, carried).argmax()
                 right[seed, step] += best == answer
     shares: list[float] = (right.mean(0) / len(asked.rows)).tolist()
     return shares

@@ -26,20 +26,23 @@ if TYPE_CHECKING:
     from nobackfill.serve.natives import Natives as Natives
     from nobackfill.serve.reembedding import (
         ColumnItems as ColumnItems,
+        SourceReembedding as SourceReembedding,
+    )
+    from nobackfill.serving.reembedding import Limits as Limits
+    from nobackfill.serving.sources import (
         FolderItems as FolderItems,
         FunctionItems as FunctionItems,
         Items as Items,
-        Limits as Limits,
-        SourceReembedding as SourceReembedding,
         UrlItems as UrlItems,
     )
 else:
     __getattr__ = offer(
-        __name__,
+        "nobackfill",
         {
-            "dual": "Dual DualAnswer DualHit Progress",
-            "natives": "Natives",
-            "reembedding": "ColumnItems FolderItems FunctionItems Items Limits SourceReembedding "
-            "UrlItems",
+            "serve.dual": "Dual DualAnswer DualHit Progress",
+            "serve.natives": "Natives",
+            "serve.reembedding": "ColumnItems SourceReembedding",
+            "serving.reembedding": "Limits",
+            "serving.sources": "FolderItems FunctionItems Items UrlItems",
         },
     )

@@ -168,16 +168,13 @@ class Dual:
             if one.seen != digest(rows.vectors[places[name]])
         }
         self._natives.outdated(stale)
-        native = {name: one.vector for name, one in found.items() if name not in stale}
+        native = {places[name]: one.vector for name, one in found.items() if name not in stale}
         carried = self._mapping(rows.vectors)
-        near = self._joining.near(by_old, by_new, rows.vectors, carried)
-        odds = self._joining.of_carried(near)[0]
-        if native:
-            here, new = [places[name] for name in native], np.stack(list(native.values()))
-            odds[here] = self._joining.of_native(by_new, new, near[:, here])[0]
+        (odds,) = self._joining.odds(by_old, by_new, rows.vectors, carried, native)
         best = np.argsort(-odds, kind="stable")[:HITS]
-        ids = [rows.ids[row] for row in best.tolist()]
-        return Rows(ids, rows.vectors[best]), odds[best], set(ids) & set(native)
+        ids = {row: rows.ids[row] for row in best.tolist()}
+        new_ids = {name for row, name in ids.items() if row in native}
+        return Rows(list(ids.values()), rows.vectors[best]), odds[best], new_ids
 
     def heal(self, count: int) -> int:
         """Embed up to `count` items again, those first that people asked for; how many came.

@@ -8,13 +8,8 @@ from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.sources.source import Rows, Searchable
 from nobackfill.errors import BusyError, InvalidInputError, NotPermittedError, UnavailableError
 from nobackfill.serve.natives import ItemVersion, Natives, digest
-from nobackfill.serving.reembedding import Limits as Limits
-from nobackfill.serving.reembedding import Reembedding
-from nobackfill.serving.sources import FolderItems as FolderItems
-from nobackfill.serving.sources import FunctionItems as FunctionItems
-from nobackfill.serving.sources import Items as Items
-from nobackfill.serving.sources import UrlItems as UrlItems
-from nobackfill.serving.sources import bounded
+from nobackfill.serving.reembedding import Limits, Reembedding
+from nobackfill.serving.sources import Items, bounded
 from nobackfill.vectors import Kind, Vectors
 
 

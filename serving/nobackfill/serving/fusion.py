@@ -7,7 +7,7 @@ relevance, turns it into log-odds. Distances themselves are never compared betwe
 query is nearer to carried items than to native ones on average.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
@@ -69,18 +69,23 @@ class Joining:
         near_new = nearness(by_new, carried, self.carried, less, self.metric)
         return fused(self.weight, near_old, near_new)
 
-    def of_carried(self, near: Block) -> Block:
-        """Log-odds [q, n] of carried items by their `near`."""
-        return self.joined(near, near)
+    def odds(
+        self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors,
+        native: Mapping[int, Vectors],
+    ) -> Block:  # fmt: skip
+        """Log-odds [q, n] of a match; arguments as in `near`. `native`: the new model's own vectors
+        [b], by the rows of the items that have one."""
+        near = self.near(by_old, by_new, old, carried)
+        found = self.joined(near, near)
+        if native:
+            rows, new = list(native), np.stack(list(native.values()))
+            near_native = nearness(by_new, new, self.new, metric=self.metric)
+            found[:, rows] = self.native(near_native, near[:, rows])
+        return found
 
     @cached_property
     def _hubs(self) -> Block:
         return hubs(self.carried, self.crowd)
-
-    def of_native(self, by_new: Vectors, new: Vectors, near: Block) -> Block:
-        """Log-odds [q, n] of items with the new model's own vectors [n, b] for queries [q, b];
-        `near`: as if carried."""
-        return self.native(nearness(by_new, new, self.new, metric=self.metric), near)
 
 
 def candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> list[Key]:
