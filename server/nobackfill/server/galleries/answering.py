@@ -9,6 +9,7 @@ single search is a batch of one.
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from nobackfill.server.galleries.ranking import PlanPart, SearchResult, rank
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState, OutdatedError
+from nobackfill.serving.fusion import HITS, candidates
 from nobackfill.vectors import Vectors
 
 # Queries for more hits than this, or with a filter, run alone: they would slow the others down.
@@ -421,9 +423,6 @@ def lost(question: Question, found: Nearest, answers: Mapping[Question, QueryAns
 
 # A gallery that asks both models: one ranking of all its items (docs/adr/0033).
 
-# Candidates of either model, at least.
-_HITS = 100
-
 
 class BothAnswerer:
     """Ranks carried items by the new model and the one before, where a query can have both."""
@@ -503,23 +502,26 @@ def rank_by_both(
     Raises InvalidInputError for queries that are none.
     """
     hosted, part, new = question.hosted, question.parts[0], question.vectors[0]
-    labels = np.union1d(
-        _labels(question, part, new, allowed), _labels(question, both.part, old, allowed)
+    near = candidates(
+        partial(_labels, question, part, new, allowed),
+        partial(_labels, question, both.part, old, allowed),
+        count=max(question.k, HITS),
     )
-    there, apart, carried = _apart(hosted, part, new, labels)
+    there, apart, carried = _apart(hosted, part, new, np.array(sorted(near), np.int64))
     kept, stayed, _ = _apart(hosted, both.part, old, there[carried])
     places = np.searchsorted(there, kept)
     likely = apart.astype(np.float64)
     likely[places] = both.joint(apart[places], stayed)
     order = np.lexsort((there, apart, likely))
-    candidates = Neighbours(there[order][None], apart[order][None])
-    hits = rank([part], [candidates], 0, len(order), hosted.items, exact=hosted.exact)
+    found = Neighbours(there[order][None], apart[order][None])
+    hits = rank([part], [found], 0, len(order), hosted.items, exact=hosted.exact)
     return SearchResult(hits[: question.k], part.query.release, part.query.space)
 
 
-def _labels(question: Question, part: PlanPart, query: Vectors, allowed: Matches | None) -> Labels:
-    wide = max(question.k, _HITS)
-    (near,) = question.hosted.search([part], [query], wide, allowed, question.ef)
+def _labels(
+    question: Question, part: PlanPart, query: Vectors, allowed: Matches | None, count: int
+) -> Labels:
+    (near,) = question.hosted.search([part], [query], count, allowed, question.ef)
     labels: Labels = near.labels[0]
     return labels[labels >= 0]
 
