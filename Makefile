@@ -80,7 +80,7 @@ test-docs: setup ## documents, wheels and pages in a browser, CPU only, no netwo
 	$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(DOCS)
 
 # What calls pass on a plain `grpc.server`, and the recorded calls of an earlier client.
-PLAIN_GRPC := tests/compatibility $(patsubst %,tests/server/test_%.py,plain_grpc limits streams peers operation rules life \
+PLAIN_GRPC := tests/compatibility $(patsubst %,tests/server/test_%.py,plain_grpc limits watches streams peers operation rules life \
 	metrics calls quotas roles_by_gallery search put items vault activation canary upgrade rollback unforeseen messages)
 
 test-plain-grpc: setup ## the server's tests on a plain grpc.server, as with a grpcio that its own loop does not fit

@@ -1,14 +1,19 @@
 """A gateway with tokens, and calls of every kind that it must go on answering."""
 
+import dataclasses
 import hashlib
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from nobackfill.server.grpc import admission
+from nobackfill.server.grpc.admission import Size
 from tests.server.support import TIMEOUT_S, Client, ids, images
 
 NAMES = ("admin", "other")
@@ -28,6 +33,18 @@ class Guarded:
     def series(self, start: str) -> float:
         """The sum of the metrics' lines that begin so."""
         return series(self.metrics, start)
+
+
+@contextmanager
+def few_watches() -> Iterator[Mapping[str, Size]]:
+    """Gateways that start here have as few places for watches as a plain server."""
+    few = {
+        name: dataclasses.replace(size, places=size.threads)
+        for name, size in admission.STREAMS.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "STREAMS", few)
+        yield few
 
 
 def series(metrics: str, start: str) -> float:

@@ -6,16 +6,19 @@ from collections.abc import Iterable
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
+_INITIAL_WINDOW_SIZE = 4
 
 
 class Peer:
-    """One connection to a gateway without TLS."""
+    """One connection to a gateway without TLS. `window`: bytes that it takes of each call's
+    answers; None: HTTP/2's default."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, window: int | None = None) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=30)
         self._stream = -1
-        self.socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))
+        settings = b"" if window is None else struct.pack(">HI", _INITIAL_WINDOW_SIZE, window)
+        self.socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, settings))
 
     def __enter__(self) -> "Peer":
         return self

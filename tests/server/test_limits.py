@@ -14,12 +14,13 @@ import grpc
 import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, OutOfRangeError, TooLargeError
-from nobackfill.server.grpc.admission import LARGEST_COUNT, STREAMS, OpenStream, Stalls
+from nobackfill.server.grpc.admission import LARGEST_COUNT, OpenStream, Stalls
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
 from nobackfill.wire.connection import translated
+from tests.server.guarded import few_watches
 from tests.server.support import Client, ids, images, random_id, refused, running
 from tests.server.test_rules import METHODS
 from tests.support.blocks import png
@@ -106,9 +107,18 @@ def test_overload_is_shed_and_passes(repo: Path, tmp_path: Path) -> None:
         assert ids(client.find(images(20)[3]))[0] == "i3"
 
 
-def test_idle_streams_are_bounded_and_searches_go_on(shared: Client, gallery: str) -> None:
-    shared.put_images(images(3), gallery)
-    places = STREAMS["watches"].places
+def test_idle_streams_are_bounded_and_searches_go_on(repo: Path, tmp_path: Path) -> None:
+    with (
+        few_watches() as sizes,
+        running(repo, tmp_path / "data") as gateway,
+        Client(gateway.address) as client,
+    ):
+        client.create_gallery("g")
+        _fill_the_watches(client, sizes["watches"].places)
+
+
+def _fill_the_watches(shared: Client, places: int) -> None:
+    shared.put_images(images(3))
     watches = [
         shared.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=60)
         for _ in range(places + 10)
@@ -124,11 +134,11 @@ def test_idle_streams_are_bounded_and_searches_go_on(shared: Client, gallery: st
     with ThreadPoolExecutor(len(watches)) as pool:
         codes = Counter(pool.map(first, watches))
     assert codes == {
-        grpc.StatusCode.OK: STREAMS["watches"].places,
+        grpc.StatusCode.OK: places,
         grpc.StatusCode.RESOURCE_EXHAUSTED: 10,
     }
     for _ in range(20):
-        assert ids(shared.find(images(3)[1], gallery))[0] == "i1"
+        assert ids(shared.find(images(3)[1]))[0] == "i1"
     for watch in watches:
         watch.cancel()
     deadline = time.monotonic() + 30

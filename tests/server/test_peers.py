@@ -12,7 +12,7 @@ from threading import Event
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nobackfill.errors import (
     DeadlineError,
@@ -21,9 +21,10 @@ from nobackfill.errors import (
     OverloadedError,
     UnauthenticatedError,
 )
+from nobackfill.server.grpc import admission
 from nobackfill.server.grpc.access import RULES
-from nobackfill.server.grpc.admission import LARGEST_PEER, STREAMS
-from nobackfill.server.grpc.listener import server_of
+from nobackfill.server.grpc.admission import LARGEST_PEER
+from nobackfill.server.grpc.listener import HealthService, server_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.v1 import search_pb2
@@ -32,6 +33,7 @@ from tests.server.conftest import Stages
 from tests.server.guarded import (
     Guarded,
     everything_is_served,
+    few_watches,
     series,
     silence,
     tokens_file,
@@ -57,7 +59,10 @@ def guarded(stages: Stages, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("guarded")
     shutil.copytree(stages[1], folder / "repo")
     tokens = tokens_file(folder / "tokens")
-    with running(folder / "repo", folder / "data", tokens_file=tokens) as gateway:
+    with (
+        few_watches(),
+        running(folder / "repo", folder / "data", tokens_file=tokens) as gateway,
+    ):
         guarded = Guarded(gateway.address, gateway.metrics_address)
         with guarded.client("admin") as admin:
             admin.create_gallery("g")
@@ -95,13 +100,13 @@ def test_one_callers_streams_take_its_share_only(guarded: Guarded) -> None:
     """Transfers that stand still, and watches that are never read."""
     with Peer(guarded.address) as peer:
         for method in READING:
-            for _ in range(STREAMS["transfers"].places):
+            for _ in range(admission.STREAMS["transfers"].places):
                 peer.begin(method, "admin")
-        for _ in range(STREAMS["watches"].places):
+        for _ in range(admission.STREAMS["watches"].places):
             stream = peer.begin("/nobackfill.v1.ReleaseService/WatchReleases", "admin")
             peer.send(stream, prefixed(b""))
         for lane in ("transfers", "watches"):
-            share = round(STREAMS[lane].places * STREAMS[lane].share)
+            share = round(admission.STREAMS[lane].places * admission.STREAMS[lane].share)
             wait_for(lambda s=share, n=lane: guarded.series(f'{OPEN}{{lane="{n}"}}') == s)  # type: ignore[misc]
         everything_is_served(guarded)
         with guarded.client("admin") as admin, refused(OverloadedError, "of one caller"):
@@ -109,7 +114,7 @@ def test_one_callers_streams_take_its_share_only(guarded: Guarded) -> None:
 
 
 def test_watching_the_health_takes_no_place_of_others(guarded: Guarded) -> None:
-    size = STREAMS["public"]
+    size = admission.STREAMS["public"]
     share = round(size.places * size.share)
     with Client(guarded.address) as stranger:
         stub = health_pb2_grpc.HealthStub(stranger.raw.channel)
@@ -161,8 +166,7 @@ def test_what_is_silent_or_old_is_ended_and_counted(guarded: Guarded) -> None:
     interceptor = Interceptor(metrics, None, max_calls=8, max_call_seconds=60, patience_s=0.5)
     calls = server_of(interceptor, [])
     server = calls.server
-    servicer = health.HealthServicer(experimental_non_blocking=False)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

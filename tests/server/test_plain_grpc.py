@@ -9,11 +9,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc import _server
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 import nobackfill.server.grpc
 from nobackfill.errors import CancelledError, ConfigurationError, InvalidInputError
-from nobackfill.server.grpc.listener import PlainServer, server_of, serves_plainly
+from nobackfill.server.grpc.listener import HealthService, PlainServer, server_of, serves_plainly
 from nobackfill.server.grpc.loop import check_grpcio
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
@@ -76,8 +76,7 @@ def test_a_call_without_its_message_gives_its_thread_back() -> None:
     metrics = Metrics()
     interceptor = Interceptor(metrics, None, 8, max_call_seconds=60, patience_s=0.5, plain=True)
     calls = server_of(interceptor, [])
-    servicer = health.HealthServicer(experimental_non_blocking=False)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, calls.server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthService(), calls.server)
     port = calls.server.add_insecure_port("127.0.0.1:0")
     calls.server.start()
     try:

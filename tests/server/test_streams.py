@@ -19,7 +19,7 @@ from nobackfill.server.grpc import admission
 from nobackfill.v1 import gallery_pb2, release_pb2, vault_pb2
 from nobackfill.wire.connection import WATCH_AGAIN
 from tests.server.conftest import Stages, publish_stage
-from tests.server.guarded import Guarded
+from tests.server.guarded import Guarded, few_watches
 from tests.server.peers import Peer, prefixed
 from tests.server.support import Client, images, random_id, running
 from tests.support.blocks import png
@@ -47,7 +47,7 @@ def write_tokens(path: Path, names: Iterable[str], expires: str = "") -> Path:
 @pytest.fixture
 def guarded(stages: Stages, tmp_path: Path) -> Iterator[Guarded]:
     tokens = write_tokens(tmp_path / "tokens", ROLES)
-    with running(stages[1], tmp_path / "data", tokens_file=tokens) as gateway:
+    with few_watches(), running(stages[1], tmp_path / "data", tokens_file=tokens) as gateway:
         guarded = Guarded(gateway.address, gateway.metrics_address)
         with guarded.client("admin") as admin:
             admin.create_gallery("g")

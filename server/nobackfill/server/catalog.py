@@ -272,6 +272,11 @@ class Changed:
         self._condition = threading.Condition()
         self._count = 0
 
+    @property
+    def count(self) -> int:
+        """Changes so far."""
+        return self._count
+
     def notify(self) -> None:
         with self._condition:
             self._count += 1

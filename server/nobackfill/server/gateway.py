@@ -245,7 +245,7 @@ class GatewayServer:
             self.catalog, self.state, self.activations, self.rollbacks,
             self.canaries, self.metrics, self._stopping,
         )  # fmt: skip
-        upgrade = UpgradeService(self.lifecycle, self.galleries, self.searching, self._stopping)
+        upgrade = UpgradeService(self.lifecycle, self.galleries, self.searching)
         search_pb2_grpc.add_SearchServiceServicer_to_server(self.search, server)
         gallery_pb2_grpc.add_GalleryServiceServicer_to_server(gallery, server)
         release_pb2_grpc.add_ReleaseServiceServicer_to_server(release, server)

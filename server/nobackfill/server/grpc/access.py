@@ -1,7 +1,6 @@
 """Who calls: bearer tokens, each with a name and a role, from a file of their digests."""
 
 import hashlib
-import hmac
 import re
 import ssl
 import threading
@@ -126,7 +125,7 @@ class Tokens:
         """When the first token that is still good expires, if one does."""
         self._refresh()
         now = datetime.now(UTC)
-        ends = [known.expires for known in self._tokens if known.expires is not None]
+        ends = [known.expires for known in self._tokens.values() if known.expires is not None]
         return min((end for end in ends if end > now), default=None)
 
     def principal(self, authorization: str | None) -> Principal:
@@ -149,11 +148,10 @@ class Tokens:
         if scheme.lower() != "bearer" or not token:
             raise UnauthenticatedError("expected metadata `authorization: Bearer TOKEN`")
         digest = hashlib.sha256(token.encode()).digest()
-        for known in self._tokens:
-            if hmac.compare_digest(known.digest, digest):
-                if known.expires is not None and datetime.now(UTC) >= known.expires:
-                    break
-                return known
+        # Looked up by its hash, whose parts tell nobody a token.
+        known = self._tokens.get(digest)
+        if known is not None and (known.expires is None or datetime.now(UTC) < known.expires):
+            return known
         raise UnauthenticatedError("the token is unknown or has expired; ask for a new one")
 
     def _rate(self, name: str, most: float) -> Rate:
@@ -181,17 +179,19 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _read(path: Path) -> tuple[tuple[int, int, int], tuple[_Token, ...]]:
+def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
+    """The file's stamp, and its tokens by digest; of two with one digest the first."""
     try:
         stamp, lines = _stamp(path), path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the tokens file {path}: {error}") from error
-    tokens = []
+    tokens: dict[bytes, _Token] = {}
     for number, line in enumerate(lines, 1):
         fields = line.partition("#")[0].split()
         if fields:
-            tokens.append(_token(fields, f"{path}, line {number}"))
-    return stamp, tuple(tokens)
+            token = _token(fields, f"{path}, line {number}")
+            tokens.setdefault(token.digest, token)
+    return stamp, tokens
 
 
 def _token(fields: list[str], where: str) -> _Token:

@@ -14,12 +14,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import grpc
 import structlog
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
@@ -57,16 +56,17 @@ class Size:
         return int(self.places * self.reserve)
 
 
-# Streams hold a thread each, so they have as many threads as places.
+# Streams hold a thread each, so they have as many threads as places. A watch holds none, but on a
+# plain server: there a lane has no more places than threads.
 STREAMS: Mapping[str, Size] = {
     # PutItems, FetchFile, the vault's blobs.
     "transfers": Size(64, 64, 0.375),
-    # Whoever wants to go on asks again.
-    "watches": Size(64, 64, longest_s=600.0, drained=False),
+    # Whoever wants to go on asks again. The threads are for reflection.
+    "watches": Size(64, 20_000, longest_s=600.0, drained=False),
     # Admins alone call it; its age is that of what it reports.
     "activations": Size(16, 16, reserve=0, longest_s=float("inf")),
     # Watching the health, open to strangers.
-    "public": Size(16, 16, 0.25, reserve=0, longest_s=600.0, drained=False),
+    "public": Size(16, 1024, 0.25, reserve=0, longest_s=600.0, drained=False),
 }
 _HEALTH = Size(1, 64, 1.0, reserve=0)
 # What changes galleries or the release, or measures for a while.
@@ -79,6 +79,17 @@ _HEAVY_THREADS = 32
 
 _PACKAGE = "/nobackfill.v1."
 _HEALTH_SERVICE = "/grpc.health.v1.Health/"
+# Calls that are told what changes. Their behaviors yield None where nothing is new.
+WATCHES = frozenset(
+    {
+        _HEALTH_SERVICE + "Watch",
+        _PACKAGE + "ReleaseService/WatchReleases",
+        _PACKAGE + "ReleaseService/WatchCanary",
+        _PACKAGE + "UpgradeService/WatchUpgrade",
+    }
+)
+# How often a watch looks whether something is new.
+LOOK_S = 0.2
 _CHOSEN: Mapping[str, str] = {
     _HEALTH_SERVICE + "Check": "health",
     _HEALTH_SERVICE + "List": "health",
@@ -186,18 +197,23 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of a gateway. `max_calls`: places for unary calls of each weight."""
+    """All lanes of a gateway. `max_calls`: places for unary calls of each weight. `plain`: each
+    stream holds a thread, watches too."""
 
-    def __init__(self, max_calls: int, *, shared: bool) -> None:
+    def __init__(self, max_calls: int, *, shared: bool, plain: bool = False) -> None:
         calls = Size(_THREADS, max_calls)
         sizes = {
             "health": _HEALTH, "calls": calls, "heavy": Size(_HEAVY_THREADS, max_calls),
             "slow": calls, "operations": _OPERATIONS,
         }  # fmt: skip
+        streams = {
+            name: replace(size, places=size.threads) if plain else size
+            for name, size in STREAMS.items()
+        }
         self.all = {
             # Strangers are told apart by their address, with or without tokens.
             name: Lane(name, size, shared=shared or name == "public")
-            for name, size in {**sizes, **STREAMS}.items()
+            for name, size in {**sizes, **streams}.items()
         }
 
     def of(self, method: str, *, streams: bool) -> Lane:
@@ -228,11 +244,19 @@ _EVERY_S = 0.5
 _GRACE_S = 1.0
 
 
+class StreamContext(Protocol):
+    """What is used of a stream's `grpc.ServicerContext`."""
+
+    def is_active(self) -> bool: ...
+
+    def cancel(self) -> object: ...
+
+
 class OpenStream:
     """One stream, from its first step to its end."""
 
     def __init__(
-        self, context: grpc.ServicerContext, confirm: Callable[[], None], longest_s: float, *,
+        self, context: StreamContext, confirm: Callable[[], None], longest_s: float, *,
         hears: bool, drained: bool,
     ) -> None:  # fmt: skip
         """`confirm` raises once the caller may not go on. `longest_s`: its age at most. `hears`:
@@ -246,8 +270,15 @@ class OpenStream:
         self.is_old = False
         # Since when it waits for its client.
         self.waiting: float | None = None
+        # Ends a stream that no thread works for.
+        self.on_stop: Callable[[], None] | None = None
         self._grace_s = _GRACE_S if hears else 0.0
         self._stopped: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was asked to end."""
+        return self._stopped is not None
 
     def active(self) -> bool:
         """Whether its work goes on."""
@@ -264,6 +295,8 @@ class OpenStream:
         now = time.monotonic()
         if self._stopped is None:
             self.reason, self._stopped = reason, now
+            if self.on_stop is not None:
+                self.on_stop()
         if now - self._stopped >= self._grace_s:
             self.context.cancel()
 
@@ -316,8 +349,13 @@ class Stalls:
 
     def responses(self, responses: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
         """Our messages, each to a caller who may still read them; until the client takes each is
-        watched."""
+        watched. None: nothing is new, the work is asked again in a moment."""
         for response in responses:
+            if response is None:
+                time.sleep(LOOK_S)
+                if not stream.active():
+                    return
+                continue
             stream.check()
             stream.waiting = time.monotonic()
             try:

@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -148,6 +148,46 @@ def _busy(address: str, option: str) -> BusyError:
     )
 
 
+class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # untyped
+    """grpc.health.v1: what is served, by name."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {"": health_pb2.HealthCheckResponse.SERVING}
+        self._is_ending = False
+
+    def set(self, service: str, status: int) -> None:
+        """Set a status, unless the gateway ends."""
+        if not self._is_ending:
+            self._statuses[service] = status
+
+    def end(self) -> None:
+        """Say of everything that it does not serve, from now on."""
+        self._is_ending = True
+        for service in tuple(self._statuses):
+            self._statuses[service] = health_pb2.HealthCheckResponse.NOT_SERVING
+
+    def Check(  # noqa: N802 - the contract's name
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        status = self._statuses.get(request.service)
+        if status is None:
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
+
+    def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> Iterator[health_pb2.HealthCheckResponse | None]:
+        last = None
+        while True:
+            status = self._statuses.get(
+                request.service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            )
+            if status != last:
+                last = status
+                yield health_pb2.HealthCheckResponse(status=status)
+            yield None
+
+
 class GrpcListener:
     """Answers calls from `start` to `stop`."""
 
@@ -159,7 +199,7 @@ class GrpcListener:
         self._settings = settings
         self._certificates = certificates
         self._interceptor = interceptor
-        self._health = health.HealthServicer(experimental_non_blocking=False)
+        self._health = HealthService()
         self._aside: frozenset[str] = frozenset()
         # Above the bound on calls, so that those too many get RESOURCE_EXHAUSTED.
         options = [
@@ -212,7 +252,7 @@ class GrpcListener:
     def stop(self, drain_s: float) -> None:
         """Let calls under way end within `drain_s` seconds, then cut them; refuse new ones."""
         end = time.monotonic() + drain_s
-        self._health.enter_graceful_shutdown()
+        self._health.end()
         # gRPC would cut calls that have arrived but not been looked at yet.
         time.sleep(min(_LAME_DUCK_S, drain_s))
         self._interceptor.drain()

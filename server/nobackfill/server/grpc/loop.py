@@ -14,10 +14,12 @@ import inspect
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from itertools import groupby
-from typing import Any
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count, groupby
+from typing import Any, NamedTuple
 
 import grpc
 import structlog
@@ -25,16 +27,20 @@ from grpc import _server
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from nobackfill.errors import InvalidInputError, NobackfillError, OverloadedError
-from nobackfill.server.grpc.admission import Lane
+from nobackfill.server.grpc.admission import LOOK_S, Lane, OpenStream
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.logs import name_request
+from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import AtOnce, Interceptor, Later, Rpc, Unanswered
+from nobackfill.wire.connection import WATCH_AGAIN
 
 # Versions of grpcio that this was tested with: the first, and the first that was not.
 TESTED = ((1, 81), (1, 86))
 # What is used of grpc._server, with its parameters where it is called or handed on.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "_abort": ("state", "call", "code", "details"),
+    "_get_initial_metadata_operation": ("state", "metadata"),
+    "_is_rpc_state_active": ("state",),
     "_application_code": ("code",),
     "_begin_shutdown_once": ("state",),
     "_possibly_finish_call": ("state", "token"),
@@ -61,7 +67,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 _CONSTANTS = (
     "_CANCELLED", "_CLOSED", "_RECEIVE_CLOSE_ON_SERVER_TOKEN", "_RECEIVE_MESSAGE_TOKEN",
-    "_ServerStage",
+    "_SEND_MESSAGE_TOKEN", "_ServerStage",
 )  # fmt: skip
 _OPERATIONS = (
     "CompletionType", "ReceiveCloseOnServerOperation", "ReceiveMessageOperation",
@@ -139,7 +145,54 @@ class Arrival:
         left = float(self.event.call_details.deadline) - time.time()
         return time.monotonic() + min(left, self.rpc.seconds())
 
-    def refuse(self, error: NobackfillError) -> None:
+    def is_active(self) -> bool:
+        """Whether its caller is there, and no status was sent."""
+        return bool(_server._is_rpc_state_active(self.state))
+
+    def cancel(self) -> None:
+        """Cut it off."""
+        self.event.call.cancel()
+
+    def push(self, message: bytes, taken: Callable[[], None]) -> None:
+        """Send one message of a stream, and call `taken` once gRPC has room for the next. Does
+        nothing where the call has ended. Never waits."""
+        state, token = self.state, _server._SEND_MESSAGE_TOKEN
+
+        def sent(_event: Any) -> Any:
+            with state.condition:
+                finished = _server._possibly_finish_call(state, token)
+            taken()
+            return finished
+
+        with state.condition:
+            if not _server._is_rpc_state_active(state):
+                return
+            operations: tuple[Any, ...] = (cygrpc.SendMessageOperation(message, 0),)
+            if state.initial_metadata_allowed:
+                state.initial_metadata_allowed = False
+                operations = (
+                    _server._get_initial_metadata_operation(state, None),
+                    *operations,
+                )
+            self.event.call.start_server_batch(operations, sent)
+            state.due.add(token)
+
+    def finish(self, trailers: tuple[tuple[str, str], ...] | None) -> None:
+        """End a stream with OK."""
+        self.rpc.end(grpc.StatusCode.OK)
+        self.state.trailing_metadata = trailers
+        _server._status(self.event, self.state, None)
+
+    def on_finish(self, left: Callable[[], None]) -> None:
+        """Call `left` once the call has ended, whatever ended it."""
+        with self.state.condition:
+            ended = self.state.callbacks is None
+            if not ended:
+                self.state.callbacks.append(left)
+        if ended:
+            left()
+
+    def refuse(self, error: Exception) -> None:
         """Answer with a refusal, without waiting for anything."""
         self.rpc.refusal = error
         self.answer(lambda: b"")
@@ -275,6 +328,233 @@ class QuickCall:
         return self._whole
 
 
+# Watches: calls that are told what changes, and cost no thread.
+#
+# Callers who send the same request to the same method watch the same. One source makes the messages
+# for all of them, and a few threads ask the sources in turn. gRPC tells when a message was taken; a
+# slow caller then gets the newest, not each.
+
+# Threads that ask sources. A look may take long: quality by subgroup is measured.
+_LOOKING = 4
+
+
+class SourceNews(NamedTuple):
+    """The newest message of a source, its number from 1 on, and whether it is the last. Number 0:
+    none yet."""
+
+    number: int
+    message: bytes | None
+    is_last: bool
+
+
+class Watcher:
+    """One watch: it gets the newest message of its source, one at a time."""
+
+    def __init__(self, arrival: Arrival, stream: OpenStream, metrics: Metrics) -> None:
+        self.source: WatchSource | None = None
+        self.has_ended = False
+        self._arrival = arrival
+        self._stream = stream
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._sending = False
+
+    def begin(self) -> None:
+        """Hear of the end from now on."""
+        self._stream.on_stop = self.offer
+        self._arrival.on_finish(self._left)
+
+    def offer(self) -> None:
+        """Send the newest message once the one before was taken. End the call after the last, or
+        where it was stopped. Never waits."""
+        source = self.source
+        assert source is not None, "it was added to one"
+        if not self._stream.is_stopped:
+            try:
+                self._stream.check()
+            except NobackfillError as error:
+                # It calls this again.
+                self._stream.stop(error)
+                return
+        with self._lock:
+            if self._sending or self.has_ended:
+                return
+            news = source.news
+            sends = news.number != self._sent and not self._stream.is_stopped
+            if sends:
+                self._sending, self._sent = True, news.number
+            elif news.is_last or self._stream.is_stopped:
+                self.has_ended = True
+            else:
+                return
+        if sends and news.message is not None:
+            self._stream.waiting = time.monotonic()
+            self._arrival.push(news.message, self._taken)
+        else:
+            self._end(source)
+
+    def _end(self, source: "WatchSource") -> None:
+        source.leave(self)
+        error = self._stream.reason or source.error
+        if error is not None:
+            self._arrival.refuse(error)
+        else:
+            self._arrival.finish(((WATCH_AGAIN, "1"),) if self._stream.is_old else None)
+
+    def _taken(self) -> None:
+        # On gRPC's own thread, which an error would end.
+        with error_boundary(self._metrics, "watches"):
+            self._stream.waiting = None
+            with self._lock:
+                self._sending = False
+            self.offer()
+
+    def _left(self) -> None:
+        with error_boundary(self._metrics, "watches"), self._lock:
+            ended, self.has_ended = self.has_ended, True
+        assert self.source is not None, "it was added to one"
+        self.source.leave(self)
+        if not ended:
+            self._arrival.rpc.end(grpc.StatusCode.CANCELLED)
+
+
+class WatchSource:
+    """What one request watches, for all who sent the same."""
+
+    def __init__(self, key: tuple[str, bytes], make: Callable[[], Iterator[bytes | None]]) -> None:
+        self.key = key
+        self.make = make
+        self.news = SourceNews(0, None, is_last=False)
+        # Why it ended, if not by itself.
+        self.error: Exception | None = None
+        # Of the pump, under its lock: who came since the last look, and when the next is due.
+        self.newcomers: list[Watcher] = []
+        self.due = 0.0
+        self.is_looking = False
+        self._messages: Iterator[bytes | None] = iter(())
+        self._lock = threading.Lock()
+        self._watchers: set[Watcher] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._watchers
+
+    def leave(self, watcher: Watcher) -> None:
+        """Tell a watcher nothing more."""
+        with self._lock:
+            self._watchers.discard(watcher)
+
+    def look(self, newcomers: Sequence[Watcher]) -> None:
+        """Make the next message, if something is new, and offer it. Newcomers get what is so now:
+        for them it begins anew."""
+        number, newest, is_last = self.news
+        try:
+            if newcomers:
+                self._messages = self.make()
+            # The second tells whether the first was the last.
+            for _ in range(2):
+                message = next(self._messages)
+                if message is None:
+                    break
+                if message != newest or not newcomers:
+                    number, newest = number + 1, message
+        except StopIteration:
+            is_last = True
+        except Exception as error:  # noqa: BLE001 - its watchers are told
+            self.error, is_last = error, True
+        changed = number != self.news.number or is_last
+        with self._lock:
+            self._watchers.update(one for one in newcomers if not one.has_ended)
+            watchers = tuple(self._watchers)
+        self.news = SourceNews(number, newest, is_last)
+        for watcher in watchers if changed else newcomers:
+            watcher.offer()
+
+
+class WatchPump:
+    """Asks all sources in turn whether something is new."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._changed = threading.Condition()
+        self._sources: dict[tuple[str, bytes], WatchSource] = {}
+        # When, a number that no two share, what.
+        self._due: list[tuple[float, int, WatchSource]] = []
+        self._numbers = count()
+        self._closing = False
+        for _ in range(_LOOKING):
+            threading.Thread(target=self._work, name="watches", daemon=True).start()
+
+    def add(
+        self, key: tuple[str, bytes], make: Callable[[], Iterator[bytes | None]], watcher: Watcher
+    ) -> None:
+        """Have `watcher` told what `make` yields, and what `key` stands for. Never waits."""
+        with self._changed:
+            source = self._sources.get(key)
+            if source is None:
+                source = self._sources[key] = WatchSource(key, make)
+            self._join(source, watcher)
+            if not source.is_looking:
+                self._plan(source, time.monotonic())
+        watcher.begin()
+
+    def close(self) -> None:
+        """End the threads once they have looked."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def _join(self, source: WatchSource, watcher: Watcher) -> None:
+        watcher.source = source
+        source.newcomers.append(watcher)
+
+    def _plan(self, source: WatchSource, at: float) -> None:
+        source.due = at
+        heappush(self._due, (at, next(self._numbers), source))
+        self._changed.notify()
+
+    def _work(self) -> None:
+        while (work := self._next()) is not None:
+            source, newcomers = work
+            with error_boundary(self._metrics, "watches"):
+                source.look(newcomers)
+            self._look_again(source)
+
+    def _next(self) -> tuple[WatchSource, list[Watcher]] | None:
+        """Wait for the source that is due next; None once the pump is closed."""
+        with self._changed:
+            while not self._closing:
+                at, _, source = self._due[0] if self._due else (None, 0, None)
+                if at is None or source is None:
+                    self._changed.wait()
+                elif source.is_looking or at != source.due:
+                    # It was planned anew since.
+                    heappop(self._due)
+                elif (left := at - time.monotonic()) > 0:
+                    self._changed.wait(left)
+                else:
+                    heappop(self._due)
+                    source.is_looking = True
+                    newcomers, source.newcomers = source.newcomers, []
+                    return source, newcomers
+            return None
+
+    def _look_again(self, source: WatchSource) -> None:
+        with self._changed:
+            source.is_looking = False
+            newcomers = source.newcomers
+            if source.news.is_last or (source.is_empty and not newcomers):
+                del self._sources[source.key]
+                if newcomers:
+                    fresh = self._sources[source.key] = WatchSource(source.key, source.make)
+                    for watcher in newcomers:
+                        self._join(fresh, watcher)
+                    self._plan(fresh, time.monotonic())
+            else:
+                self._plan(source, time.monotonic() + (0.0 if newcomers else LOOK_S))
+
+
 # Where calls arrive: a unary call's message is awaited before a thread is taken for it.
 #
 # gRPC's threaded server takes a thread of its pool and then waits there for the message, so that
@@ -309,6 +589,7 @@ class CallExecutor(Executor):
         self._lock = threading.Lock()
         # By caller, the longest awaited first; strangers are one.
         self._awaited: defaultdict[str, dict[Call, None]] = defaultdict(dict)
+        self._watches = WatchPump(interceptor.metrics)
         self._gathered: list[tuple[AtOnce, Call, bytes]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="executor", daemon=True)
@@ -341,6 +622,7 @@ class CallExecutor(Executor):
     def close(self) -> None:
         self._stopping.set()
         self._thread.join()
+        self._watches.close()
 
     def take(self, arrival: Call) -> None:
         """Await its message. Never waits."""
@@ -426,7 +708,24 @@ class CallExecutor(Executor):
         except NobackfillError as error:
             arrival.refuse(error)
             return
-        self._run(arrival, lane, lambda: request)
+        if arrival.rpc.kind.is_watch:
+            self._watch_for(arrival, lane, request)
+        else:
+            self._run(arrival, lane, lambda: request)
+
+    def _watch_for(self, arrival: Arrival, lane: Lane, message: Any) -> None:
+        """Have it told what is new, on no thread of its own."""
+        rpc = arrival.rpc
+        if not self._enters(arrival, lane):
+            return
+        try:
+            request = rpc.message(message)
+        except NobackfillError as error:
+            arrival.refuse(error)
+            return
+        key = rpc.kind.method, request.SerializeToString(deterministic=True)
+        watcher = Watcher(arrival, rpc.open_stream(arrival), self._metrics)
+        self._watches.add(key, partial(rpc.kind.watch, request), watcher)
 
     def _nothing_came(self, arrival: Arrival) -> None:
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:

@@ -229,7 +229,7 @@ def serve(
 # Prometheus' `increase` misses its first error.
 THREADS = (
     "activation", "at once", "canary", "catalog", "connections", "executor", "first", "following",
-    "healing", "images", "indexing", "stalls", "succession", "triton",
+    "healing", "images", "indexing", "stalls", "succession", "triton", "watches",
 )  # fmt: skip
 
 

@@ -28,7 +28,16 @@ from nobackfill.server.grpc.access import (
     authorize,
     check_gallery,
 )
-from nobackfill.server.grpc.admission import LARGE, Lane, Lanes, OpenStream, Stalls, reader
+from nobackfill.server.grpc.admission import (
+    LARGE,
+    WATCHES,
+    Lane,
+    Lanes,
+    OpenStream,
+    Stalls,
+    StreamContext,
+    reader,
+)
 from nobackfill.server.grpc.context import code_of, status_of
 from nobackfill.server.grpc.logs import Sparing, name_request, request_name
 from nobackfill.server.grpc.metrics import Metrics
@@ -48,7 +57,8 @@ PATIENCE_S = 20.0
 # Bytes of large messages that have come and are worked on, or wait for it.
 _LARGEST_HELD = 512 * 2**20
 
-Behavior = Callable[[Any, grpc.ServicerContext], Any]
+# A watch's is given no context.
+Behavior = Callable[[Any, Any], Any]
 
 
 def _nothing() -> None:
@@ -109,6 +119,16 @@ class Kind:
     at_once: AtOnce | None = None
 
     @property
+    def is_watch(self) -> bool:
+        """Whether it is told what changes."""
+        return self.method in WATCHES
+
+    def watch(self, request: Any) -> Iterator[bytes | None]:
+        """Yield a watch's messages, and None where nothing is new."""
+        for response in self.behavior(request, None):
+            yield None if response is None else self.write(response)
+
+    @property
     def streams(self) -> bool:
         """Whether it may go on for as long as its client likes."""
         return self.reads_stream or self.sends_stream
@@ -165,7 +185,7 @@ class Rpc:
     awaits_message = False
 
     def __init__(self, kind: Kind, request_id: str) -> None:
-        self._kind = kind
+        self.kind = kind
         self.request_id = request_id
         self._arrived = time.monotonic()
         self._endings: list[Callable[[], None]] = []
@@ -179,7 +199,7 @@ class Rpc:
         # What the caller says of its session, if anything.
         self.session: str | None = None
         # Why it is not let in.
-        self.refusal: NobackfillError | None = None
+        self.refusal: Exception | None = None
         # What is noted of it, where traces are asked for.
         self.trace: CallTrace | None = None
         # Why it was ended before its message came.
@@ -190,7 +210,7 @@ class Rpc:
 
     def seconds(self) -> float:
         """That its answer may take."""
-        return self._kind.max_call_seconds
+        return self.kind.max_call_seconds
 
     def let_in(self, principal: Principal, confirm: Callable[[], None] | None) -> None:
         """`confirm` raises once the principal's token is no longer good; None: without one."""
@@ -206,7 +226,7 @@ class Rpc:
         """Count the call, and give back what it held."""
         for ending in self._endings:
             ending()
-        self._kind.metrics.calls.count(self._kind.method, code, time.monotonic() - self._arrived)
+        self.kind.metrics.calls.count(self.kind.method, code, time.monotonic() - self._arrived)
         if self.trace is not None:
             self.trace.end(code, self.request_id)
 
@@ -221,17 +241,17 @@ class Rpc:
     def is_slow(self, request: Any) -> bool:
         """Whether it asks for a search that takes long, or of a gallery in which they do now."""
         searches = hasattr(request, "query") or hasattr(request, "queries")
-        return searches and (request.HasField("accuracy") or self._kind.slow(request.gallery))
+        return searches and (request.HasField("accuracy") or self.kind.slow(request.gallery))
 
     def __call__(self, argument: Any, context: grpc.ServicerContext) -> Any:
-        if self._kind.sends_stream:
+        if self.kind.sends_stream:
             return self._stream(argument, context)
         return self._unary(argument, context)
 
     def _unary(self, argument: Any, context: grpc.ServicerContext) -> Any:
         code = grpc.StatusCode.OK
         try:
-            return self._kind.behavior(self._enter(argument, context), context)
+            return self.kind.behavior(self._enter(argument, context), context)
         except Exception as error:  # noqa: BLE001 - with `_stream`, the one place that may
             code = self._code(error, context)
             self._refuse(context, error, code)
@@ -244,7 +264,7 @@ class Rpc:
             request = self._enter(argument, context)
             stream = self._open
             assert stream is not None, "it was entered"
-            yield from self._kind.stalls.responses(self._kind.behavior(request, context), stream)
+            yield from self.kind.stalls.responses(self.kind.behavior(request, context), stream)
             if stream.reason is not None:
                 raise stream.reason
             if stream.is_old:
@@ -265,39 +285,39 @@ class Rpc:
         if self.refusal is not None:
             raise self.refusal
         argument = self._admitted(argument, context)
-        most = _LONGEST_STREAM_S if self._kind.streams else self._kind.max_call_seconds
+        most = _LONGEST_STREAM_S if self.kind.streams else self.kind.max_call_seconds
         left = min(context.time_remaining(), self._arrived + most - time.monotonic())
         if not context.is_active() or left <= 0:
             raise DeadlineError("the call ended before its turn came; allow more time")
-        active = self._watch(context).active if self._kind.streams else context.is_active
+        active = self.open_stream(context).active if self.kind.streams else context.is_active
         key = (self.session or self.caller or self.request_id)[:_LONGEST_KEY]
         call = calls.Call(
             self.principal, time.monotonic() + left, active, key, self.request_id, self.trace
         )
         calls.begin(call)
-        if self._open is not None and self._kind.reads_stream:
-            return map(self._message, self._kind.stalls.requests(argument, self._open))
-        return self._message(argument)
+        if self._open is not None and self.kind.reads_stream:
+            return map(self.message, self.kind.stalls.requests(argument, self._open))
+        return self.message(argument)
 
     def _admitted(self, argument: Any, context: grpc.ServicerContext) -> Any:
         """Give the call its place; what `_enter` is to work on. Done where it arrived."""
         return argument
 
-    def _watch(self, context: grpc.ServicerContext) -> OpenStream:
+    def open_stream(self, context: StreamContext) -> OpenStream:
         """Have the stream ended when it stands still, is too old, or its token is good no more."""
         size = self.lane.size
         # gRPC's own services do not look whether they are to end.
-        hears = self._kind.method.startswith("/nobackfill.")
+        hears = self.kind.is_watch or self.kind.method.startswith("/nobackfill.")
         stream = self._open = OpenStream(
             context, self._confirm, size.longest_s, hears=hears, drained=size.drained
         )
-        self.on_end(self._kind.stalls.watch(stream))
+        self.on_end(self.kind.stalls.watch(stream))
         return stream
 
-    def _message(self, argument: Any) -> Any:
+    def message(self, argument: Any) -> Any:
         """A request that the caller may make. Small ones were read where they came."""
         request = self.read(argument) if isinstance(argument, bytes) else argument
-        check_gallery(self._kind.method, self.principal, request)
+        check_gallery(self.kind.method, self.principal, request)
         return request
 
     def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:
@@ -314,7 +334,7 @@ class Rpc:
         unforeseen = code is grpc.StatusCode.INTERNAL
         level = log.exception if unforeseen else log.warning
         if self.refusal is None or _unworked.allows():
-            level("refused", method=self._kind.method, code=code.name, error=type(error).__name__)
+            level("refused", method=self.kind.method, code=code.name, error=type(error).__name__)
         status = rpc_status.to_status(status_of(error, self.request_id))
         metadata = (*status.trailing_metadata, ("x-request-id", self.request_id))
         context.abort_with_status(_Status(status.code, status.details, metadata))
@@ -330,22 +350,22 @@ class PlainRpc(Rpc):
     awaits_message = True
 
     def _admitted(self, argument: Any, context: grpc.ServicerContext) -> Any:
-        admission, lane, request = self._kind.admission, self.lane, argument
+        admission, lane, request = self.kind.admission, self.lane, argument
         admission.working.add(self)
         if not context.add_callback(lambda: admission.working.discard(self)):
             admission.working.discard(self)
-        if not self._kind.reads_stream:
+        if not self.kind.reads_stream:
             lane, request = admission.weigh(self, self._receive(argument, context))
         admission.enter(self, lane, context.peer())
-        if not self._kind.streams:
+        if not self.kind.streams:
             # A stream has its thread for as long as it lasts.
-            lane.take_turn(min(context.time_remaining(), self._kind.max_call_seconds))
+            lane.take_turn(min(context.time_remaining(), self.kind.max_call_seconds))
             self.on_end(lane.end_turn)
         return request
 
     def _receive(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Wait for the one message. The call is ended if it does not come in time."""
-        kind, awaited = self._kind, self._kind.admission.awaited
+        kind, awaited = self.kind, self.kind.admission.awaited
         # At the gateway's end a message that is under way may still come.
         waiting = OpenStream(context, _nothing, kind.patience_s, hears=True, drained=False)
         ended = kind.stalls.watch(waiting)
@@ -399,7 +419,7 @@ class Interceptor(grpc.ServerInterceptor):
         self.metrics = metrics
         self._tokens = tokens
         self._max_call_seconds = max_call_seconds
-        self.lanes = Lanes(max_calls, shared=tokens is not None)
+        self.lanes = Lanes(max_calls, shared=tokens is not None, plain=plain)
         self.admission = CallAdmission(self.lanes)
         self.stalls = Stalls(metrics)
         self._draining = False

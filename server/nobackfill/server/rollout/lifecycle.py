@@ -2,7 +2,7 @@
 refused while a release is being activated, which carries all that it finds, but for the time of
 its canary."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from nobackfill.errors import PreconditionError
@@ -139,17 +139,6 @@ class Lifecycle:
         """The last upgrade of a gallery, as it is now."""
         with self._galleries.using(name) as hosted:
             return self._job(hosted)
-
-    def jobs(self, name: str, gone: Callable[[], bool]) -> Iterator[Job]:
-        """The same again and again, to its end or until `gone`."""
-        seen = -1
-        while not gone():
-            # Not kept open while it waits: somebody may want to delete it.
-            job = self.job(name)
-            yield job
-            if job.ended:
-                return
-            seen = self._upgrading.changed.wait(seen, 0.5)
 
     def _job(self, hosted: Hosted) -> Job:
         # Looked at first: a job ends before its activation does.

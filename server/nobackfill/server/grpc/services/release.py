@@ -156,7 +156,7 @@ class ReleaseService(ReleaseServiceServicer):
         rollbacks: Rollbacks, canaries: Canaries, metrics: Metrics,
         stopping: threading.Event,
     ) -> None:  # fmt: skip
-        """`stopping`: set when the gateway drains; streams that only watch end then."""
+        """`stopping`: set when the gateway drains; reports of an activation end then."""
         self._metrics = metrics
         self._canaries = canaries
         self._catalog = catalog
@@ -176,19 +176,18 @@ class ReleaseService(ReleaseServiceServicer):
         manifest = self._catalog.find(request.number)
         return pb.GetReleaseResponse(release=self._release(manifest))
 
-    def WatchReleases(  # noqa: N802
+    def WatchReleases(  # type: ignore[override] # noqa: N802 - None: nothing is new
         self, request: pb.WatchReleasesRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.WatchReleasesResponse]:
+    ) -> Iterator[pb.WatchReleasesResponse | None]:
         changed, seen, last = self._catalog.changed, -1, None
-        while not self._gone():
-            count = changed.wait(seen, 0.5)
-            if count == seen:
-                continue
-            seen = count
-            response = pb.WatchReleasesResponse(releases=self._releases())
-            if response != last:
-                last = response
-                yield response
+        while True:
+            if changed.count != seen:
+                seen = changed.count
+                response = pb.WatchReleasesResponse(releases=self._releases())
+                if response != last:
+                    last = response
+                    yield response
+            yield None
 
     def FetchFile(  # noqa: N802
         self, request: pb.FetchFileRequest, context: grpc.ServicerContext
@@ -229,18 +228,17 @@ class ReleaseService(ReleaseServiceServicer):
         for event in run.events(gone=lambda: self._gone()):
             yield _response(event)
 
-    def WatchCanary(  # noqa: N802
+    def WatchCanary(  # type: ignore[override] # noqa: N802 - None: nothing is new
         self, request: pb.WatchCanaryRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.WatchCanaryResponse]:
-        # Who leaves gives the place back at once: a loop of short looks fills the lane otherwise.
-        left = threading.Event()
-        context.add_callback(left.set)
-        while not self._gone():
+    ) -> Iterator[pb.WatchCanaryResponse | None]:
+        while True:
             answer = to_canary(self._canaries.report(), self._canaries.setting())
             yield answer
             if answer.state != pb.CANARY_STATE_RUNNING:
                 return
-            left.wait(_LOOK_S)
+            again = time.monotonic() + _LOOK_S
+            while time.monotonic() < again:
+                yield None
 
     def ReportSync(  # noqa: N802
         self, request: pb.ReportSyncRequest, context: grpc.ServicerContext

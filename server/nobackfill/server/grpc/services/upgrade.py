@@ -1,6 +1,5 @@
 """UpgradeService."""
 
-import threading
 from collections.abc import Iterator, Sequence
 
 import grpc
@@ -9,7 +8,6 @@ from nobackfill.errors import InvalidInputError
 from nobackfill.server.galleries.answering import Searching
 from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.grpc.context import current
 from nobackfill.server.grpc.services.gallery import to_healing
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
@@ -31,14 +29,11 @@ class UpgradeService(UpgradeServiceServicer):
     """See protos/nobackfill/v1/upgrade.proto."""
 
     def __init__(
-        self, lifecycle: Lifecycle, galleries: GalleryRegistry, searching: Searching,
-        stopping: threading.Event,
-    ) -> None:  # fmt: skip
-        """`stopping`: set when the gateway drains; streams that only watch end then."""
+        self, lifecycle: Lifecycle, galleries: GalleryRegistry, searching: Searching
+    ) -> None:
         self._lifecycle = lifecycle
         self._galleries = galleries
         self._searching = searching
-        self._stopping = stopping
 
     def EstimateUpgrade(  # noqa: N802 - the contract's name
         self, request: pb.EstimateUpgradeRequest, context: grpc.ServicerContext
@@ -69,15 +64,13 @@ class UpgradeService(UpgradeServiceServicer):
         )
         return pb.StartUpgradeResponse(progress=_message(job))
 
-    def WatchUpgrade(  # noqa: N802
+    def WatchUpgrade(  # type: ignore[override] # noqa: N802 - None: nothing is new
         self, request: pb.WatchUpgradeRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.WatchUpgradeResponse]:
+    ) -> Iterator[pb.WatchUpgradeResponse | None]:
         last, report = None, _Report(self._searching, request.group_by)
-
-        def gone() -> bool:
-            return not current().active() or self._stopping.is_set()
-
-        for job in self._lifecycle.jobs(request.gallery, gone):
+        while True:
+            # The gallery is not kept open meanwhile: somebody may want to delete it.
+            job = self._lifecycle.job(request.gallery)
             progress = _message(job)
             if (healing := self._lifecycle.healing(request.gallery)) is not None:
                 progress.healing.CopyFrom(to_healing(healing))
@@ -87,6 +80,9 @@ class UpgradeService(UpgradeServiceServicer):
             if progress != last:
                 last = progress
                 yield pb.WatchUpgradeResponse(progress=progress)
+            if job.ended:
+                return
+            yield None
 
     def PauseUpgrade(  # noqa: N802
         self, request: pb.PauseUpgradeRequest, context: grpc.ServicerContext

@@ -1,0 +1,116 @@
+"""Watches cost no thread: callers who watch the same are told the same, each in its time."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from nobackfill.errors import NotFoundError
+from nobackfill.server.gateway import GatewayServer
+from nobackfill.server.grpc.listener import HealthService, server_of
+from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Interceptor
+from nobackfill.v1 import release_pb2, upgrade_pb2
+from tests.server.conftest import Stages, publish_stage
+from tests.server.peers import Peer, prefixed
+from tests.server.support import Client, refused
+from tests.support.waiting import wait_until
+
+HEALTH = health_pb2.HealthCheckResponse
+
+
+class Watched:
+    """A server of the health service, and a client of it."""
+
+    def __init__(self, client: Client, health: HealthService, interceptor: Interceptor) -> None:
+        self.address = client.address
+        self.stub = health_pb2_grpc.HealthStub(client.raw.channel)
+        self.health = health
+        self.stalls = interceptor.stalls
+        self.lane = interceptor.lanes.all["public"]
+
+    def watch(self, name: str = "") -> Any:
+        return self.stub.Watch(health_pb2.HealthCheckRequest(service=name), timeout=60)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    interceptor = Interceptor(Metrics(), None, 256, max_call_seconds=60)
+    calls, health = server_of(interceptor, []), HealthService()
+    health_pb2_grpc.add_HealthServicer_to_server(health, calls.server)
+    port = calls.server.add_insecure_port("127.0.0.1:0")
+    calls.server.start()
+    with Client(f"127.0.0.1:{port}") as client:
+        yield Watched(client, health, interceptor)
+    calls.server.stop(None).wait()
+    calls.close()
+    interceptor.close()
+
+
+@pytest.mark.hot_path
+def test_many_watches_take_no_thread_and_hear_each_change(watched: Watched) -> None:
+    first = watched.watch()
+    next(first)
+    before = threading.active_count()
+    watches = [watched.watch() for _ in range(200)]
+    assert [next(watch).status for watch in watches] == [HEALTH.SERVING] * 200
+    # The client and the server are one process: its channel has a thread of its own.
+    assert threading.active_count() <= before + 2
+    for status in (HEALTH.NOT_SERVING, HEALTH.SERVING):
+        watched.health.set("", status)
+        assert [next(watch).status for watch in watches] == [status] * 200
+    for watch in watches:
+        watch.cancel()
+    wait_until(lambda: watched.lane.held() == 1, "places are not given back")
+    first.cancel()
+
+
+def test_who_comes_later_is_told_what_is_so_now(watched: Watched) -> None:
+    first = watched.watch("a")
+    assert next(first).status == HEALTH.SERVICE_UNKNOWN
+    for _ in range(20):
+        for status in (HEALTH.NOT_SERVING, HEALTH.SERVING):
+            watched.health.set("a", status)
+            assert next(watched.watch("a")).status == status
+    assert next(watched.watch("b")).status == HEALTH.SERVICE_UNKNOWN
+    # Those who were there before may have missed some, not the last.
+    while next(first).status != HEALTH.SERVING:
+        pass
+
+
+def test_a_watcher_that_does_not_read_keeps_nobody_waiting_and_is_cut(watched: Watched) -> None:
+    watched.stalls._patience_s = 3.0
+    other = watched.watch()
+    assert next(other).status == HEALTH.SERVING
+    with Peer(watched.address, window=0) as peer:
+        stream = peer.begin("/grpc.health.v1.Health/Watch")
+        peer.send(stream, prefixed(b""))
+        wait_until(lambda: watched.lane.held() == 2, "it does not watch")
+        for status in (HEALTH.NOT_SERVING, HEALTH.SERVING) * 5:
+            watched.health.set("", status)
+            assert next(other).status == status
+        wait_until(lambda: watched.lane.held() == 1, "its place is not given back")
+        watched.health.set("", HEALTH.NOT_SERVING)
+        assert next(other).status == HEALTH.NOT_SERVING
+
+
+def test_a_watch_that_cannot_go_on_says_why(
+    stages: Stages, repo: Path, gateway: GatewayServer
+) -> None:
+    with Client(gateway.address) as client:
+        releases = client.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest())
+        assert [one.number for one in next(releases).releases] == [1]
+        with refused(NotFoundError, "nothing"):
+            list(
+                client.raw.upgrades.WatchUpgrade(upgrade_pb2.WatchUpgradeRequest(gallery="nothing"))
+            )
+        client.create_gallery("g")
+        ended = client.raw.upgrades.WatchUpgrade(upgrade_pb2.WatchUpgradeRequest(gallery="g"))
+        assert [one.progress.state for one in ended] == [upgrade_pb2.UPGRADE_STATE_DONE]
+        publish_stage(repo, stages[2])
+        seen: list[int] = []
+        while seen != [1, 2]:
+            seen = [one.number for one in next(releases).releases]
