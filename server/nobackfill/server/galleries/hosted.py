@@ -25,7 +25,6 @@ from nobackfill.server.galleries.plan import (
     AnswererOf,
     Filling,
     Plan,
-    entered,
     make_plan,
 )
 from nobackfill.server.galleries.ranking import PlanPart
@@ -133,13 +132,15 @@ class Hosted(ABC):
     """One open gallery.
 
     `users` are all who work with it, `Galleries` counts them; `leaving` is set while its deletion
-    waits for the last. `plan` is one reference: a call takes it once, by `using`, and keeps to it.
+    waits for the last. `plan` is one reference, set by `replan`: a call takes it once, by `using`,
+    and keeps to it.
     `write_lock` is shared by puts, and exclusive to whoever changes the gallery's spaces.
     """
 
     # Its number in a store: another gallery of the same name has another one.
     number = 0
     store: GalleryStore
+    plan: Plan
 
     def __init__(self, name: str, folder: Path, store: GalleryStore, filtering: Filtering) -> None:
         """`filtering`: what answers filters."""
@@ -156,18 +157,21 @@ class Hosted(ABC):
         # Replaced at each change: what was counted before it lands in a mapping nobody reads.
         self._counts: dict[str | None, int] = {}
         self.exact = bool(self.state(EXACT))
-        self._plan: Plan | None = None
         self.speed = Speed()
 
-    @property
-    def plan(self) -> Plan:
-        assert self._plan is not None, "replan comes first"
-        return self._plan
+    def enter_plan(self) -> Plan:
+        """The plan that there is now, used by one more: who enters it leaves its `users`."""
+        while True:
+            plan = self.plan
+            plan.users.enter()
+            if plan is self.plan:
+                return plan
+            plan.users.leave()
 
     @contextmanager
     def using(self) -> Iterator[Plan]:
         """The plan, one of its `users` being the caller."""
-        plan = entered(lambda: self.plan)
+        plan = self.enter_plan()
         try:
             with locks.hold_level(Level.PLAN, self.name):
                 yield plan
@@ -196,8 +200,8 @@ class Hosted(ABC):
         )
         before(new)
         self._prepare(new)
-        old, self._plan = self._plan, new
-        return old if old is not None else new
+        old, self.plan = getattr(self, "plan", new), new
+        return old
 
     def _read(self) -> tuple[Sequence[SpaceInfo], Filling | None, int]:
         """What a plan is made of: spaces, rollout, epoch."""

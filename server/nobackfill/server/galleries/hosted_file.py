@@ -318,7 +318,7 @@ class HostedInFile(Hosted):
         """What a part answers, its snapshot being this: the nearest, or, where carried and native
         vectors do not compare, the best along its scale."""
         mask = None if allowed is None else allowed.mask
-        carried = self.origins.mixed(part, len(snapshot))
+        carried = self.origins.mixed(part, snapshot)
         if carried is None or part.scale is None:
             return snapshot.search(queries, k, mask, ef)
         return search_origins(
@@ -510,15 +510,15 @@ class Origins:
         """Whether `mixed` answers without reading the file."""
         return part.scale is None or part.space in self._carried
 
-    def mixed(self, part: PlanPart, vectors: int) -> CarriedLabels | None:
-        """What tells the origins of the `vectors` of a part; None where their distances rank them:
+    def mixed(self, part: PlanPart, snapshot: Snapshot) -> CarriedLabels | None:
+        """What tells the origins of the vectors of a part; None where their distances rank them:
         without a scale, and while they are all of one origin."""
         if part.scale is None:
             return None
         carried = self._carried.get(part.space)
         if carried is None:
             carried = self._read(part.space)
-        return carried if 0 < len(carried) < vectors else None
+        return carried if 0 < len(carried) < len(snapshot) else None
 
     def _read(self, space: str) -> CarriedLabels:
         with self._lock:

@@ -27,7 +27,7 @@ from nobackfill.server.galleries.hosted_file import (
     hit_bytes,
     joined,
 )
-from nobackfill.server.galleries.plan import Plan, entered
+from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.galleries.ranking import PlanPart, rounded, scores_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Later, Unanswered
@@ -77,7 +77,7 @@ class _Route:
         hosted = self.hosted
         return (
             hosted.plan is self.plan
-            and hosted.origins.mixed(self.part, len(self.snapshot)) is None
+            and hosted.origins.mixed(self.part, self.snapshot) is None
             and self.view.snapshot() is self.snapshot
             and hosted.views().get(self.snapshot.spec.space) is self.view
             and hosted.exact is self.exact
@@ -198,8 +198,11 @@ def _answers(
 ) -> list[bytes | None]:
     compiled = snapshot.compiled
     answers: list[bytes | None] = [None] * len(queries)
-    one_order = hosted.origins.mixed(ready.part, len(snapshot)) is None
-    if compiled is not None and ready.curves is not None and one_order:
+    if (
+        compiled is not None
+        and ready.curves is not None
+        and hosted.origins.mixed(ready.part, snapshot) is None
+    ):
         answers = compiled.answers(
             queries, hosted.exact, ready.items.known, ready.curves, ready.end
         )
@@ -263,7 +266,7 @@ def _route(hosted: HostedInFile, plan: Plan, part: PlanPart, state: State) -> _R
         return None
     if space in state.ends or plan.heals == part.space:
         return None
-    if hosted.origins.mixed(part, len(snapshot)) is not None:
+    if hosted.origins.mixed(part, snapshot) is not None:
         return None
     answers = snapshot.compiled.route(
         hosted.name, space, DEFAULT_K, MOST_HITS, exact, ready.items.known, ready.curves, ready.end
@@ -380,7 +383,7 @@ class ImageAnswers:
 
 def _enter(hosted: Hosted) -> Plan | None:
     """The gallery's plan: both are from now on used by one more. None: the gallery is closed."""
-    return entered(lambda: hosted.plan) if hosted.users.enter() else None
+    return hosted.enter_plan() if hosted.users.enter() else None
 
 
 def _leave(hosted: Hosted, plan: Plan) -> None:

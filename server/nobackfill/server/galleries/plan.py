@@ -85,7 +85,8 @@ class Plan:
     made anew from their images as people look; None without a source, and while another is filled.
     `both`: asked beside the active space; None where nobody wishes it, or no release has weights.
     `epoch`: of what it was made of, where other gateways change that, too. `answerer`: what answers
-    searches in the mode that canary, heals and both say, as `answerer_of` makes it.
+    searches in the mode that canary, heals and both say, as `answerer_of` makes it. `query`: the
+    release that answers image queries.
     """
 
     parts: tuple[PlanPart, ...]
@@ -98,15 +99,12 @@ class Plan:
     heals: str | None = None
     both: Both | None = None
     users: Users = field(default_factory=lambda: Users(Level.PLAN))
+    query: Manifest = field(init=False)
     answerer: Answerer = field(init=False)
 
     def __post_init__(self, answerer_of: "AnswererOf") -> None:
+        object.__setattr__(self, "query", self.parts[0].query)
         object.__setattr__(self, "answerer", answerer_of(self))
-
-    @property
-    def query(self) -> Manifest:
-        """The release that answers image queries."""
-        return self.parts[0].query
 
     def searched(self) -> set[str]:
         """Spaces that need a view."""
@@ -119,16 +117,6 @@ class Plan:
 
 
 AnswererOf = Callable[[Plan], Answerer]
-
-
-def entered(current: Callable[[], Plan]) -> Plan:
-    """The plan that there is now, of whose `users` the caller is one."""
-    while True:
-        plan = current()
-        plan.users.enter()
-        if plan is current():
-            return plan
-        plan.users.leave()
 
 
 def own_part(manifest: Manifest) -> PlanPart:

@@ -86,7 +86,7 @@ class SearchService(SearchServiceServicer):
         named = self._immediate.named()
         routed = (
             self._immediate.routed([message for message, _ in messages])
-            if all(principal.may_use(named) for _, principal in messages)
+            if named and all(principal.may_use(named) for _, principal in messages)
             else None
         )
         if routed is not None and None not in routed:
@@ -212,8 +212,8 @@ def _response(
     response = pb.SearchResponse(
         release=found.release, space=found.space, request_id=found.request_id
     )
-    to_end(found.space, ends, response.space_ends_at)
     farthest = _farthest(request)
+    to_end(found.space, ends, response.space_ends_at)
     keys = keys_of(request.fields if request.HasField("fields") else None)
     for hit in found.hits:
         message = pb.Hit(
