@@ -3,6 +3,7 @@ and what a day has cost. Tables of the gallery's schema, made at the first use."
 
 import time
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from nobackfill.gallery.filters import Matches
 from nobackfill.server.stores.postgresql.database import Connection, run
@@ -25,6 +26,32 @@ CREATE TABLE IF NOT EXISTS {schema}.healing_wanted (
     label bigint PRIMARY KEY, times integer NOT NULL);
 CREATE TABLE IF NOT EXISTS {schema}.healing_spent (day text PRIMARY KEY, items bigint NOT NULL)
 """
+# Days of a week ago. The day before stays: clocks of gateways differ.
+_FORGET = (
+    f"DELETE FROM {{schema}}.healing_spent WHERE day < to_char(%s::date - {_DAYS}, 'YYYY-MM-DD')"
+)
+_FREE = (
+    "DELETE FROM {schema}.healing_claims WHERE until < clock_timestamp()"
+    f" OR holder IS NOT NULL AND holder NOT IN ({HOLDERS})"
+)
+_CLAIM = (
+    "INSERT INTO {schema}.healing_claims"
+    f" SELECT label, clock_timestamp() + interval '{_CLAIM_S} seconds', %s"
+    " FROM unnest(%s::bigint[]) AS label ON CONFLICT DO NOTHING RETURNING label"
+)
+_WANT = (
+    "INSERT INTO {schema}.healing_wanted SELECT label, %s"
+    " FROM unnest(%s::bigint[]) AS label ORDER BY label"
+    " ON CONFLICT (label) DO UPDATE SET times = "
+)
+# What claims of this gateway have cost the days that they are of.
+_GIVE_BACK = (
+    "UPDATE {schema}.healing_spent AS spent SET items = greatest(0, items - claimed.count) FROM ("
+    f"SELECT to_char((until - interval '{_CLAIM_S} seconds') AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
+    " AS day, count(*) FROM {schema}.healing_claims"
+    " WHERE label = ANY(%s) AND holder IS NOT DISTINCT FROM %s GROUP BY 1"
+    ") AS claimed WHERE spent.day = claimed.day"
+)
 
 
 class DatabaseLedger:
@@ -38,10 +65,13 @@ class DatabaseLedger:
         def work(connection: Connection) -> None:
             # Made twice at once, the second would fail.
             run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill.healing'))")
-            for statement in _TABLES.format(schema=self._schema).split(";"):
-                run(connection, statement)
+            for statement in _TABLES.split(";"):
+                self._run(connection, statement)
 
         self._database.write(work)
+
+    def _run(self, connection: Connection, statement: str, *values: object) -> Any:
+        return run(connection, statement.replace("{schema}", self._schema), values)
 
     def load(self) -> None:
         began = time.monotonic()
@@ -62,120 +92,56 @@ class DatabaseLedger:
 
     def claim(self, labels: Sequence[int], day: str, budget: int) -> list[int]:
         def work(connection: Connection) -> list[int]:
-            began = run(
-                connection,
-                f"INSERT INTO {self._schema}.healing_spent VALUES (%s, 0) ON CONFLICT DO NOTHING",
-                [day],
-            )
-            if began.rowcount:
-                # Not the day before: clocks of gateways differ.
-                run(
-                    connection,
-                    f"DELETE FROM {self._schema}.healing_spent"
-                    f" WHERE day < to_char(%s::date - {_DAYS}, 'YYYY-MM-DD')",
-                    [day],
-                )
+            begin = "INSERT INTO {schema}.healing_spent VALUES (%s, 0) ON CONFLICT DO NOTHING"
+            if self._run(connection, begin, day).rowcount:
+                self._run(connection, _FORGET, day)
             # Who claims next waits here.
-            (spent,) = run(
-                connection,
-                f"SELECT items FROM {self._schema}.healing_spent WHERE day = %s FOR UPDATE",
-                [day],
-            ).fetchone()
-            run(
-                connection,
-                f"DELETE FROM {self._schema}.healing_claims WHERE until < clock_timestamp()"
-                f" OR holder IS NOT NULL AND holder NOT IN ({HOLDERS})",
-            )
-            rows = run(
-                connection,
-                f"INSERT INTO {self._schema}.healing_claims"
-                f" SELECT label, clock_timestamp() + interval '{_CLAIM_S} seconds', %s"
-                " FROM unnest(%s::bigint[]) AS label ON CONFLICT DO NOTHING RETURNING label",
-                [self._database.holder, list(labels)[: max(0, budget - spent)]],
-            )
+            lock = "SELECT items FROM {schema}.healing_spent WHERE day = %s FOR UPDATE"
+            (spent,) = self._run(connection, lock, day).fetchone()
+            self._run(connection, _FREE)
+            some = list(labels)[: max(0, budget - spent)]
+            rows = self._run(connection, _CLAIM, self._database.holder, some)
             mine = {int(label) for (label,) in rows}
-            self._want(connection, [label for label in labels if label not in mine])
-            run(
-                connection,
-                f"UPDATE {self._schema}.healing_spent SET items = items + %s WHERE day = %s",
-                [len(mine), day],
-            )
+            others = [label for label in labels if label not in mine]
+            self._run(connection, f"{_WANT} healing_wanted.times + 1", 1, others)
+            pay = "UPDATE {schema}.healing_spent SET items = items + %s WHERE day = %s"
+            self._run(connection, pay, len(mine), day)
             return [label for label in labels if label in mine]
 
         return self._database.write(work)
 
-    def _want(self, connection: Connection, labels: Sequence[int]) -> None:
-        run(
-            connection,
-            f"INSERT INTO {self._schema}.healing_wanted SELECT label, 1"
-            " FROM unnest(%s::bigint[]) AS label ORDER BY label"
-            " ON CONFLICT (label) DO UPDATE SET times = healing_wanted.times + 1",
-            [list(labels)],
-        )
-
     def settle(self, labels: Collection[int]) -> None:
-        self._end(labels, "DELETE FROM {schema}.healing_wanted WHERE label = ANY(%s)")
-
-    def release(self, labels: Collection[int]) -> None:
-        self._end(
-            labels,
-            "INSERT INTO {schema}.healing_wanted SELECT label, 0"
-            " FROM unnest(%s::bigint[]) AS label ORDER BY label"
-            " ON CONFLICT (label) DO UPDATE SET times = 0",
-            given_back=True,
-        )
-
-    def _end(self, labels: Collection[int], then: str, *, given_back: bool = False) -> None:
         def work(connection: Connection) -> None:
-            some = sorted(labels)
-            if given_back:
-                self._give_back(connection, some)
-            run(
-                connection,
-                f"DELETE FROM {self._schema}.healing_claims WHERE label = ANY(%s)",
-                [some],
-            )
-            run(connection, then.format(schema=self._schema), [some])
+            for table in ("healing_claims", "healing_wanted"):
+                delete = f"DELETE FROM {{schema}}.{table} WHERE label = ANY(%s)"
+                self._run(connection, delete, sorted(labels))
 
         self._database.write(work)
 
-    def _give_back(self, connection: Connection, labels: Sequence[int]) -> None:
-        """What claims of this gateway have cost the days that they are of."""
-        # Before the claims, as who claims locks them: in the other order each waits for the other.
-        run(connection, f"SELECT 1 FROM {self._schema}.healing_spent ORDER BY day FOR UPDATE")
-        run(
-            connection,
-            f"UPDATE {self._schema}.healing_spent AS spent"
-            " SET items = greatest(0, items - claimed.count) FROM ("
-            f"SELECT to_char((until - interval '{_CLAIM_S} seconds') AT TIME ZONE 'UTC',"
-            f" 'YYYY-MM-DD') AS day, count(*) FROM {self._schema}.healing_claims"
-            " WHERE label = ANY(%s) AND holder IS NOT DISTINCT FROM %s GROUP BY 1"
-            ") AS claimed WHERE spent.day = claimed.day",
-            [list(labels), self._database.holder],
-        )
+    def release(self, labels: Collection[int]) -> None:
+        def work(connection: Connection) -> None:
+            some = sorted(labels)
+            # Before the claims, as who claims locks them: in the other order each waits for the
+            # other.
+            self._run(connection, "SELECT 1 FROM {schema}.healing_spent ORDER BY day FOR UPDATE")
+            self._run(connection, _GIVE_BACK, some, self._database.holder)
+            self._run(connection, "DELETE FROM {schema}.healing_claims WHERE label = ANY(%s)", some)
+            self._run(connection, f"{_WANT} 0", 0, some)
+
+        self._database.write(work)
 
     def wanted(self, count: int) -> list[int]:
-        def work(connection: Connection) -> list[int]:
-            rows = run(
-                connection,
-                f"SELECT label FROM {self._schema}.healing_wanted WHERE times > 0"
-                " ORDER BY times DESC, label LIMIT %s",
-                [count],
-            )
-            return [int(label) for (label,) in rows]
-
-        return self._database.read(work)
+        select = (
+            "SELECT label FROM {schema}.healing_wanted WHERE times > 0"
+            " ORDER BY times DESC, label LIMIT %s"
+        )
+        rows = self._database.read(lambda one: self._run(one, select, count).fetchall())
+        return [int(label) for (label,) in rows]
 
     def spent(self, day: str) -> int:
-        def work(connection: Connection) -> int:
-            row = run(
-                connection,
-                f"SELECT items FROM {self._schema}.healing_spent WHERE day = %s",
-                [day],
-            ).fetchone()
-            return int(row[0]) if row else 0
-
-        return self._database.read(work)
+        select = "SELECT items FROM {schema}.healing_spent WHERE day = %s"
+        row = self._database.read(lambda one: self._run(one, select, day).fetchone())
+        return int(row[0]) if row else 0
 
     def close(self) -> None:
         """The connections are the database's."""
