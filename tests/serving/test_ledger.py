@@ -1,0 +1,43 @@
+"""Claims, wishes and a day's cost in a file that processes share."""
+
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from nobackfill.serving import LedgerFile
+from nobackfill.serving.ledger import today
+
+DAY = today()
+
+
+def test_an_item_is_claimed_once_and_a_day_has_its_budget(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(LedgerFile[str](path)) as one, closing(LedgerFile[str](path)) as two:
+        assert one.claim(["a", "b"], DAY, 3) == ["a", "b"]
+        assert two.claim(["b", "c", "d"], DAY, 3) == ["c"]
+        assert two.names_wanted(9) == ["b", "d"]
+        assert two.spent(DAY) == 3
+        one.settle(["b"])
+        assert two.names_wanted(9) == ["d"]
+        # What could not be embedded is paid back once, and is wanted by nobody.
+        one.release(["a"])
+        one.release(["a"])
+        assert (two.spent(DAY), two.names_wanted(9)) == (2, ["d"])
+        assert two.claim(["d", "a"], DAY, 3) == ["d"]
+        assert two.claim(["a"], "2026-02-27", 3) == ["a"]
+
+
+def test_claims_of_a_process_that_ended_are_free(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom nobackfill.serving import LedgerFile\n"
+        f"print(LedgerFile(Path(sys.argv[1])).claim([1, 2], {DAY!r}, 2))\n"
+    )
+    child = [sys.executable, "-c", script, path]
+    done = subprocess.run(child, check=True, capture_output=True, text=True)
+    assert done.stdout == "[1, 2]\n"
+    with closing(LedgerFile[int](path)) as ledger:
+        assert ledger.claim([2, 3], DAY, 9) == [2, 3]
+        # Nobody gives back what it cost.
+        assert ledger.spent(DAY) == 4
