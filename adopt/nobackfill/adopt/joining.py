@@ -14,7 +14,7 @@ from nobackfill.metrics.distances import Metric
 from nobackfill.serving.fusion import Block, Joining, OddsLine
 from nobackfill.vectors import check_vectors
 
-# Of the file; those of format 2 keep no share, those of format 4 name another metric than cosine.
+# Formats of the file: format 2 keeps no share, format 4 names another metric than cosine.
 FORMAT, OTHERWISE, FORMATS = 3, 4, (2, 3, 4)
 # Values of the many that are no match on which a line is fitted.
 _MOST_OTHERS = 200_000
@@ -50,7 +50,7 @@ def fit_line(matches: Block, rest: Block, seed: int = 0) -> OddsLine:
         line = line + step * min(1.0, 4.0 / max(1e-12, float(np.abs(step).max())))
         if np.abs(step).max() < 1e-6:
             break
-    # What is nearer is never less likely.
+    # A nearer item is never less likely.
     found = OddsLine(
         max(1e-3, float(line[0])), float(line[-1]), float(line[1]) if count == 2 else 0.0
     )

@@ -135,7 +135,7 @@ class Dual:
         rows, odds, native = self._ranked(rows, by_old, by_new)
         if self._again is not None and len(rows):
             self._again.ask(versions(without(rows, native)))
-            # Who was deleted while the query waited is not shown.
+            # An item that was deleted while the query waited is not shown.
             rows, odds, native = self._ranked(self._source.lookup(rows.ids), by_old, by_new)
         probabilities = 1 / (1 + np.exp(-odds.astype(np.float64).clip(-500, 500)))
         hits = [
@@ -145,14 +145,14 @@ class Dual:
         return DualAnswer(hits, len(native) / len(rows) if len(rows) else 0.0)
 
     def _candidates(self, by_old: Vectors, by_new: Vectors) -> Rows:
-        """Those of each model, each once, with their old vectors."""
+        """Look up the candidates with their old vectors."""
         searches = [partial(self._source.nearest, by_old[0])]
         if self._carried is not None:
             searches.append(partial(self._source.nearest, by_new[0], beside=self._carried))
         near = self._natives.nearest(by_new, HITS, self._joining.metric)
         rows = self._source.lookup(candidates(*searches, lambda count: near[:count]))
         known = set(rows.ids)
-        # What the store no longer has is no longer kept here either.
+        # An item that the store no longer has is no longer kept here either.
         self._natives.forget([name for name in near if name not in known])
         return rows
 
@@ -185,7 +185,7 @@ class Dual:
             return 0
         before, came = len(self._natives), 0
         for rows in self._waiting():
-            # What cannot be embedded does not count: others would never have their turn.
+            # An item that cannot be embedded does not count: others would never have their turn.
             some = slice(count - came)
             self._again.finish(versions(Rows(rows.ids[some], rows.vectors[some])))
             came = len(self._natives) - before

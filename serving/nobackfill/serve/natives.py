@@ -24,7 +24,7 @@ ItemVersion = tuple[str, bytes]
 
 
 def digest(vector: Vectors) -> bytes:
-    """What tells that an item is still the one that was embedded: its old vector's digest."""
+    """Digest an old vector: it tells that an item is still the one that was embedded."""
     return hashlib.blake2b(np.ascontiguousarray(vector, "<f4").tobytes(), digest_size=16).digest()
 
 
@@ -86,7 +86,7 @@ CREATE TABLE IF NOT EXISTS native (
             return int(connection.execute("SELECT count(*) FROM native").fetchone()[0])
 
     def get(self, ids: Sequence[str]) -> dict[str, Native]:
-        """Those of `ids` that are there."""
+        """Return the vectors that are there, by id."""
         with self._lock:
             self._catch_up()
             return {name: self._known[name][1] for name in ids if name in self._known}

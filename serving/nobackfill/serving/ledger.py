@@ -166,7 +166,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def _open(self) -> sqlite3.Connection:
         connection = None
         try:
-            # What people look at is private, and so are vectors: nobody else reads the file.
+            # Vectors and wishes are private: no other user reads the file.
             self._path.touch(0o600)
             connection = sqlite3.connect(
                 self._path, timeout=30, isolation_level=None, check_same_thread=False

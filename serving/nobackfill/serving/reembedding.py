@@ -1,9 +1,8 @@
 """Items embedded again on threads, bounded in time, bytes, concurrency and by a budget a day.
 
 No item is embedded twice at once: within a process a second query waits for the same work, across
-processes a claim keeps it from beginning. What is late is kept all the same. What could not be
-embedded costs its day nothing, and is left alone for longer each time. What was not begun stays
-wanted.
+processes a claim keeps it from beginning. Late items are kept all the same. An item that could not
+be embedded costs its day nothing, and backs off. An item that was not begun stays wanted.
 """
 
 import os
@@ -22,22 +21,22 @@ from nobackfill.serving.ledger import Key, Ledger, today
 from nobackfill.serving.sources import Items
 
 _DAY_S = 86_400.0
-# Of so many it is known; of more, those that rest longest.
+# Items that back off and are known at most: of more, those whose rest is longest.
 _MOST = 100_000
 
 
 @dataclass(frozen=True)
 class _Rest:
-    """When it ends, and how long it is."""
+    """The end of an item's rest on the clock, and its length in seconds."""
 
     end: float
     seconds: float
 
 
 class Resting(Generic[Key]):
-    """What fails rests `first` seconds, twice as long each time, and `longest` at most; what the
-    source lacks rests a day. An item that has not failed again for as long as it had rested begins
-    anew. Threads may share it."""
+    """Back-off: an item that fails rests `first` seconds, twice as long each time, and `longest` at
+    most; one that the source lacks rests a day. An item that has not failed again for as long as
+    it had rested begins anew. Threads may share it."""
 
     def __init__(
         self, first: float, longest: float, clock: Callable[[], float] = time.monotonic
@@ -47,7 +46,7 @@ class Resting(Generic[Key]):
         self._rests: dict[Key, _Rest] = {}
 
     def ready(self, keys: Sequence[Key]) -> list[Key]:
-        """Those that do not rest, in their order."""
+        """Return the items that do not rest, in their order."""
         now = self._clock()
         with self._lock:
             return [
@@ -55,7 +54,7 @@ class Resting(Generic[Key]):
             ]
 
     def failed(self, keys: Collection[Key]) -> None:
-        """They could not be embedded."""
+        """Let items rest that could not be embedded."""
         now = self._clock()
         with self._lock:
             for key in keys:
@@ -64,20 +63,20 @@ class Resting(Generic[Key]):
             self._forget(now)
 
     def _longer(self, last: _Rest | None, now: float) -> float:
-        """How long an item rests after its last rest."""
+        """Return how long an item rests after its last rest."""
         if last is None or now >= last.end + last.seconds:
             return self._first
         return min(2 * last.seconds, self._longest)
 
     def gone(self, keys: Collection[Key]) -> None:
-        """The source lacks them."""
+        """Let items rest that the source lacks."""
         now = self._clock()
         with self._lock:
             self._rests |= dict.fromkeys(keys, _Rest(now + _DAY_S, _DAY_S))
             self._forget(now)
 
     def _forget(self, now: float) -> None:
-        """Where there are too many: those that begin anew, then those whose rest ends first."""
+        """Drop items where there are too many: first those that begin anew."""
         if len(self._rests) <= _MOST:
             return
         known = {key: rest for key, rest in self._rests.items() if now < rest.end + rest.seconds}
@@ -118,7 +117,7 @@ class EmbeddingCost:
 
 @dataclass
 class _Bytes:
-    """What one query may still read."""
+    """The bytes that one query may still read."""
 
     left: int
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -155,7 +154,7 @@ class Reembedding(ABC, Generic[Key]):
         self._claiming = 0
         self._claimed = threading.Condition(self._lock)
         self._under_way: dict[Key, Future[None]] = {}
-        # Of a source that hangs nobody knows when it answers: no stop waits for it.
+        # A source may hang for ever: no stop waits for it.
         self._threads = DaemonThreads(limits.concurrency, "nobackfill-embed")
         self.cost = EmbeddingCost()
 
@@ -189,11 +188,11 @@ class Reembedding(ABC, Generic[Key]):
         wait(started, timeout=max(0.0, deadline - time.monotonic()))
 
     def finish(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
-        """The same, however long it takes, or for so many seconds whatever the limits say."""
+        """Embed as `ask` does, however long it takes, or for `seconds` whatever the limits say."""
         wait(self._begin(names), timeout=seconds)
 
     def busy(self, keys: Collection[Key]) -> bool:
-        """Whether any of these is under way still."""
+        """Return whether any of these is under way still."""
         with self._lock:
             return any(key in self._under_way for key in keys)
 
@@ -203,7 +202,7 @@ class Reembedding(ABC, Generic[Key]):
             self.cost.last_failure = f"{type(error).__name__}: {error}"
 
     def _begin(self, names: Mapping[Key, str]) -> list[Future[None]]:
-        """The work on these items, that of other queries with it."""
+        """Begin to embed items; return their work, and that of other queries on them."""
         if os.getpid() != self._process:
             raise ConfigurationError(
                 "what embeds items again was opened before this process was forked, and its "
@@ -235,7 +234,7 @@ class Reembedding(ABC, Generic[Key]):
         return [*shared, *(own[key] for key in mine)]
 
     def _claim(self, idle: list[Key], beyond: list[Key]) -> Sequence[Key]:
-        """Those that are to be embedded here."""
+        """Claim the items that are to be embedded here."""
         try:
             if beyond:
                 self.claim(beyond, 0)
@@ -245,7 +244,7 @@ class Reembedding(ABC, Generic[Key]):
             return ()
 
     def _submit(self, names: Mapping[Key, str]) -> None:
-        """Claimed items, in batches; once it is closed they are given up."""
+        """Start claimed items in batches; give them up once it is closed."""
         bytes_, keys = _Bytes(self.limits.bytes_a_query), list(names)
         with self._lock:
             closed = self._closed
@@ -266,14 +265,14 @@ class Reembedding(ABC, Generic[Key]):
         return done
 
     def _end(self, keys: Collection[Key]) -> None:
-        """These are under way no more; whoever waits for them is told."""
+        """Note that items are under way no more, and tell the callers that wait for them."""
         with self._lock:
             ended = [self._under_way.pop(key) for key in keys]
         for future in ended:
             future.set_result(None)
 
     def _postpone(self, keys: Sequence[Key]) -> None:
-        """They were not begun: they cost nothing, and stay wanted."""
+        """Give up items that were not begun: they cost nothing, and stay wanted."""
         try:
             self.ledger.release(keys)
             self.claim(keys, 0)
@@ -304,7 +303,7 @@ class Reembedding(ABC, Generic[Key]):
                 self.ledger.release(lost)
 
     def _read(self, names: Mapping[Key, str], bytes_: _Bytes) -> _Read[Key]:
-        """As many as the bytes reach for."""
+        """Read as many items as the bytes reach for."""
         found: dict[Key, str | bytes] = {}
         gone, keys = list[Key](), list(names)
         whole = min(self.limits.bytes_an_item, self.limits.bytes_a_query)

@@ -36,7 +36,7 @@ class Items(Protocol):
 
     @property
     def kind(self) -> Kind | None:
-        """What it gives; None where that may be either."""
+        """The kind of its items; None: it may give either."""
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
         """A text, or an image's bytes; None where there is no such item.
@@ -66,7 +66,7 @@ class FolderItems:
 
 
 class FunctionItems:
-    """What a function gives for an id: a text, bytes of an image, None where it is gone."""
+    """Items by a function of the id: it returns a text, an image's bytes, or None for none."""
 
     def __init__(self, function: Callable[[str], str | bytes | None], kind: Kind | None) -> None:
         self._function, self.kind = function, kind
@@ -159,7 +159,7 @@ def bounded(data: bytes, name: str, most_bytes: int) -> bytes:
     return data
 
 
-# Of a file as it was looked through: when it was written, how long it is, which one it is.
+# A file as it was looked through: when it was written, its length, its inode.
 _Stamp = tuple[int, int, int]
 
 
@@ -236,7 +236,7 @@ class LineItems:
             self._stamp = stamp
 
     def _added(self, file: BinaryIO, stamp: _Stamp) -> bool:
-        """Whether the file is the one that was looked through, and longer."""
+        """Return whether the file is the one that was looked through, and longer."""
         if self._stamp is None or stamp[2] != self._stamp[2] or stamp[1] <= self._stamp[1]:
             return False
         file.seek(self._seen.start)
@@ -275,5 +275,5 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _longest(most_bytes: int) -> int:
-    """Of a line whose text has so many bytes: JSON may write six for one, and has other keys."""
+    """Bound a line whose text has so many bytes: JSON may write six for one, and has other keys."""
     return 6 * min(most_bytes, LARGEST_BYTES) + (1 << 16)

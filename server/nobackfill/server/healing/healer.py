@@ -16,10 +16,10 @@ from nobackfill.serving.ledger import today
 from nobackfill.serving.reembedding import EmbeddingCost, Reembedding, Resting
 from nobackfill.serving.sources import Items
 
-# What could not be embedded is not tried again before so long, then twice as long, up to an hour.
+# An item that could not be embedded rests so long, then twice as long, up to an hour.
 _REST_S, _LONGEST_REST_S = 60.0, 3600.0
-# Nor, in the background, what was left when all was tried: a source that lacks pictures would take
-# its budget every day.
+# The background rests so long when all was tried: a source that lacks pictures would take its
+# budget every day.
 _TRIED_S = 3600.0
 # Items that the background asks for at once: no query waits behind more. So long it waits for them
 # as one of the gallery's users, whose deletion waits for it.
@@ -57,7 +57,7 @@ class Healer(Reembedding[int]):
         self._hosted, self._manifest, self._embedding = hosted, manifest, embedding
         self._rest: Iterator[StoredItem] | None = None
         self._all_tried = 0.0
-        # What the background has begun, and what all had cost by then.
+        # The items that the background has begun, and the cost of all by then.
         self._begun: dict[int, str] = {}
         self._before = EmbeddingCost()
         self._pause = self._paused = 0.0
@@ -70,13 +70,13 @@ class Healer(Reembedding[int]):
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is left that an upgrade has carried, as far as is known."""
+        """Whether no carried item is left, as far as is known."""
         return self.ledger.carried() == 0
 
     def heal_some(self) -> bool:
-        """A few of the rest: what was asked for, then what the upgrade was least certain of, then
-        the others; half of a day's budget is left to queries. False where there is nothing to do
-        at present."""
+        """Embed a few items: first those that were asked for, then those that the upgrade was least
+        certain of, then the others. Half of a day's budget is left to queries. Returns False where
+        there is nothing to do at present."""
         if self._held_back():
             return False
         room = self.source.a_day // 2 - self.ledger.spent(today())
@@ -90,8 +90,8 @@ class Healer(Reembedding[int]):
         return bool(some)
 
     def _held_back(self) -> bool:
-        """Whether the last few are under way still, or all of them failed a moment ago: they cost
-        the budget nothing, and a source that is down shall not be asked for all items in a row."""
+        """Return whether the last few are under way still, or all of them failed a moment ago. They
+        cost the budget nothing, and a source that is down shall not be asked for all items."""
         if self.busy(self._begun):
             return True
         if self._begun:
@@ -122,8 +122,8 @@ class Healer(Reembedding[int]):
         return some
 
     def _by_doubt(self) -> Iterator[StoredItem]:
-        """Carried items, the least certain first, then those of unknown uncertainty; no more once
-        the gallery is to be deleted: there may be many pages without one."""
+        """Yield carried items, the least certain first, then those of unknown uncertainty. None
+        follows once the gallery is to be deleted: many pages may hold no carried item."""
         for least_certain in (True, False):
             after = None
             while not self._hosted.leaving:
@@ -138,15 +138,15 @@ class Healer(Reembedding[int]):
                     break
 
     def progress(self) -> HealingProgress:
-        """For a person, or for metrics."""
+        """Report how far it has come, to a person or to metrics."""
         return HealingProgress(
             self._hosted.count(), self.ledger.carried(), self.ledger.spent(today()),
             self.source.a_day, self.cost,
         )  # fmt: skip
 
     def _carried(self, labels: Sequence[int]) -> dict[int, str]:
-        """Those that are there and still as an upgrade left them, with their ids; the others are
-        settled."""
+        """Return the ids of items that are there and still as an upgrade left them; settle the
+        others."""
         found = self._hosted.store.items(labels, self.space) if labels else []
         left = {one.label: one.id for one in found if one and one.origin == "upgraded"}
         if len(left) < len(labels):
@@ -185,7 +185,7 @@ class Healer(Reembedding[int]):
         for why in refused:
             self.failed(NobackfillError(why))
         left = {one.label for one in items}
-        # Those that went meanwhile are settled, too.
+        # Items that went meanwhile are settled, too.
         done = [*kept, *(label for label in found if label not in left)]
         self.ledger.settle(done)
         return done

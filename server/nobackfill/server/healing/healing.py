@@ -82,9 +82,9 @@ def _candidates(
 
 
 def _labels(question: Question, near: Labels, native: Matches | None) -> list[int]:
-    """Those that are `near`, found together with those of other questions, and the nearest of those
-    that are native: by distance alone carried ones can be before them that are no nearer in truth
-    (docs/adr/0017)."""
+    """Choose candidates: the items that are `near`, found together with those of other questions,
+    and the nearest native ones. By distance alone, carried items hide native ones that are as near
+    in truth (docs/adr/0017)."""
 
     def nearest_native(count: int) -> Labels:
         if native is None:
@@ -150,11 +150,11 @@ def _ranked(near: Sequence[Candidates]) -> list[list[RankedHit]]:
     return found
 
 
-# What Prometheus reads of galleries that heal.
+# Metrics of galleries that heal.
 
 
 class HealingSeries(Collector):
-    """Of all galleries with a source together, when somebody looks."""
+    """Metrics of all galleries with a source together, computed when they are read."""
 
     def __init__(self, progress: Callable[[], Iterable[HealingProgress]]) -> None:
         self._progress = progress
@@ -162,7 +162,7 @@ class HealingSeries(Collector):
         self._shown = {"carried": 0, "native": 0}
 
     def count(self, answers: Iterable[SearchResult]) -> None:
-        """Hits that are shown, by what they were ranked by."""
+        """Count hits that are shown, by the origin of their vectors."""
         hits = [hit for one in answers for hit in one.hits]
         carried = sum(hit.origin == "upgraded" for hit in hits)
         with self._lock:
@@ -217,7 +217,7 @@ _EVERY_S = 0.5
 _OPENED_S, _ENDED_S = 2.0, 3.0
 # Where a source cannot be opened, or its file not be written, it is tried again after so long.
 _AGAIN_S = 30.0
-# Of the time that a call has left, what it may wait for its hits.
+# The share of a call's time that it may wait for its hits.
 _SHARE = 0.8
 
 
@@ -252,7 +252,7 @@ class HealingAnswerer:
         return None if heals and not self._healing.whole(hosted, self._space) else part
 
     def _heals(self, hosted: Hosted, question: Question) -> bool:
-        """Whether it is asked in the space's own release, and hits may have been carried."""
+        """Return whether it is asked in the space's own release, and hits may have been carried."""
         part = question.parts[0]
         own = len(question.parts) == 1 and part.query.space == part.space == self._space
         return own and not self._healing.whole(hosted, self._space)
@@ -285,8 +285,8 @@ class Healing:
 
     @contextlib.contextmanager
     def running(self, galleries: Callable[[], Iterable[Hosted]]) -> Iterator[None]:
-        """The background, to the end of the block; what has begun by then is finished, unless its
-        source hangs."""
+        """Heal in the background to the end of the block. Batches that have begun by then are
+        finished, unless their source hangs."""
         self._galleries = galleries
         self._thread.start()
         try:
@@ -300,12 +300,12 @@ class Healing:
             self._thread.join()
 
     def answerer(self, plain: PlainAnswerer, space: str) -> HealingAnswerer:
-        """What answers by a plan that heals a space."""
+        """Make the answerer of a plan that heals a space."""
         return HealingAnswerer(self, plain, space)
 
     def whole(self, hosted: Hosted, space: str) -> bool:
-        """Whether nothing carried is left in a space that heals, as far as is known; looked at for
-        each query that might be answered quickly."""
+        """Return whether no carried item is left in a space that heals, as far as is known; asked
+        for each query that might be answered quickly."""
         healer = self._healers.get(hosted)
         return healer is not None and healer.space == space and healer.whole
 
@@ -328,7 +328,7 @@ class Healing:
         return [one if isinstance(one, InvalidInputError) else next(healed) for one in near]
 
     def progress(self, hosted: Hosted) -> HealingProgress | None:
-        """Of a gallery that has a source; None of another."""
+        """Report on a gallery that has a source; None for another."""
         if hosted.plan.heals is None:
             return None
         healer = self._healer(hosted, hosted.plan.query)
@@ -339,7 +339,7 @@ class Healing:
             return None
 
     def all_progress(self) -> Iterator[HealingProgress]:
-        """Of every gallery that heals, and what those cost that no longer do."""
+        """Report on every gallery that heals, and on the cost of those that no longer do."""
         with self._lock:
             costs = [replace(self._past), *(one.cost for one in self._replaced)]
             healers = list(self._healers.values())
@@ -350,7 +350,7 @@ class Healing:
                 yield healer.progress()
 
     def _healer(self, hosted: Hosted, manifest: Manifest) -> Healer | None:
-        """That of the gallery's present space and source; None where there is none at present."""
+        """Return the healer of the gallery's present space and source; None: it has none now."""
         source = hosted.state(SOURCE)
         if source is None or hosted.leaving or time.monotonic() < self._trouble.get(hosted, 0.0):
             return None
@@ -369,7 +369,7 @@ class Healing:
             return self._new(hosted, manifest, given)
 
     def _new(self, hosted: Hosted, manifest: Manifest, source: HealingSource) -> Healer | None:
-        """One in the place of that which was, if any, while nobody else makes the gallery's."""
+        """Make a gallery's healer in place of the last one; under the gallery's own lock."""
         made = None
         try:
             items, ledger = self.open(source, _OPENED_S), _ledger(hosted, manifest.space)
@@ -406,13 +406,13 @@ class Healing:
         return opening.result()
 
     def _replace(self, hosted: Hosted) -> None:
-        """It heals no longer so; under the lock."""
+        """Retire a gallery's healer; under the lock."""
         if (healer := self._healers.pop(hosted, None)) is not None:
             self._replaced.append(healer)
 
     def _let_go(self, seconds: float = 0.0) -> None:
-        """End those that were replaced, as far as their batches end within so many seconds all
-        together; the others are looked at the next time."""
+        """Close retired healers whose batches end within so many seconds all together; try the
+        others the next time."""
         end, replaced = time.monotonic() + seconds, list(self._replaced)
         for healer in replaced:
             healer.close(0.0)
@@ -442,14 +442,14 @@ class Healing:
             self._stopping.wait(worked or _EVERY_S)
 
     def _round(self) -> float:
-        """A few items of each gallery; the seconds that it took for those that may have more."""
+        """Heal a few items of each gallery; return the seconds spent where there may be more."""
         worked, seen = 0.0, set[Hosted]()
         for hosted in self._galleries():
             if hosted.plan.heals is None or self._stopping.is_set():
                 continue
             seen.add(hosted)
             began = time.monotonic()
-            # What one gallery meets keeps no other from healing.
+            # An error of one gallery keeps no other from healing.
             with error_boundary(self._metrics, "healing"):
                 if self._heal_some(hosted):
                     worked += time.monotonic() - began
@@ -461,7 +461,7 @@ class Healing:
         return worked
 
     def _heal_some(self, hosted: Hosted) -> bool:
-        """A few items of one gallery; whether there may be more."""
+        """Heal a few items of one gallery; return whether there may be more."""
         with hosted.using() as plan:
             healer = self._healer(hosted, plan.query) if plan.heals else None
         if healer is None:

@@ -65,7 +65,7 @@ class HealingSource:
 
     @property
     def limits(self) -> Limits:
-        """What a query may cost, and a day."""
+        """The limits of a query, and of a day."""
         return Limits(
             seconds=self.seconds,
             bytes_a_query=self.bytes_a_query,
@@ -147,8 +147,8 @@ def _column(address: str) -> Items:
 
 
 def _function(name: str) -> Callable[[str], str | bytes | None]:
-    """Of module:function, as the operator's settings have it. Raises ConfigurationError, whatever
-    the module raises as it is imported."""
+    """Import module:function, as the operator's settings name it. Raises ConfigurationError,
+    whatever the module raises."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
