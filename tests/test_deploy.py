@@ -132,6 +132,14 @@ def test_containers_copy_what_there_is_and_are_nobody() -> None:
     assert (DEPLOY / build["context"] / build["dockerfile"]).exists() and build["target"] in named
 
 
+def test_containers_build_the_wheel_from_all_of_its_roots() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    lines = (DEPLOY / "containers" / "Containerfile").read_text().splitlines()
+    copied = {line.split()[1] for line in lines if re.fullmatch(r"COPY (\w+) \1", line)}
+    assert copied == {Path(path).parts[0] for path in wheel["only-include"]}
+
+
 def test_every_tag_is_this_version() -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         version = tomllib.load(file)["project"]["version"]
