@@ -54,6 +54,13 @@ PROGRAMS = [name for name in COMMANDS if not name.startswith("python -m bench")]
 _APP, _CLIENT = "nobackfill.adopt", "nobackfill.client"
 _PUBLISHING, _SERVER = "nobackfill.release.publishing", "nobackfill.server"
 _TRAINING, _V1 = "nobackfill.training", "nobackfill.v1"
+_FIT = (
+    f"{_APP}.fitting:fit_and_judge",
+    f"{_APP}.verdict:Verdict",
+    f"{_APP}.verdict:Way",
+    f"{_APP}.verdict:CurvePoint",
+    f"{_APP}.judgement:HealingCurves",
+)
 JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client add": (f"{_CLIENT}.cli.galleries:add", f"{_CLIENT}.cli.galleries:add_texts"),
     "edge-client browse": (f"{_CLIENT}.cli.galleries:browse",),
@@ -105,13 +112,10 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "gateway data verify": (f"{_SERVER}.backup:Summary",),
     "gateway watch": (f"{_V1}.upgrade_pb2:UpgradeProgress",),
     "nobackfill carry": (f"{_APP}.cli:carry", f"{_APP}.carrying:CarryResult"),
-    "nobackfill fit": (
-        f"{_APP}.fitting:fit_and_judge",
-        f"{_APP}.verdict:Verdict",
-        f"{_APP}.verdict:Way",
-        f"{_APP}.verdict:CurvePoint",
-        f"{_APP}.judgement:HealingCurves",
+    **dict.fromkeys(
+        ("nobackfill converter improve", "nobackfill converter publish", "nobackfill fit"), _FIT
     ),
+    "nobackfill converter withdraw": (f"{_APP}.cli:withdraw",),
     "nobackfill inspect": (f"{_APP}.pairs:Inspection",),
     "publication keys": (f"{_PUBLISHING}.cli:keys",),
     "publication list": (
@@ -149,7 +153,7 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "a training's configuration": (f"{_TRAINING}.config:Config",),
     "audit.jsonl": (f"{_SERVER}.state:Deed",),
     "state.json": (f"{_SERVER}.state:State",),
-    "the file of fit --card": (f"{_APP}.converters:Card",),
+    "the file of converter publish --card": (f"{_APP}.converters:Card",),
     "the file of gateway serve --settings": (f"{_SERVER}.settings:Settings",),
 }
 

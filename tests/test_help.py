@@ -21,9 +21,9 @@ _TOLD = re.compile(r" ?\[(?:env var: \w+; )?(?:default: ([^\];]*)(?:; |\]))?[^\]
 _ELSEWHERE = re.compile(r"\bdefault|\(\d[^)]*\)|\b0 means\b", re.IGNORECASE)
 # Options that nothing stands in for: without one, that is not done, or not narrowed.
 OPTIONAL = """
---also --beside --browse --by --card --console --converter --data --embedder --eval --eval-texts
+--also --beside --browse --by --card --console --data --embedder --eval --eval-texts
 --every --from --gallery --id --images --independent --item-folder --item-host --joining --json
---map --model-name --once --onnx --page --picture --protocol --publish --queries --queries-new
+--map --model-name --once --onnx --page --picture --protocol --queries --queries-new
 --queries-old --query-encoder --ray --recipient --release --report --root --set --settings
 --sheet --shortest --side-encoder --source --steps --text --text-encoder --texts --tls-cert
 --tls-client-ca --tls-key --tokens-file --upgrade --vectors-of --weights --where
@@ -158,3 +158,15 @@ def test_a_default_is_told_beside_the_text_alone() -> None:
     """Where this test compares it, and not in the words of the text."""
     found = {option: told(parameter)[0] for option, parameter in parameters().items()}
     assert not {option: text for option, text in found.items() if _ELSEWHERE.search(text)}
+
+
+def test_each_command_begins_with_its_user_story() -> None:
+    """One sentence of at most 25 words, which begins with a verb, and a paragraph of its own."""
+    for name, command in everything():
+        story = " ".join(command.help.split("\n\n")[0].split())
+        if name.startswith("edge-client"):
+            # argparse makes one paragraph of all.
+            story = re.split(r"(?<=\.) (?=[A-Z])", story)[0]
+        assert re.fullmatch(r"[A-Z][a-z-]+,? [^.!?]+(\.\w[^.!?]*)*\.", story), f"{name}: {story}"
+        assert not re.match(r"The |An? |\w+s ", story), f"{name}: {story}"
+        assert len(story.split()) <= 25, f"{name}: {story}"

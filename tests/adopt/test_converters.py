@@ -24,7 +24,6 @@ from nobackfill.adopt.sources.parquet import MODEL, table_bytes
 from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import NotFoundError, UnfitError, VerificationError
 from nobackfill.onnx_runtime import onnxruntime
-from nobackfill.release.publishing.cli import main as publication
 from nobackfill.release.publishing.inspection import list_releases, verify
 from nobackfill.release.publishing.renew import withdraw
 from nobackfill.release.trust.trust import TrustedFolder, converter_numbers
@@ -66,8 +65,8 @@ def run(given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return lambda *words: run_command(main, ["nobackfill", *words], monkeypatch)
 
 
-FIT = ("fit", "--old", "old.parquet", "--new", "new.parquet")
-PUBLISH = (*FIT, "--publish", "maps", "--card", "card.json")
+PAIRS = ("--old", "old.parquet", "--new", "new.parquet")
+PUBLISH = ("converter", "publish", "maps", "--card", "card.json", *PAIRS)
 CARRY = ("carry", "old.parquet", "--to", "carried", "--release", "maps")
 ROOT = ("--root", "maps/1.root.json")
 
@@ -92,7 +91,7 @@ def test_who_has_no_pairs_carries_by_what_another_published(
     stored = open_source("old.parquet").read(next(open_source("old.parquet").windows(1000)))
     np.testing.assert_allclose(source.read(window).vectors, mapping(stored.vectors), atol=1e-6)
     assert source.facts().model == open_embedder("new/model.onnx").fingerprint
-    run(*FIT, "--converter", "maps", "--out", "again.npz", "--report", "page.html")
+    run("converter", "improve", "maps", *PAIRS, "--out", "again.npz", "--report", "page.html")
     assert "converter 1: old model" in capsys.readouterr().out
     assert "corrected" in Path("page.html").read_text("utf-8")
     # Remembered: the root is given once. Published twice, the newest is taken, the first by number.
@@ -112,7 +111,6 @@ def test_what_does_not_belong_together_is_refused(
     def no(*words: str, code: int = 65) -> str:
         return refused(list(words), code, monkeypatch, capsys)
 
-    assert "--publish and --card together" in no(*PUBLISH[:-2])
     run(*PUBLISH)
     stored = open_source("old.parquet").read(next(open_source("old.parquet").windows(1000)))
     assert "fingerprint" in no(*CARRY)
@@ -125,12 +123,12 @@ def test_what_does_not_belong_together_is_refused(
     for unsaid in ("unsaid.parquet", "release.parquet"):
         assert "nothing says which model" in no("carry", unsaid, *rest)
         assert "nothing says which model" in no(
-            "fit", "--old", unsaid, "--new", "new.parquet", *PUBLISH[-4:]
+            *PUBLISH[:5], "--old", unsaid, "--new", "new.parquet"
         )
     assert "one model" in no("carry", "old.parquet", *rest, "--model", "new/model.onnx")
     for unsaid in ("unsaid.parquet", "release.parquet"):
         run("carry", unsaid, *rest, "--model", "old/model.onnx")
-    assert "one model" in no("fit", "--old", "new.parquet", "--new", "old.parquet", *PUBLISH[-4:])
+    assert "one model" in no(*PUBLISH[:5], "--old", "new.parquet", "--new", "old.parquet")
     assert "only 1" in no(*CARRY[:-1], "maps#7", code=66)
     for strange in ("maps#x", "#1", ""):
         assert "with #N" in no(*CARRY[:-1], strange)
@@ -174,12 +172,7 @@ def test_a_withdrawn_converter_carries_nothing_more(
     run(*CARRY, *ROOT)
     for _ in range(2):
         # The second time it is no news.
-        run_command(
-            publication,
-            ["publication", "withdraw", "2", "--converter", "--reason", "of another L6",
-             "--model-repo", "maps"],
-            monkeypatch,
-        )  # fmt: skip
+        run("converter", "withdraw", "2", "--reason", "of another L6", "--model-repo", "maps")
     assert "withdrawn already" in capsys.readouterr().out
     verify(Path("maps"))
     # The newest that was not: the first. By number, its publisher's reason.
@@ -187,7 +180,7 @@ def test_a_withdrawn_converter_carries_nothing_more(
     assert "withdrawn by its publisher: of another L6" in no(*CARRY[:-1], "maps#2")
     assert withdraw(Path("maps"), 1, "too", converter=True)
     assert "converter 2 was withdrawn" in no(*CARRY)
-    assert "converter 1 was withdrawn" in no(*FIT, "--converter", "maps#1")
+    assert "converter 1 was withdrawn" in no("converter", "improve", "maps#1", *PAIRS)
     with pytest.raises(NotFoundError, match="converter 3 is not published here"):
         withdraw(Path("maps"), 3, "typo", converter=True)
 

@@ -89,7 +89,7 @@ Where somebody has published a map of the two models, without pairs of one's own
 nobackfill carry $S --release https://HOST/maps --root 1.root.json --to embedding_new
 
 SOURCE is FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array),
-postgresql://USER@HOST/DATABASE#TABLE with pgvector (passwords belong into ~/.pgpass or PGPASSWORD),
+postgresql://USER@HOST/DATABASE#TABLE with pgvector (put passwords in ~/.pgpass or PGPASSWORD),
 qdrant:https://HOST:PORT#COLLECTION (its key in NOBACKFILL_QDRANT_KEY) or qdrant:FOLDER#COLLECTION,
 milvus:https://HOST:PORT#COLLECTION (NOBACKFILL_MILVUS_TOKEN) or milvus:FILE.db#COLLECTION,
 chroma:https://HOST:PORT#COLLECTION (NOBACKFILL_CHROMA_TOKEN).
@@ -100,7 +100,7 @@ found, 69 a server does not answer, 73 cannot write or exists already, 75 busy: 
 """
 
 app = typer.Typer(
-    help="Move vectors that live elsewhere to another model, or be told to stay.",
+    help="Move stored vectors to another model without computing them again, or learn why to stay.",
     epilog=_EPILOG,
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -123,6 +123,28 @@ Root = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+# What `fit` and the commands of `converter` fit by, and write.
+Old = Annotated[str, typer.Option(help="SOURCE of the old vectors.")]
+New = Annotated[str, typer.Option(help="The same items' vectors by the new model.")]
+MapFile = Annotated[Path, typer.Option(help="File for the map.")]
+OnnxFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The map for `export.py --upgrade`, too.")
+]
+JoiningFile = Annotated[
+    Path | None, typer.Option(help="File of what `both` and `lazily` are served by.")
+]
+ReportFile = Annotated[Path | None, typer.Option(help="HTML page of the verdict.")]
+QueriesOld = Annotated[
+    str | None, typer.Option(help="Queries by the old model; id = the item to find.")
+]
+QueriesNew = Annotated[str | None, typer.Option(help="The same by the new model.")]
+ItemsGone = Annotated[bool, typer.Option("--items-gone", help="Items cannot be embedded any more.")]
+Also = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODULE:FUNCTION", help="A function that trains one more map; takes minutes."
+    ),
+]
 
 
 @app.callback()
@@ -134,7 +156,7 @@ def options(version: Version = False) -> None:
 def inspect(
     source: SourceArgument, key: Key = None, vector: Vector = None, as_json: Json = False
 ) -> None:
-    """Tell what is there: count, dimension, norms, duplicates, NaN, drift."""
+    """Show what a store holds: count, dimension, norms, duplicates, NaN, drift."""
     from nobackfill.adopt import pairs
     from nobackfill.adopt.sources.opening import open_source
 
@@ -153,7 +175,7 @@ def sample(
     key: Key = None,
     vector: Vector = None,
 ) -> None:
-    """Choose the items to embed again: spread over the old model's space."""
+    """Choose the items to embed again for `fit`, spread over the old model's space."""
     from nobackfill.adopt import pairs
     from nobackfill.adopt.pairs import read_all
     from nobackfill.adopt.sources.opening import open_items
@@ -215,7 +237,9 @@ def embed(
     std: Std = None,
     key: Key = None,
 ) -> None:
-    """Embed items by a model; run again after a failure, it embeds what is missing.
+    """Embed items by a model.
+
+    Run again after a failure, it embeds what is missing.
 
     Items that the model does not take are named and left out, and the command ends with exit code
     65. What was finished is kept, also after Ctrl-C.
@@ -265,49 +289,136 @@ def embed(
 
 @app.command()
 def fit(
-    old: Annotated[str, typer.Option(help="SOURCE of the old vectors.")],
-    new: Annotated[str, typer.Option(help="The same items' vectors by the new model.")],
-    out: Annotated[Path, typer.Option(help="File for the map.")] = Path("map.npz"),
-    onnx: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The map for `export.py --upgrade`, too.")
-    ] = None,
-    joining: Annotated[
-        Path | None, typer.Option(help="File of what `both` and `lazily` are served by.")
-    ] = None,
-    report: Annotated[Path | None, typer.Option(help="HTML page of the verdict.")] = None,
-    queries_old: Annotated[
-        str | None, typer.Option(help="Queries by the old model; id = the item to find.")
-    ] = None,
-    queries_new: Annotated[str | None, typer.Option(help="The same by the new model.")] = None,
-    items_gone: Annotated[
-        bool, typer.Option("--items-gone", help="Items cannot be embedded any more.")
-    ] = False,
-    converter: Annotated[
-        str | None, typer.Option(help="A published map of these two models, to be improved.")
-    ] = None,
-    root: Root = None,
-    also: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Who trains one more map; takes minutes."),
-    ] = None,
-    publish: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Sign and publish the map there.")
-    ] = None,
-    card: Annotated[
-        Path | None, typer.Option(help="JSON for --publish: both models, licences, corpus.")
-    ] = None,
+    old: Old,
+    new: New,
+    out: MapFile = Path("map.npz"),
+    onnx: OnnxFile = None,
+    joining: JoiningFile = None,
+    report: ReportFile = None,
+    queries_old: QueriesOld = None,
+    queries_new: QueriesNew = None,
+    items_gone: ItemsGone = False,
+    also: Also = None,
     key: Key = None,
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Fit maps, judge five ways to go on against staying, and say which one is best."""
+    """Decide how to move to the new model, and write the map of its vectors.
+
+    It fits maps, judges five ways to go on against staying, and says which one is best.
+    """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
-    files = FitFiles(out, onnx, joining, report, publish, card, converter, root)
+    files = FitFiles(out, onnx, joining, report)
     found = fit_and_judge(
         old, new, files, queries_old, queries_new, not items_gone, also=also, key=key, vector=vector
     )
     _answer(as_json, found.answer, found.lines)
+
+
+converter_commands = typer.Typer(
+    help="Share maps between two public models: publish, improve and withdraw them.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+app.add_typer(converter_commands, name="converter")
+
+
+@converter_commands.command()
+def publish(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The publication folder.")],
+    old: Old,
+    new: New,
+    card: Annotated[Path, typer.Option(help="JSON file: both models, licences, corpus.")],
+    start: Annotated[
+        str | None,
+        typer.Option("--from", help="A published converter to improve; as `carry --release`."),
+    ] = None,
+    root: Root = None,
+    out: MapFile = Path("map.npz"),
+    onnx: OnnxFile = None,
+    joining: JoiningFile = None,
+    report: ReportFile = None,
+    queries_old: QueriesOld = None,
+    queries_new: QueriesNew = None,
+    items_gone: ItemsGone = False,
+    key: Key = None,
+    vector: Vector = None,
+    as_json: Json = False,
+) -> None:
+    """Publish the map between two public models for users who have no pairs.
+
+    The map is fitted and judged as by `nobackfill fit`, then signed. Nothing is published where the
+    new model is worse than the old one.
+    """
+    from nobackfill.adopt.fitting import FitFiles, fit_and_judge
+
+    files = FitFiles(out, onnx, joining, report, folder, card, start, root)
+    found = fit_and_judge(
+        old, new, files, queries_old, queries_new, not items_gone, key=key, vector=vector
+    )
+    _answer(as_json, found.answer, found.lines)
+
+
+@converter_commands.command()
+def improve(
+    converter: Annotated[
+        str,
+        typer.Argument(metavar="CONVERTER", help="N, FOLDER or URL, both with #N for one of them."),
+    ],
+    old: Old,
+    new: New,
+    root: Root = None,
+    out: MapFile = Path("map.npz"),
+    onnx: OnnxFile = None,
+    joining: JoiningFile = None,
+    report: ReportFile = None,
+    queries_old: QueriesOld = None,
+    queries_new: QueriesNew = None,
+    items_gone: ItemsGone = False,
+    also: Also = None,
+    key: Key = None,
+    vector: Vector = None,
+    as_json: Json = False,
+) -> None:
+    """Improve a published map by pairs of your own.
+
+    It is `nobackfill fit` with two more candidates: the converter as it is, and corrected by your
+    pairs.
+    """
+    from nobackfill.adopt.fitting import FitFiles, fit_and_judge
+
+    files = FitFiles(out, onnx, joining, report, converter=converter, root=root)
+    found = fit_and_judge(
+        old, new, files, queries_old, queries_new, not items_gone, also=also, key=key, vector=vector
+    )
+    _answer(as_json, found.answer, found.lines)
+
+
+@converter_commands.command()
+def withdraw(
+    number: Annotated[int, typer.Argument(help="Number of the converter.")],
+    reason: Annotated[str, typer.Option(help="Why; users who ask for it are shown it.")],
+    model_repo: Annotated[Path, typer.Option(help="The publication folder.")] = Path("model_repo"),
+    targets_key: Annotated[
+        Path | None,
+        typer.Option(help="The targets key.", show_default="MODEL_REPO.keys/targets.pem"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and report only.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Take a published map back: nobody carries by it from then on."""
+    from nobackfill.release.publishing import renew
+    from nobackfill.release.publishing.metadata import Keys
+
+    keys = Keys.beside(model_repo, None if targets_key is None else {"targets": targets_key})
+    news = renew.withdraw(model_repo, number, reason, keys, dry_run, converter=True)
+    answer = {"converter": number, "reason": reason, "news": news, "written": news and not dry_run}
+    if news:
+        line = f"converter {number} {'would be' if dry_run else 'is'} withdrawn: {reason}"
+    else:
+        line = f"converter {number} is withdrawn already, for the same reason"
+    _answer(as_json, answer, [line])
 
 
 @app.command()
@@ -343,10 +454,11 @@ def carry(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Write new vectors beside the old ones, in the same store. No old vector is changed.
+    """Write new vectors beside the old ones, in the same store.
 
-    Run again after a kill, it goes on. Others may write to the store meanwhile. In PostgreSQL a new
-    column has every row updated, which fires the table's UPDATE triggers; table:NAME updates none.
+    No old vector is changed. Run again after a kill, it goes on. Others may write to the store
+    meanwhile. In PostgreSQL a new column has every row updated, which fires the table's UPDATE
+    triggers; table:NAME updates none.
     """
     from nobackfill.adopt import carrying
     from nobackfill.adopt.converters import mapping_for

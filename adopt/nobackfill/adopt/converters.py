@@ -63,7 +63,7 @@ class _Model(BaseModel):
 
 
 class Card(BaseModel):
-    """`--card FILE`: a JSON object."""
+    """Who made and may use what is published: the JSON object of `--card FILE`."""
 
     model_config = ConfigDict(extra="forbid")
     old: _Model
@@ -177,7 +177,9 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
         shift = check_vectors(bias[None], len(weight), what="bias")[0]
     except Exception as error:
         # What protobuf, onnx and numpy raise at hostile bytes has no common base.
-        raise UnfitError(f"expected a linear map as `fit --publish` writes it ({error})") from error
+        raise UnfitError(
+            f"expected a linear map as `converter publish` writes it ({error})"
+        ) from error
     found = Map(kind, checked, shift, "least" in constants, facts)
     # Compared and not run: a stranger's graph may never end.
     if onnx.load_from_string(graph_of(found)).graph != graph:

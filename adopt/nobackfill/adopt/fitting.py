@@ -138,10 +138,6 @@ def fit_and_judge(
 
 def _check(files: FitFiles, also: str | None) -> None:
     """What needs no vectors, before it takes minutes."""
-    if (files.publication is None) != (files.card is None):
-        raise InvalidInputError("expected --publish and --card together")
-    if files.publication is not None and also is not None:
-        raise InvalidInputError("expected --publish without --also: a converter is linear")
     for path in (files.out, files.onnx, files.joining, files.report):
         if path is not None and not path.parent.is_dir():
             raise CannotWriteError(f"{path}: cannot be written, there is no folder {path.parent}")
@@ -208,7 +204,7 @@ def _steps(way: str, files: FitFiles) -> list[str]:
     if way == "map":
         return steps
     if files.joining is None:
-        steps = ["next: fit_and_judge this `fit` again with --joining joining.npz", *steps]
+        steps = ["next: run this command again with --joining joining.npz", *steps]
     natives, joining = "natives.db", files.joining or "joining.npz"
     items = ", items=ITEMS" if way == "lazily" else ""
     return [

@@ -76,8 +76,11 @@ def _confirm(root: bytes) -> None:
 
 
 def add(arguments: Namespace) -> None:
-    """Add images; those that the gallery holds are skipped, and what is not taken is named and ends
-    with exit code 65. Or texts, by their ids, in place of what is there."""
+    """Add images or texts to the gallery.
+
+    Images that the gallery holds are skipped. A text replaces the one with its id. What is refused
+    is named, and the exit code is 65.
+    """
     images, notes, texts = arguments.images, dict(arguments.note or ()), arguments.texts
     if bool(images) == (texts is not None) or (texts is not None and notes):
         arguments.refuse("expected either images, with --set or without, or --texts FILE")
@@ -113,7 +116,10 @@ def add(arguments: Namespace) -> None:
 
 
 def search(arguments: Namespace) -> None:
-    """Find the items nearest to images, a text, or an item of the gallery. Exact and offline."""
+    """Find the items that are most like images, a text or an item, offline.
+
+    The search is exact.
+    """
     images, item, text = arguments.images, arguments.item, arguments.text
     if bool(images) + (item is not None) + (text is not None) != 1:
         arguments.refuse("expected either images, --text or --id")
@@ -181,7 +187,7 @@ def list_items(arguments: Namespace) -> None:
 
 
 def remove(arguments: Namespace) -> None:
-    """Remove items from the gallery, for good; from the vault too, at the next push."""
+    """Remove items from the gallery for good; the next push removes them from the vault."""
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import remove as forget
 
@@ -194,7 +200,7 @@ def remove(arguments: Namespace) -> None:
 
 
 def set_metadata(arguments: Namespace) -> None:
-    """Set metadata of items that the gallery holds; their other metadata stays."""
+    """Set metadata of items; their other metadata stays."""
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import describe
 
@@ -217,8 +223,11 @@ def gc(arguments: Namespace) -> None:
 
 
 def verify(arguments: Namespace) -> None:
-    """Check the file, every vector, the models, the keys and what the vault holds; exit 65 if
-    something is wrong."""
+    """Check that the gallery is intact.
+
+    It checks the file, every vector, the models, the keys and what the vault holds. The exit code
+    is 65 if something is wrong.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import verify as check
 
@@ -261,7 +270,10 @@ def status(arguments: Namespace) -> None:
 
 
 def rescue(arguments: Namespace) -> None:
-    """Make a new gallery of every intact row of a damaged one; exit 65 if some were not."""
+    """Save every intact row of a damaged gallery into a new one.
+
+    The exit code is 65 if some rows were lost.
+    """
     from nobackfill.client.maintenance import rescue as save
 
     output = Output(arguments.json)
@@ -283,7 +295,10 @@ def rescue(arguments: Namespace) -> None:
 
 
 def browse(arguments: Namespace) -> None:
-    """Look at the gallery in a browser on this device, until Ctrl-C: search, sync, compare."""
+    """Look at the gallery in a browser on this device: search, sync, compare.
+
+    It ends with Ctrl-C.
+    """
     import threading
 
     with extra("web"):

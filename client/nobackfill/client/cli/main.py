@@ -77,7 +77,7 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
     parser = Parser(
         prog="edge-client",
         usage="%(prog)s [OPTIONS] COMMAND ...",
-        description="An image gallery in one file that follows new models without its images.",
+        description="Keep an image gallery in one file that follows new models without its images.",
         closing=_CLOSING,
     )
     parser.add_argument(
@@ -102,8 +102,9 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
         names = dict.fromkeys(known)
     for name in names:
         command, options = known[name]
-        text = " ".join((command.__doc__ or "").split())
-        one = commands.add_parser(name, help=text, description=text)
+        text = command.__doc__ or ""
+        story, text = (" ".join(part.split()) for part in (text.partition("\n\n")[0], text))
+        one = commands.add_parser(name, help=story, description=text)
         options(one)
         one.add_argument("--json", action="store_true", help="Print one JSON object on stdout.")
         one.set_defaults(run=command, refuse=one.error)

@@ -8,7 +8,10 @@ from nobackfill.errors import VerificationError, few
 
 
 def sync(arguments: Namespace) -> None:
-    """Follow the newest release: verify, download, upgrade every vector without its image, flip."""
+    """Follow the newest release: upgrade every vector without its image.
+
+    What is downloaded is verified first. Searches answer by the old release until all is done.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import keep_reserve
     from nobackfill.client.sync import Wishes, sentence
@@ -33,7 +36,10 @@ def sync(arguments: Namespace) -> None:
 
 
 def report(arguments: Namespace) -> None:
-    """Tell a gateway how the last sync went: five numbers, no vector, no id. Never by itself."""
+    """Send a gateway a summary of the last sync: five numbers, no vector, no id.
+
+    It is sent only when you run this command.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import send_report as send
 
@@ -45,7 +51,10 @@ def report(arguments: Namespace) -> None:
 
 
 def rollback(arguments: Namespace) -> None:
-    """Return to the release before: kept until a sync a week later finds nothing newer, or gc."""
+    """Return to the release before.
+
+    It is kept until `gc`, or until a sync a week later finds nothing newer.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import roll_back
 
@@ -58,7 +67,7 @@ def rollback(arguments: Namespace) -> None:
 
 
 def push(arguments: Namespace) -> None:
-    """Encrypt images on this device and upload them to the vault, as ciphertext."""
+    """Back up images to the vault, encrypted on this device."""
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import push as upload
 
@@ -93,7 +102,7 @@ def push(arguments: Namespace) -> None:
 
 
 def pull(arguments: Namespace) -> None:
-    """Restore images from the vault and compare them with what was added."""
+    """Restore images from the vault, and check that they are what was added."""
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import pull as restore
 

@@ -38,8 +38,8 @@ Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed v
 """
 
 app = typer.Typer(
-    help="Keys, renewal, withdrawal and verification of a publication folder. Releases themselves "
-    "are published by training/export.py.",
+    help="Keep a publication folder trustworthy: keys, renewal, withdrawal, verification.\n\n"
+    "training/export.py publishes the releases themselves.",
     epilog=_EPILOG,
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -107,10 +107,10 @@ def resign(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Sign snapshot and timestamp anew; run it at least once a month.
+    """Renew the signatures of a publication; run it at least once a month.
 
-    Root and targets metadata are renewed too when half of their year is over and their keys are at
-    hand.
+    It signs snapshot and timestamp. Root and targets metadata are renewed too when half of their
+    year is over and their keys are at hand.
     """
     done = renew.resign(model_repo, _keys(model_repo, root_key, targets_key), dry_run)
     _tell_renewed("signed anew", done, dry_run, as_json)
@@ -125,7 +125,10 @@ def rotate(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Give roles new keys; their old ones count for nothing afterwards. Needs the root key."""
+    """Replace the keys of roles; the old ones count for nothing afterwards.
+
+    It needs the root key.
+    """
     if strangers := set(role) - set(ROLES):
         raise ConfigurationError(
             f"expected roles among {', '.join(ROLES)}, got {sorted(strangers)}"
@@ -144,9 +147,10 @@ def rollout(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Let a release go to a share of the devices, which only grows; withdraw takes it back.
+    """Let a release go to a larger share of the devices.
 
-    A device belongs to a share by a hash of an id that it made itself and that never leaves it.
+    The share only grows; `publication withdraw` takes a release back. A device belongs to a share
+    by a hash of an id that it made itself and that never leaves it.
     """
     part = percent(share)
     found = _keys(model_repo, None, targets_key)
@@ -158,26 +162,24 @@ def rollout(
 
 @app.command()
 def withdraw(
-    number: Annotated[int, typer.Argument(help="Number of the release, or of the converter.")],
+    number: Annotated[int, typer.Argument(help="Number of the release.")],
     reason: Annotated[str, typer.Option(help="Why; devices, and who asks for it, are shown it.")],
-    converter: Annotated[
-        bool, typer.Option("--converter", help="A converter that `nobackfill fit` published.")
-    ] = False,
     model_repo: Repo = DEFAULT_REPO,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Take a release back: devices follow the newest release that is not withdrawn. With
-    --converter a converter: nobody carries by it from then on."""
+    """Take a release back: devices follow the newest release that is not withdrawn.
+
+    `nobackfill converter withdraw` takes a converter back.
+    """
     found = _keys(model_repo, None, targets_key)
-    news = renew.withdraw(model_repo, number, reason, found, dry_run, converter=converter)
-    kind = "converter" if converter else "release"
-    answer = {kind: number, "reason": reason, "news": news, "written": news and not dry_run}
+    news = renew.withdraw(model_repo, number, reason, found, dry_run)
+    answer = {"release": number, "reason": reason, "news": news, "written": news and not dry_run}
     if not news:
-        line = f"{kind} {number} is withdrawn already, for the same reason"
+        line = f"release {number} is withdrawn already, for the same reason"
     else:
-        line = f"{kind} {number} {'would be' if dry_run else 'is'} withdrawn: {reason}"
+        line = f"release {number} {'would be' if dry_run else 'is'} withdrawn: {reason}"
     _answer(as_json, answer, [line])
 
 
@@ -193,7 +195,10 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Check signatures, expiry, every digest, every ONNX file and all golden probes."""
+    """Check that a publication can be trusted and used.
+
+    It checks signatures, expiry, every digest, every ONNX file and all golden probes.
+    """
     try:
         trusted = None if root is None else root.read_bytes()
     except OSError as error:
