@@ -19,13 +19,14 @@ CHROMA_READY := build/chroma/.ready
 SWIFT_READY := build/swift/.ready
 NODE_READY := build/node/.ready
 ADOPTION := build/adoption
+DIST_READY := build/dist-tools/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
 CODE := core serving adopt server client plugins training research demo bench manual tests protos/generate.py
 
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials clean
+.PHONY: help setup demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials dist clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -229,6 +230,22 @@ docs: $(READY) ## the documentation site in build/site: reference generated, lin
 
 pictures: demo ## the pictures of README.md and docs/ drawn anew from the demo, in chromium
 	$(BIN)/python -m manual.pictures
+
+$(DIST_READY): deploy/dist-requirements.txt $(VENV)/bin/uv
+	$(PYTHON) -m venv build/dist-tools
+	$(BIN)/uv pip install --quiet --python build/dist-tools/bin/python --requirement $<
+	touch $@
+
+# The wheel's tag names the oldest Linux that its compiled code runs on. It is tried without the checkout.
+dist: $(READY) $(DIST_READY) ## sdist and manylinux wheel in build/dist, checked, and tried in an empty environment
+	rm -rf build/dist build/dist-raw build/dist-trial
+	$(BIN)/python -m hatchling build -t sdist -d build/dist
+	$(BIN)/python -m hatchling build -t wheel -d build/dist-raw
+	PATH="$(CURDIR)/build/dist-tools/bin:$$PATH" auditwheel repair --wheel-dir build/dist build/dist-raw/*.whl
+	build/dist-tools/bin/twine check --strict build/dist/*
+	$(PYTHON) -m venv build/dist-trial
+	$(BIN)/uv pip install --quiet --python build/dist-trial/bin/python --constraint constraints.txt "nobackfill[server] @ file://$$(ls $(CURDIR)/build/dist/*.whl)"
+	cd build && dist-trial/bin/python -I ../deploy/try_wheel.py
 
 clean: ## remove what was built and installed
 	rm -rf build $(VENV) $(TRITON_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
