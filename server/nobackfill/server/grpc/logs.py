@@ -1,9 +1,7 @@
 """JSON logs, one object a line on stderr, with the id of the request they belong to."""
 
 import contextvars
-import itertools
 import logging
-import os
 import sys
 import time
 from collections.abc import MutableMapping
@@ -12,10 +10,8 @@ from typing import Any
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
-# Ids of this process: random, then counted.
-_prefix = os.urandom(6).hex() + "-"
-_numbers = itertools.count(1)
-_request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+# The request that this thread, or context, works for.
+request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
 def configure() -> None:
@@ -36,22 +32,11 @@ def configure() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()], force=True)
 
 
-def request_name(given: str | None) -> str:
-    """The caller's x-request-id if plain, else a new one."""
-    plain = given is not None and 0 < len(given) <= 64 and given.isascii() and given.isprintable()
-    return given if plain and given is not None else f"{_prefix}{next(_numbers):x}"
-
-
-def name_request(name: str) -> None:
-    """The request that this thread, or context, works for from now on."""
-    _request_id.set(name)
-
-
 def _add_request_id(
     _logger: Any, _name: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    if request_id := _request_id.get():
-        event["request_id"] = request_id
+    if name := request_id.get():
+        event["request_id"] = name
     return event
 
 

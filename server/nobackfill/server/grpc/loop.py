@@ -27,11 +27,11 @@ from grpc import _server
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from nobackfill.errors import InvalidInputError, NobackfillError, OverloadedError
-from nobackfill.server.grpc.admission import LOOK_S, Lane, OpenStream
+from nobackfill.server.grpc.admission import LOOK_S, Lane
 from nobackfill.server.grpc.context import error_boundary
-from nobackfill.server.grpc.logs import name_request
+from nobackfill.server.grpc.logs import request_id
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import AtOnce, Interceptor, Later, Rpc, Unanswered
+from nobackfill.server.grpc.rpc import AtOnce, Interceptor, Later, OpenStream, Rpc, Unanswered
 from nobackfill.wire.connection import WATCH_AGAIN
 
 # Versions of grpcio that this was tested with: the first, and the first that was not.
@@ -310,7 +310,7 @@ class QuickCall:
         if self._whole is not None:
             return self._whole
         state: Any = _server._RPCState()  # type: ignore[no-untyped-call]
-        state.context.run(name_request, self.rpc.request_id)
+        state.context.run(request_id.set, self.rpc.request_id)
         with state.condition:
             self.event.call.start_server_batch(
                 (cygrpc.ReceiveCloseOnServerOperation(0),), _server._receive_close_on_server(state)

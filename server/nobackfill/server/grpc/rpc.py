@@ -1,12 +1,14 @@
 """One call's way through the interceptor: authorised, bounded, answered, counted once."""
 
+import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import grpc
 import structlog
@@ -28,18 +30,9 @@ from nobackfill.server.grpc.access import (
     authorize,
     check_gallery,
 )
-from nobackfill.server.grpc.admission import (
-    LARGE,
-    WATCHES,
-    Lane,
-    Lanes,
-    OpenStream,
-    Stalls,
-    StreamContext,
-    reader,
-)
-from nobackfill.server.grpc.context import code_of, status_of
-from nobackfill.server.grpc.logs import Sparing, name_request, request_name
+from nobackfill.server.grpc.admission import LARGE, LOOK_S, WATCHES, Lane, Lanes, reader
+from nobackfill.server.grpc.context import code_of, error_boundary, status_of
+from nobackfill.server.grpc.logs import Sparing, request_id
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace, Tracing
 from nobackfill.v1 import search_pb2
@@ -63,6 +56,164 @@ Behavior = Callable[[Any, Any], Any]
 
 def _nothing() -> None:
     """Without tokens nobody is shut out."""
+
+
+# Streams end that stand still because of their client, are too old, or whose token is no longer
+# good, so that they hold no thread and nobody who was shut out goes on.
+
+# A client that neither sends nor reads for so long has gone, or means harm.
+_STALLED_S = 60.0
+_EVERY_S = 0.5
+# A stream that was asked to end is cut off after so long.
+_GRACE_S = 1.0
+
+
+class StreamContext(Protocol):
+    """What is used of a stream's `grpc.ServicerContext`."""
+
+    def is_active(self) -> bool: ...
+
+    def cancel(self) -> object: ...
+
+
+class OpenStream:
+    """One stream, from its first step to its end."""
+
+    def __init__(
+        self, context: StreamContext, confirm: Callable[[], None], longest_s: float, *,
+        hears: bool, drained: bool,
+    ) -> None:  # fmt: skip
+        """`confirm` raises once the caller may not go on. `longest_s`: its age at most. `hears`:
+        its work looks whether it is `active`. `drained`: the gateway's end waits for it."""
+        self.context = context
+        self.confirm = confirm
+        self.ends = time.monotonic() + longest_s
+        self.drained = drained
+        # Why it was ended, if its caller is to hear that; whether it was because of its age.
+        self.reason: NobackfillError | None = None
+        self.is_old = False
+        # Since when it waits for its client.
+        self.waiting: float | None = None
+        # Ends a stream that no thread works for.
+        self.on_stop: Callable[[], None] | None = None
+        self._grace_s = _GRACE_S if hears else 0.0
+        self._stopped: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was asked to end."""
+        return self._stopped is not None
+
+    def active(self) -> bool:
+        """Whether its work goes on."""
+        return self._stopped is None and self.context.is_active()
+
+    def check(self) -> None:
+        """Raises UnauthenticatedError for a message of a caller who may not go on."""
+        self.confirm()
+        if self.reason is not None:
+            raise self.reason
+
+    def stop(self, reason: NobackfillError | None = None) -> None:
+        """Ask it to end, and cut it off where it does not."""
+        now = time.monotonic()
+        if self._stopped is None:
+            self.reason, self._stopped = reason, now
+            if self.on_stop is not None:
+                self.on_stop()
+        if now - self._stopped >= self._grace_s:
+            self.context.cancel()
+
+    def look(self) -> None:
+        """End it where it has to end by now."""
+        try:
+            self.confirm()
+        except NobackfillError as error:
+            self.stop(error)
+        if self._stopped is None and time.monotonic() > self.ends:
+            self.is_old = True
+            self.stop()
+        elif self._stopped is not None:
+            # It may not have heard.
+            self.stop()
+
+
+class Stalls:
+    """Watches streams from one thread. Time that the gateway itself takes does not count as
+    standing still."""
+
+    def __init__(self, metrics: Metrics, patience_s: float = _STALLED_S) -> None:
+        self._metrics = metrics
+        self._patience_s = patience_s
+        self._lock = threading.Lock()
+        self._streams: set[OpenStream] = set()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
+        self._thread.start()
+
+    def watch(self, stream: OpenStream) -> Callable[[], None]:
+        """Watch a stream from now on; returns what to call once it has ended."""
+        with self._lock:
+            self._streams.add(stream)
+        return lambda: self._forget(stream)
+
+    def requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
+        """The client's messages, each of a caller who may still send them; waiting for each is
+        watched."""
+        while True:
+            stream.waiting = time.monotonic()
+            try:
+                request = next(requests)
+            except StopIteration:
+                return
+            finally:
+                stream.waiting = None
+            stream.check()
+            yield request
+
+    def responses(self, responses: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
+        """Our messages, each to a caller who may still read them; until the client takes each is
+        watched. None: nothing is new, the work is asked again in a moment."""
+        for response in responses:
+            if response is None:
+                time.sleep(LOOK_S)
+                if not stream.active():
+                    return
+                continue
+            stream.check()
+            stream.waiting = time.monotonic()
+            try:
+                yield response
+            finally:
+                stream.waiting = None
+
+    def end_all(self) -> None:
+        """End the streams that nobody waits for at the gateway's end, now."""
+        for stream in self._all():
+            if not stream.drained:
+                stream.stop()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _all(self) -> list[OpenStream]:
+        with self._lock:
+            return list(self._streams)
+
+    def _forget(self, stream: OpenStream) -> None:
+        with self._lock:
+            self._streams.discard(stream)
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_EVERY_S):
+            with error_boundary(self._metrics, "stalls"):
+                for stream in self._all():
+                    stream.look()
+                    since = stream.waiting
+                    if since is not None and time.monotonic() - since > self._patience_s:
+                        log.warning("transfer ended, its client stands still")
+                        stream.context.cancel()
 
 
 class Unanswered(NamedTuple):
@@ -382,7 +533,11 @@ class PlainRpc(Rpc):
 # The one interceptor that every call passes, as soon as its headers come.
 #
 # It names the request and checks the token and the role, before a thread is taken or a message
-# read. What follows is in rpc.py. Services behind it only raise.
+# read. Services behind it only raise.
+
+# Ids of this process's requests: random, then counted.
+_prefix = os.urandom(6).hex() + "-"
+_numbers = itertools.count(1)
 
 # Generic in its stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -447,7 +602,7 @@ class Interceptor(grpc.ServerInterceptor):
                 return None
             known = self._kinds[method] = (self._kind(method, handler), handler)
         handling = self._handling(known, handler_call_details.invocation_metadata)
-        name_request(handling.rpc.request_id)
+        request_id.set(handling.rpc.request_id)
         return handling
 
     def arrive(self, method: str, metadata: Metadata) -> "Handling | None":
@@ -463,7 +618,7 @@ class Interceptor(grpc.ServerInterceptor):
         kind, handler = known
         told = dict(metadata)
         made = PlainRpc if self.plain else Rpc
-        rpc = made(kind, request_name(_text(told.get("x-request-id"))))
+        rpc = made(kind, _request_name(_text(told.get("x-request-id"))))
         rpc.session = _text(told.get("x-session"))
         if self._tracing is not None:
             rpc.trace = self._tracing.begin(kind.method, told)
@@ -536,6 +691,12 @@ def _serializer(of_message: Callable[[Any], bytes] | None) -> Callable[[Any], by
     """Some behaviors answer with bytes already."""
     assert of_message is not None, "generated code brings one"
     return lambda answer: answer if isinstance(answer, bytes) else of_message(answer)
+
+
+def _request_name(given: str | None) -> str:
+    """The caller's x-request-id if plain, else a new one."""
+    plain = given is not None and 0 < len(given) <= 64 and given.isascii() and given.isprintable()
+    return given if plain and given is not None else f"{_prefix}{next(_numbers):x}"
 
 
 def _text(value: str | bytes | None) -> str | None:
