@@ -54,9 +54,10 @@ BASE = {
     "durable": {"errors"},
 }
 # Rooms that each plug-in may import, beside the base. Research alone imports one: `ray`.
-PLUGINS = {
+PLUGINS: Mapping[str, set[str]] = {
     "chroma": {"adopt"},
     "milvus": {"server", "gallery", "adopt"},
+    "otel": set(),
     "qdrant": {"adopt"},
     "ray": {"server", "gallery"},
 }

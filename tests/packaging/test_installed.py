@@ -40,6 +40,7 @@ PLUGINS: Mapping[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("sources", "milvus"): ((), "milvus"),
     ("sources", "qdrant"): ((), "qdrant"),
     ("stores", "milvus"): (("server", "postgres"), "milvus"),
+    ("telemetry", "otel"): (("server",), "otel"),
     ("workers", "ray"): (("server", "postgres"), "ray"),
 }
 LOAD = """

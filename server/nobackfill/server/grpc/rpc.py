@@ -621,7 +621,7 @@ class Interceptor(grpc.ServerInterceptor):
         rpc = made(kind, _request_name(_text(told.get("x-request-id"))))
         rpc.session = _text(told.get("x-session"))
         if self._tracing is not None:
-            rpc.trace = self._tracing.begin(kind.method, told)
+            rpc.trace = CallTrace(self._tracing, kind.method, told)
         try:
             if self._draining:
                 raise UnavailableError("the gateway is stopping; try again elsewhere")
