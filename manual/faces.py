@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = (
     "client", "wire", "adopt", "adopt.sources", "adopt.embedding", "serve", "serving", "gallery",
     "gallery.search", "release", "release.publishing", "release.trust", "metrics", "quality",
-    "report", "pages", "training", "training.data", "training.networks", "training.losses",
+    "report", "training", "training.data", "training.networks", "training.losses",
     "training.side_info", "training.methods", "training.loop", "training.export",
     "training.protocols", "research", "server",
 )  # fmt: skip

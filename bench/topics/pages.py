@@ -15,12 +15,13 @@ from bench.harness import Bench, Row, Table, seconds
 from bench.photos import write_photos
 from bench.published import INNER, SIZE, Publication, publication
 from bench.topics.edge import device
-from nobackfill.client.browse.app import pages
 from nobackfill.client.device import Device
 from nobackfill.client.photos import read_image
 from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.tables import find_space, vector_table
-from nobackfill.pages import Listener, new_token
+from nobackfill.plugins.web.browse.app import pages
+from nobackfill.plugins.web.guard import new_token
+from nobackfill.plugins.web.listener import Listener
 
 # Photos of 12 megapixels; items beyond as many show them again.
 PHOTOS, HEIGHT, WIDTH = 100, 3000, 4000

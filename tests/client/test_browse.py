@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from nobackfill.client.browse.app import pages
 from nobackfill.client.device import Device
 from nobackfill.client.gallery_file import beside
 from nobackfill.client.maintenance import collect, delete
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import LARGEST_BYTES
+from nobackfill.plugins.web.browse.app import pages
 from tests.support import edge, graphs
 from tests.support.edge import Setting
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from starlette.testclient import TestClient
 
-from nobackfill.client.browse.app import pages
 from nobackfill.client.device import Device
 from nobackfill.gallery.store import NewVectors
+from nobackfill.plugins.web.browse.app import pages
 from tests.support import edge, graphs
 
 SMALL, LARGE = 1_000, 20_000

@@ -30,12 +30,14 @@ OF_POSTGRESQL = (
     "server.upgrades.workers",
 )  # fmt: skip
 OF_EXPORT = ("server.export",)
-OF_WEB = ("pages.", "client.browse.", "server.console.")
+OF_WEB = ("pages.", "plugins.web.")
 OF_TRAINING = ("training.", "report.", "quality.")
 OF_ADOPT = ("adopt.", "serve.")
 OF_PLUGINS = ("plugins.",)
 # Plug-ins by group and name: extras of the room that asks for them, and their own ("": none).
 PLUGINS: Mapping[tuple[str, str], tuple[tuple[str, ...], str]] = {
+    ("pages", "browse"): ((), "web"),
+    ("pages", "console"): (("server",), "web"),
     ("sources", "chroma"): ((), ""),
     ("sources", "milvus"): ((), "milvus"),
     ("sources", "qdrant"): ((), "qdrant"),
@@ -141,7 +143,7 @@ def test_the_wheel_registers_every_plugin(base: Environment, tmp_path: Path) -> 
     assert sorted(found) == sorted(f"nobackfill.{group} {name}" for group, name in PLUGINS)
 
 
-@pytest.mark.parametrize(("group", "name"), PLUGINS, ids="-".join)
+@pytest.mark.parametrize(("group", "name"), PLUGINS, ids=map("-".join, PLUGINS))
 def test_a_plugin_needs_its_own_extra_alone(
     environment: Callable[..., Environment], group: str, name: str, tmp_path: Path
 ) -> None:

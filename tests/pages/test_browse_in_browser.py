@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from nobackfill.client.browse import app
-from nobackfill.client.browse.app import pages
 from nobackfill.client.device import Device
 from nobackfill.client.output import Advance, Output
 from nobackfill.client.sync import SyncReport, Wishes, sync
-from nobackfill.pages import Listener, new_token
+from nobackfill.plugins.web.browse import app
+from nobackfill.plugins.web.browse.app import pages
+from nobackfill.plugins.web.guard import new_token
+from nobackfill.plugins.web.listener import Listener
 from nobackfill.report.page import Served as Pages
 from nobackfill.report.page import upgrade_page
 from tests.pages import structure

@@ -14,7 +14,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from nobackfill.errors import UnauthenticatedError
-from nobackfill.pages import Guard, Listener, Site
+from nobackfill.plugins.web.guard import Guard
+from nobackfill.plugins.web.listener import Listener
+from nobackfill.plugins.web.site import Site
 from tests.support.waiting import wait_until
 
 HEAD = b"POST /%s HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\nContent-Length: %d\r\n"
@@ -23,8 +25,8 @@ HEAD = b"POST /%s HTTP/1.1\r\nHost: localhost\r\nOrigin: http://localhost\r\nCon
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Listener]:
     """A site that tells how long what was posted is, to nobody at /closed; impatient."""
-    monkeypatch.setattr("nobackfill.pages.listener._HEAD_SECONDS", 0.3)
-    monkeypatch.setattr("nobackfill.pages.site._BODY_SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.plugins.web.listener._HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.plugins.web.site._BODY_SECONDS", 0.3)
 
     def nobody(request: Request) -> None:
         raise UnauthenticatedError("log in")
@@ -110,7 +112,7 @@ def test_a_certificate_for_any_name_below_one_is_one_label_more() -> None:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Listener]:
     """A site whose every peer but 127.0.0.1 is from elsewhere; who writes `me` is known."""
-    monkeypatch.setattr("nobackfill.pages.listener.is_loopback", "127.0.0.1".__eq__)
+    monkeypatch.setattr("nobackfill.plugins.web.listener.is_loopback", "127.0.0.1".__eq__)
 
     def length(request: Request, body: bytes) -> Response:
         return PlainTextResponse(str(len(body)))
@@ -150,7 +152,7 @@ def test_who_says_nothing_keeps_nobody_out(crowded: Listener, address: str, sent
 def test_who_begins_no_tls_is_cut_off_and_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.pages.listener._HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.plugins.web.listener._HEAD_SECONDS", 0.3)
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     issued.private_key_pem.write_to_path(tmp_path / "key.pem")

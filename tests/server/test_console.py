@@ -13,10 +13,10 @@ import httpx2
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from nobackfill.plugins.web.console.operations import matrix
+from nobackfill.plugins.web.console.playground import _url
+from nobackfill.plugins.web.console.sessions import LoadMeter
 from nobackfill.release.manifest import Cell, Manifest, RouteEvidence
-from nobackfill.server.console.evidence import matrix
-from nobackfill.server.console.playground import _url
-from nobackfill.server.console.sessions import LoadMeter
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.wire.answers import Hit
 from tests.server.conftest import Stages, publish_stage
@@ -260,7 +260,7 @@ def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -
     assert load.p99_ms == pytest.approx(100 + 900 * 0.5)
     # Who comes back after an hour is not told of that hour.
     hour = time.monotonic() + 3600
-    monkeypatch.setattr("nobackfill.server.console.sessions.time.monotonic", lambda: hour)
+    monkeypatch.setattr("nobackfill.plugins.web.console.sessions.time.monotonic", lambda: hour)
     assert (meter.now().failed, meter.now().p50_ms) == (0, None)
 
 

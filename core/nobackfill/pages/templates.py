@@ -1,4 +1,4 @@
-"""Templates: those of a room, and what all pages share (macros, layout, style sheet)."""
+"""Templates: those of a room, and what all pages share (macros and the style sheet)."""
 
 from pathlib import Path
 

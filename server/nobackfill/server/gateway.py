@@ -12,7 +12,7 @@ import structlog
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError
-from nobackfill.extras import extra, load_plugin
+from nobackfill.extras import load_plugin
 from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, Models
@@ -260,13 +260,12 @@ class GatewayServer:
         closing.callback(self._drain, listener)
         if socket is None:
             return
-        with extra("web"):
-            from nobackfill.server.console.app import Console
+        open_console = load_plugin("pages", "console")
 
         def embed(release: int, query: bytes | str) -> Vectors:
             return self.embedding.query(self.catalog.manifest(release), query)
 
-        console = closing.enter_context(Console(settings, socket, self.metrics, embed))
+        console = closing.enter_context(open_console(settings, socket, self.metrics, embed))
         self.console_address = console.address
 
     def _drain(self, listener: GrpcListener) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nobackfill.client.cli.options import Command, Commands, named_path, no_options, whole
 from nobackfill.client.output import Output, size
 from nobackfill.errors import ConfigurationError, DamagedError, InvalidInputError, few
-from nobackfill.extras import extra
+from nobackfill.extras import load_plugin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -301,16 +301,10 @@ def browse(arguments: Namespace) -> None:
     """
     import threading
 
-    with extra("web"):
-        from nobackfill.client.browse.app import pages
-        from nobackfill.pages import Listener, new_token
     from nobackfill.client.device import Device
 
-    token = new_token()
-    with Device(arguments.gallery) as device, Listener("127.0.0.1", arguments.port) as listener:
-        address = f"{listener.address}/{token}/"
-        guard = pages(device, listener.hosts, token)
-        listener.serve(guard, guard.knows)
+    serve_pages = load_plugin("pages", "browse")
+    with Device(arguments.gallery) as device, serve_pages(device, arguments.port) as address:
         Output(arguments.json).result(
             {"address": address}, address,
             "Anybody who knows this address sees the gallery. Ctrl-C ends it.",

@@ -1,9 +1,9 @@
-"""Pages that show releases and galleries, and what an operator does with them."""
+"""Pages of the console for releases and galleries, and what it does for operators."""
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -21,18 +21,58 @@ from nobackfill.errors import (
     NotFoundError,
     NotPermittedError,
 )
-from nobackfill.pages import Site
-from nobackfill.pages.listener import ending
-from nobackfill.pages.site import fields
-from nobackfill.release.manifest import parse_manifest
-from nobackfill.server.console import evidence
-from nobackfill.server.console.sessions import ConsoleCaller, ConsoleSessions, Load, LoadMeter
+from nobackfill.plugins.web.console.sessions import (
+    ConsoleCaller,
+    ConsoleSessions,
+    Load,
+    LoadMeter,
+)
+from nobackfill.plugins.web.listener import ending
+from nobackfill.plugins.web.site import Site, fields
+from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire import Gateway
 from nobackfill.wire.gateway import ROLLOUTS
 from nobackfill.wire.values import from_value
+
+QUERIES, GALLERIES = ("old", "new"), ("old", "served", "new")
+TITLES = {"old": "stored by the old model", "served": "after the upgrade", "new": "embedded again"}
+BOUNDS = {("old", "old"): "lower bound", ("new", "new"): "upper bound"}
+MARKS = BOUNDS | {("new", "old"): "naive swap", ("new", "served"): "what you get"}
+
+
+@dataclass(frozen=True)
+class MatrixCellView:
+    """A cell in percent, and how dark it is drawn, 0 to 1 of the best cell."""
+
+    map: float
+    cmc1: float
+    cmc5: float
+    shade: float
+
+
+def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellView]:
+    """The compatibility matrix of a release against an older one, as it was published with it;
+    what was not measured is missing. What is served comes by the shortest route that was."""
+    new = manifest.release
+    routes = sorted(
+        (route.releases for route in manifest.routes if route.releases[0] == old), key=len
+    )
+    names = {f"{old}/{old}": ("old", "old"), f"{new}/{old}": ("new", "old"),
+             f"{new}/{new}": ("new", "new")}  # fmt: skip
+    if routes:
+        names[f"{new}/{'>'.join(map(str, routes[0]))}"] = ("new", "served")
+    found = {names[cell.name]: cell for cell in manifest.evidence if cell.name in names}
+    best = max((cell.map for cell in found.values()), default=0.0) or 1.0
+    return {
+        place: MatrixCellView(100 * cell.map, 100 * cell.cmc1, 100 * cell.cmc5, cell.map / best)
+        for place, cell in found.items()
+    }
+
+
+# Pages that show releases and galleries, and what an operator does with them.
 
 # The canary as the pages show it: both pairs side by side, and what speaks against the new one.
 
@@ -229,7 +269,8 @@ class Operations:
         old = max((upgrade.from_release for upgrade in manifest.upgrades), default=None)
         return self._site.show(
             request, "release.html.j2", release=release, manifest=manifest, state=_state, old=old,
-            matrix={} if old is None else evidence.matrix(manifest, old), evidence=evidence,
+            matrix={} if old is None else matrix(manifest, old),
+            axes=(QUERIES, GALLERIES, TITLES, MARKS, BOUNDS),
         )  # fmt: skip
 
     def estimate(self, request: Request) -> Response:

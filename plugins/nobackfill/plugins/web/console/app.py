@@ -10,11 +10,12 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from nobackfill.images import LARGEST_BYTES
-from nobackfill.pages import Guard, Listener, Site, new_token
-from nobackfill.pages.site import fields
-from nobackfill.server.console.operations import Operations, Rollouts
-from nobackfill.server.console.playground import Embed, Playground
-from nobackfill.server.console.sessions import BelowSessions, ConsoleSessions
+from nobackfill.plugins.web.console.operations import Operations, Rollouts
+from nobackfill.plugins.web.console.playground import Embed, Playground
+from nobackfill.plugins.web.console.sessions import BelowSessions, ConsoleSessions
+from nobackfill.plugins.web.guard import Guard, new_token
+from nobackfill.plugins.web.listener import Listener
+from nobackfill.plugins.web.site import Site, fields
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.settings import Settings, split_address
 

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nobackfill.errors import InvalidInputError, NobackfillError
-from nobackfill.pages import Site
-from nobackfill.server.console.sessions import ConsoleSessions
+from nobackfill.plugins.web.console.sessions import ConsoleSessions
+from nobackfill.plugins.web.site import Site
 from nobackfill.v1 import gallery_pb2, release_pb2
 from nobackfill.vectors import Vectors
 from nobackfill.wire import Gateway

@@ -39,13 +39,14 @@ _STATUSES: tuple[tuple[type[NobackfillError], int], ...] = (
     (UnavailableError, 502),
     (CannotWriteError, 507),
 )
+_HERE = Path(__file__).parent
 _STATIC = {
     "style.css": (SHARED, "text/css"),
-    "site.css": (SHARED, "text/css"),
-    "icon.svg": (SHARED / "static", "image/svg+xml"),
-    "pages.js": (SHARED / "static", "text/javascript"),
-    "htmx.min.js": (SHARED / "static", "text/javascript"),
-    "htmx-sse.min.js": (SHARED / "static", "text/javascript"),
+    "site.css": (_HERE, "text/css"),
+    "icon.svg": (_HERE / "static", "image/svg+xml"),
+    "pages.js": (_HERE / "static", "text/javascript"),
+    "htmx.min.js": (_HERE / "static", "text/javascript"),
+    "htmx-sse.min.js": (_HERE / "static", "text/javascript"),
 }
 # What a link or a form may hold, and how long a body may take to come.
 MOST_FORM_BYTES = 64 * 1024
@@ -65,7 +66,7 @@ class Site:
         """`links`: path below the site and name of what stands at the top of each page; `login`:
         where who is nobody is sent."""
         self._login = login
-        self._environment = environment(templates)
+        self._environment = environment(templates, _HERE)
         self._shared: dict[str, Any] = {"site": title, "links": links}
         self._routes = [Route("/static/{name}", _static)]
 

@@ -37,9 +37,9 @@ from nobackfill.gallery.listing import ListingPlace, page
 from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.images import LARGEST_BYTES
-from nobackfill.pages import Guard, Site
-from nobackfill.pages.listener import ending
-from nobackfill.pages.site import fields
+from nobackfill.plugins.web.guard import Guard, new_token
+from nobackfill.plugins.web.listener import Listener, ending
+from nobackfill.plugins.web.site import Site, fields
 from nobackfill.release.models import no_vector
 
 # Sentences that are kept of one task.
@@ -513,6 +513,20 @@ def _number(text: str, most: int) -> int:
 
 
 _LINKS = (("/", "Photos"), ("/uncertain", "Least certain"), ("/release", "Release"))
+
+
+@contextmanager
+def serve_pages(device: Device, port: int) -> Iterator[str]:
+    """Show the gallery of an opened device in browsers of this machine, until the block ends.
+
+    `port` 0: any that is free. Yields the address of the pages, which holds a secret. Raises
+    ConfigurationError where nobody can listen there.
+    """
+    token = new_token()
+    with Listener("127.0.0.1", port) as listener:
+        guard = pages(device, listener.hosts, token)
+        listener.serve(guard, guard.knows)
+        yield f"{listener.address}/{token}/"
 
 
 def pages(device: Device, hosts: Iterable[str], token: str) -> Guard:
