@@ -213,11 +213,3 @@ def test_a_query_that_is_none_is_refused(repo: Path, one: Manifest, tmp_path: Pa
         assert ids(client.find(images(1)[0], k=1)) == ["i0"]
         client.swap(2)
         assert client.get_gallery("g").both_with == 1
-
-
-def test_without_weights_the_new_model_is_alone(stages: Stages, tmp_path: Path) -> None:
-    repo = shutil.copytree(stages[2], tmp_path / "repo")
-    with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        client.create_gallery("g")
-        found = client.update_gallery("g", both_models=True)
-        assert (found.both_models, found.both_with) == (True, 0)

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from nobackfill.errors import (
     BusyError,
     InvalidInputError,
-    NeedsImageError,
     ReleaseRetiredError,
 )
 from nobackfill.release.manifest import Manifest
@@ -94,19 +93,6 @@ def test_dual_is_one_ranking_like_an_unmixed_one(dual: Client, one: Manifest) ->
     answer = dual.find(images(ALL)[0], k=100)
     assert {hit.release for hit in answer.hits} == {2}
     assert len(answer.hits) == ALL
-
-
-def test_dual_needs_an_embedding_of_each_space(dual: Client, one: Manifest, two: Manifest) -> None:
-    image = images(ALL)[2]
-    old, new = embedding(one, image), embedding(two, image)
-    with refused(NeedsImageError, "of each of releases 2 and 1"):
-        dual.find_by(new)
-    both = dual.find_by(old, new, k=100)
-    assert sorted(ids(both)) == sorted(f"i{i}" for i in range(ALL))
-    assert ids(both)[0] == "i2"
-    alone = dual.find_by(old, k=100)
-    assert {hit.release for hit in alone.hits} == {1}
-    assert len(alone.hits) == ALL
 
 
 def test_rollback_half_way_of_dual(dual: Client, two: Manifest) -> None:
