@@ -63,7 +63,7 @@ TORCH := $(addprefix tests/,training research quality adopt/test_image_processor
 	adopt/test_sentence_transformers.py base/test_framing.py client/test_notes.py \
 	e2e/test_ranking_along_the_scale.py e2e/test_text_life.py release/test_tokenizers.py \
 	faults/test_healing_kills.py server/test_canary_blame.py server/test_text_healing.py server/test_texts.py)
-PYTEST := $(BIN)/python -m pytest -m 'not faults and not scale'
+PYTEST := $(BIN)/python -m pytest -m 'not faults and not numerics and not scale'
 # Engines and containers have targets of their own.
 LEFT_OUT = $(addprefix --ignore=,$(DOCS) tests/scale tests/containers)
 
@@ -182,7 +182,7 @@ faults: setup ## the long crash and fault sweeps, and the tutorials
 NUMERICAL := tests/metrics tests/training/losses tests/training/methods $(addprefix tests/training/test_,heads.py \
 	transform.py maps.py simclr.py frozen.py onnx_export.py fixed_classifier.py backbones.py)
 
-numerics: setup ## the numerical tests with this processor's newer instructions turned off in turn
+numerics: setup ## the numerical tests, whole, with this processor's newer instructions turned off in turn
 	for lowered in ATEN_CPU_CAPABILITY=default 'ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2' \
 		ONEDNN_MAX_CPU_ISA=AVX2 ONEDNN_MAX_CPU_ISA=SSE41 ONEDNN_MAX_CPU_ISA=DEFAULT; do \
 		echo "$$lowered"; env $$lowered $(BIN)/python -m pytest -q $(NUMERICAL); \

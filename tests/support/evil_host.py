@@ -8,8 +8,11 @@ import contextlib
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+
+import pytest
 
 Behaviour = Callable[[socket.socket, threading.Event], None]
 
@@ -93,6 +96,17 @@ BEHAVIOURS: dict[str, Behaviour] = {
     ),
     "500": _send(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"),
 }
+
+
+def every_fifth(behaviours: Mapping[str, object]) -> list[Any]:
+    """Their names as parameters of a test: `make test` tries a fifth, `make faults` the others.
+
+    Most of them are waited for, each for a second.
+    """
+    return [
+        name if number % 5 == 0 else pytest.param(name, marks=pytest.mark.faults)
+        for number, name in enumerate(behaviours)
+    ]
 
 
 @contextmanager

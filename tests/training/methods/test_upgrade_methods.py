@@ -23,6 +23,11 @@ from tests.training.methods import features
 
 OPTIONS: dict[str, dict[str, int]] = {"soft_prototypes": {"classes": 5}, "low_rank": {"rank": 5}}
 DIVERGENCES = ("kl", "reversed_kl", "lce")
+# Of the methods that map side-information.
+FEW = (
+    "fct", "affine", pytest.param("fastfill", marks=pytest.mark.numerics),
+    pytest.param("residual", marks=pytest.mark.numerics),
+)  # fmt: skip
 
 
 def trained(inputs: UpgradeInputs) -> UpgradeNetwork:
@@ -52,7 +57,8 @@ def accuracy(upgrade: UpgradeNetwork, inputs: UpgradeInputs, unit: bool) -> floa
     return float((inputs.new_head.logits(upgraded).argmax(1) == rows["labels"]).float().mean())
 
 
-@pytest.mark.parametrize("unit", [False, True])
+# The tests below train a few methods without unit norms.
+@pytest.mark.parametrize("unit", [pytest.param(False, marks=pytest.mark.numerics), True])
 @pytest.mark.parametrize("name", sorted(UPGRADE_METHODS))
 def test_every_method_learns_and_is_read_back(name: str, unit: bool, tmp_path: Path) -> None:
     inputs = features.inputs(
@@ -70,7 +76,7 @@ def test_every_method_learns_and_is_read_back(name: str, unit: bool, tmp_path: P
         torch.testing.assert_close(upgraded.norm(dim=1), torch.ones(20))
 
 
-@pytest.mark.parametrize("name", ["fct", "affine", "fastfill", "residual"])
+@pytest.mark.parametrize("name", FEW)
 def test_side_information_is_mapped_where_the_configuration_asks(name: str, tmp_path: Path) -> None:
     upgrade = trained(
         features.inputs(
@@ -84,7 +90,7 @@ def test_side_information_is_mapped_where_the_configuration_asks(name: str, tmp_
     assert (side - truth).square().sum() < 0.5 * (truth - truth.mean(0)).square().sum()
 
 
-@pytest.mark.parametrize("name", ["fct", "affine", "fastfill", "residual"])
+@pytest.mark.parametrize("name", FEW)
 def test_side_information_is_worth_something_and_may_stand_alone(name: str, tmp_path: Path) -> None:
     both = trained(features.inputs(tmp_path / "both", method=name))
     without = features.inputs(tmp_path / "without", method=name, reads_side=False)
