@@ -58,7 +58,7 @@ demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life o
 # What looks at documents, wheels and pages in a browser.
 DOCS := tests/manual tests/packaging $(wildcard tests/pages/test_*_in_browser.py) $(filter-out tests/scale/%, \
 	$(wildcard tests/*/test_*docs.py tests/*/test_*_doc.py)) tests/e2e/test_quick_start.py
-# What imports torch: one process does, and none of those beside it.
+# What imports torch: two processes do, and none of those beside them. One alone would be the last to end.
 TORCH := $(addprefix tests/,training research quality adopt/test_image_processors.py adopt/test_pixels.py \
 	adopt/test_sentence_transformers.py base/test_framing.py client/test_notes.py \
 	e2e/test_ranking_along_the_scale.py e2e/test_text_life.py release/test_tokenizers.py \
@@ -71,7 +71,7 @@ test: setup ## the suite without `make test-docs`, CPU only, no network
 	$(MAKE) --no-print-directory --jobs 2 test-torch test-rest
 
 test-torch:
-	$(PYTEST) $(LEFT_OUT) $(TORCH)
+	$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) $(TORCH)
 
 test-rest:
 	TORCH_ELSEWHERE=1 $(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(LEFT_OUT) \

@@ -17,8 +17,8 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _graphs_made_once() -> Iterator[None]:
-    with graphs_made_once():
+def _graphs_made_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with graphs_made_once(run_folder(tmp_path_factory) / "graphs"):
         yield
 
 

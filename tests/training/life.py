@@ -24,6 +24,7 @@ from nobackfill.training.config import Config, parse_config
 from nobackfill.training.loop.loop import ProgressBars
 from nobackfill.training.loop.run import Checkpoint
 from nobackfill.training.loop.training import train
+from tests.support.once import filled
 
 # Images a class: enough for a small network to learn digits, and for the gate to be sure of it on
 # every processor, whose rounding makes another network of the same seed.
@@ -112,13 +113,13 @@ def upgrade_config(runs: Path, images: Path, run_dir: Path | None = None, **keys
 
 
 @contextmanager
-def graphs_made_once() -> Iterator[None]:
+def graphs_made_once(folder: Path) -> Iterator[None]:
     """Let torch make the ONNX graph of equal models once, to the end of the block: it takes 2 s.
 
-    Each export still strips, writes and compares its own copy.
+    Each export still strips, writes and compares its own copy. Graphs lie in `folder`, also for
+    other workers of the run.
     """
     export = torch.onnx.export
-    graphs: dict[str, bytes] = {}
 
     def once(module: nn.Module, examples: tuple[Tensor, ...], **options: Any) -> Any:
         digest = hashlib.sha256(repr((module, options)).encode())
@@ -129,12 +130,15 @@ def graphs_made_once() -> Iterator[None]:
             digest.update(repr((name, tensor.dtype, tensor.shape)).encode())
             digest.update(tensor.contiguous().numpy().tobytes())
         digest.update(repr([(each.dtype, each.shape) for each in examples]).encode())
-        key = digest.hexdigest()
-        if key not in graphs:
-            program = export(module, examples, **options)
-            assert program is not None
-            graphs[key] = program.model_proto.SerializeToString()
-        return SimpleNamespace(model_proto=onnx.ModelProto.FromString(graphs[key]))
+        graph = filled(
+            folder / digest.hexdigest(), lambda top: make(top, module, examples, options)
+        )
+        return SimpleNamespace(model_proto=onnx.load(graph / "graph.onnx"))
+
+    def make(top: Path, module: nn.Module, examples: tuple[Tensor, ...], options: Any) -> None:
+        program = export(module, examples, **options)
+        assert program is not None
+        onnx.save(program.model_proto, top / "graph.onnx")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.onnx, "export", once)
