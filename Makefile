@@ -21,7 +21,7 @@ NODE_READY := build/node/.ready
 ADOPTION := build/adoption
 DIST_READY := build/dist-tools/.ready
 PROTOS := $(wildcard protos/nobackfill/v1/*.proto)
-CODE := core serving adopt server client plugins training research demo bench manual tests protos/generate.py
+CODE := core serving adopt server client plugins training research demo bench manual tests deploy/try_wheel.py protos/generate.py
 
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE

@@ -34,7 +34,7 @@ def test_claims_of_a_process_that_ended_are_free(tmp_path: Path) -> None:
         "import sys\nfrom pathlib import Path\nfrom nobackfill.serving import LedgerFile\n"
         f"print(LedgerFile(Path(sys.argv[1])).claim([1, 2], {DAY!r}, 2))\n"
     )
-    child = [sys.executable, "-c", script, path]
+    child = [sys.executable, "-c", script, str(path)]
     done = subprocess.run(child, check=True, capture_output=True, text=True)
     assert done.stdout == "[1, 2]\n"
     with closing(LedgerFile[int](path)) as ledger:
