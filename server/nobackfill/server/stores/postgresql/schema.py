@@ -117,7 +117,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
         raise ConfigurationError(
             f"the database is of format {found}, and nobackfill {version('nobackfill')} knows "
             f"formats 1 to {FORMAT}; start the newer version that wrote it, whose `gateway "
-            f"migrate --to {FORMAT}` takes it back"
+            f"data migrate --to {FORMAT}` takes it back"
         )
     if found == to:
         return found
