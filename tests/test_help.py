@@ -160,6 +160,13 @@ def test_a_default_is_told_beside_the_text_alone() -> None:
     assert not {option: text for option, text in found.items() if _ELSEWHERE.search(text)}
 
 
+def test_help_of_the_gateway_shows_all_that_it_says() -> None:
+    """Its help is rendered by rich, which takes words in brackets for markup."""
+    found = {k: told(one)[0] for k, one in parameters().items() if k.startswith("gateway")}
+    assert found
+    assert not {option: text for option, text in found.items() if "[" in text}
+
+
 def test_each_command_begins_with_its_user_story() -> None:
     """One sentence of at most 25 words, which begins with a verb, and a paragraph of its own."""
     for name, command in everything():

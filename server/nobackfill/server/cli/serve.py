@@ -27,9 +27,13 @@ Ray = Annotated[
 ]
 _Console = Annotated[bool | None, typer.Option("--console", help="show pages for operators")]
 _Folders = Annotated[
-    list[Path] | None, typer.Option("--item-folder", help="sources of images lie below it; repeat")
+    list[Path] | None,
+    typer.Option("--item-folder", help="a folder that may hold sources of images; may be repeated"),
 ]
-_Hosts = Annotated[list[str] | None, typer.Option("--item-host", help="or on this host; repeat")]
+_Hosts = Annotated[
+    list[str] | None,
+    typer.Option("--item-host", help="a host that may hold sources of images; may be repeated"),
+]
 
 
 @app.command()
@@ -55,7 +59,7 @@ def serve(
     ] = None,
     console: _Console = None,
     console_address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of them", show_default="127.0.0.1:9465")
+        str | None, typer.Option(help="HOST:PORT of these pages", show_default="127.0.0.1:9465")
     ] = None,
     triton: Annotated[
         str | None,
@@ -76,15 +80,22 @@ def serve(
         typer.Option(help="the first root metadata to trust", show_default="that of --model-repo"),
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="certificate chain (PEM)")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="its private key (PEM)")] = None,
-    tls_client_ca: Annotated[Path | None, typer.Option(help="demand client certificates")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="private key of --tls-cert (PEM)")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="demand certificates of this authority from clients (PEM)")
+    ] = None,
     tokens_file: Annotated[
-        Path | None, typer.Option(help="NAME ROLE SHA256 [EXPIRES] [rate=N] [items=N]")
+        Path | None,
+        typer.Option(
+            help="who may call: lines NAME ROLE SHA256, then EXPIRES, rate=N, items=N if wanted"
+        ),
     ] = None,
     item_folders: _Folders = None,
     item_hosts: _Hosts = None,
     settings: Annotated[Path | None, typer.Option(help="TOML file of settings")] = None,
-    force: Annotated[bool, typer.Option("--force", help="also a folder that was moved")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="serve a folder that was moved, too")
+    ] = False,
 ) -> None:
     """Serve searches of galleries until SIGTERM or SIGINT.
 
