@@ -3,6 +3,7 @@ import html
 import html.parser
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.report.page import Served
+from tests.support.commands import Ended, run_here
 
 ROOT = Path(__file__).parent.parent.parent
 # Its width in CSS pixels.
@@ -20,20 +22,20 @@ PHONE = 390
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "nobackfill.report", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+def run(*arguments: str | Path) -> Ended:
+    """Run `python -m nobackfill.report` in this process."""
+    return run_here(
+        lambda: runpy.run_module("nobackfill.report", run_name="__main__"), "report", *arguments
     )
 
 
 @pytest.fixture(scope="module")
 def page(model_repo: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("out") / "upgrade.html"
-    done = run("--model-repo", model_repo, "--release", "2", "--images", images, "-o", output)
-    assert done.returncode == 0, done.stderr
+    # As a process, once.
+    command: list[str | Path] = [sys.executable, "-m", "nobackfill.report"]
+    command += ["--model-repo", model_repo, "--release", "2", "--images", images, "-o", output]
+    subprocess.run(command, cwd=ROOT, check=True)
     return output
 
 

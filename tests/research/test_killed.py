@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import BusyError
-from nobackfill.research.compare import compare
+from nobackfill.research.compare import app, compare
 from nobackfill.research.images import write_digits
 from nobackfill.research.presets import folder_preset
+from tests.support.commands import run_here
 from tests.support.processes import alive, children, wait_until_gone
 from tests.support.waiting import wait_until
 
@@ -77,10 +78,7 @@ def _spawned(pid: int) -> bool:
 
 
 def test_no_argument_begins_no_comparison(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "training/compare.py", "--out", str(tmp_path / "out")],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    done = run_here(app, "compare.py", "--out", tmp_path / "out")
     assert done.returncode == 78
     assert "python training/compare.py --data digits --seeds 1" in done.stderr
     assert not (tmp_path / "out").exists()
