@@ -11,7 +11,7 @@ import pytest
 from bench.harness import Bench, Scale, Table
 from bench.run import TOPICS
 
-QUICK = {"transform", "index", "upgrade", "training", "loading"}
+QUICK = {"index", "upgrade", "training", "loading"}
 # Columns that name what was measured; the others hold figures.
 RATIOS = (
     "of limit",
