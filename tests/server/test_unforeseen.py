@@ -160,9 +160,11 @@ def test_an_error_at_any_call_ends_an_activation_with_its_reason(
     ):
         publish_stage(tmp_path / "repo", published[2])
         life = Life(gateway, client)
-        calls.seen.clear()
-        assert not life.activate(rollout)
-        life.back()
+        for _ in range(2):
+            # The first one tries the release's models, and no other does.
+            calls.seen.clear()
+            assert not life.activate(rollout)
+            life.back()
         sites = list(calls.seen)
         assert len(sites) > 80
         for site in sites[::every]:
