@@ -1,6 +1,8 @@
 """Graphs: built, saved, loaded, carried to other vectors, renewed the cheapest way."""
 
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -278,3 +280,22 @@ def test_making_a_graph_can_be_given_up_within_a_piece(fresh: bool) -> None:
                 hnsw.build(spec(), LABELS, content, between=between)
             else:
                 hnsw.carry(before, spec(), LABELS, content, between=between)
+
+
+def test_a_graph_is_built_where_no_thread_can_be_had() -> None:
+    pytest.importorskip("nobackfill.gallery.search._native")
+    script = """
+import resource
+from pathlib import Path
+import numpy as np
+from nobackfill.gallery.search._native import Hnsw
+rows = np.random.default_rng(0).standard_normal((500, 8), np.float32)
+graph = Hnsw("l2", 8, 500, 16, 100)
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+# Less than a thread's stack.
+resource.setrlimit(resource.RLIMIT_AS, (used + (6 << 20), resource.RLIM_INFINITY))
+graph.add(rows, np.arange(500), 4)
+assert (graph.search(rows, 1)[0][:, 0] == np.arange(500)).mean() > 0.9
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -109,7 +110,11 @@ class Hnsw {
             }
         };
         std::vector<std::thread> others;
-        for (std::size_t i = 1; i < threads; i++) others.emplace_back(work);
+        try {
+            for (std::size_t i = 1; i < threads; i++) others.emplace_back(work);
+        } catch (const std::system_error&) {
+            // No more threads can be had: those that run do all of it.
+        }
         work();
         for (std::thread& other : others) other.join();
         if (failure) std::rethrow_exception(failure);
