@@ -70,6 +70,15 @@ VALUES = {
         for key in ("source", "root", "floor", "installed", "cohort", "tried")
         for value in ("'5'", "'\"x\"'", "'[[1]]'", "'{\"1\": {\"a\": [null]}}'", "'{'", _DEEP)
     },
+    **{
+        f"state {key} = {value[:20]}": f"INSERT OR REPLACE INTO state VALUES ('{key}', {value})"
+        for key in ("held_back", "held_digests", "carried", "last_sync", "tried", "installed")
+        for value in (
+            "'[1]'", "'{\"x\": \"y\"}'", "'{\"2\": \"y\"}'", "'{\"2\": {\"at\": 1}}'",
+            "'{\"1\": {\"at\": \"2026-01-01\"}}'", "'{\"x\": [{}]}'", "'{\"-1\": null}'",
+            "'{\"release\": \"x\", \"failure\": 1}'",
+        )
+    },
 }  # fmt: skip
 
 
@@ -119,7 +128,9 @@ def test_what_stands_where_a_table_belongs_is_refused(
             assert said.count("\n") == 1 and "damaged" in said, (what, command, said)
 
 
-@pytest.mark.parametrize("command", ["status", "verify", "sync", "rescue --to FOLDER/saved.sqlite"])
+@pytest.mark.parametrize(
+    "command", ["status", "verify", "sync", "report", "gc", "rescue --to FOLDER/saved.sqlite"]
+)
 def test_values_of_other_kinds_are_named(
     setting: Setting, tmp_path: Path, here: Run, command: str
 ) -> None:

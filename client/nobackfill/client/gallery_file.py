@@ -22,9 +22,12 @@ space), `tried` (version of the trial -> digests of the files that passed it), `
 import contextlib
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import datetime
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Any, Self
 
 from nobackfill import durable
@@ -43,25 +46,54 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _of(*kinds: type) -> Callable[[Any], bool]:
-    """Whether a value is an object whose values are of these kinds."""
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _by_release(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a value is an object whose keys are numbers of releases and whose values pass."""
     return lambda value: (
-        isinstance(value, dict) and all(isinstance(one, kinds) for one in value.values())
+        isinstance(value, dict)
+        and all(_RELEASE.fullmatch(key) is not None for key in value)
+        and all(map(kind, value.values()))
     )
 
+
+def _is_carried(value: Any) -> bool:
+    try:
+        return datetime.fromisoformat(value["at"]).tzinfo is not None
+    except (TypeError, KeyError, ValueError):
+        return False
+
+
+def _is_sync(value: Any) -> bool:
+    """Whether a value is what the last sync left for a report."""
+    share = value.get("neighbours_kept") if isinstance(value, dict) else None
+    return (
+        isinstance(value, dict)
+        and all(isinstance(value.get(key), kind) for key, kind in _LAST_SYNC.items())
+        and isinstance(share, float | int | type(None))
+        and value["failure"] in ("none", "no_route", "refused", "left_behind")
+    )
+
+
+_RELEASE = re.compile(r"[1-9][0-9]{0,6}")
+_LAST_SYNC: dict[str, type | UnionType] = {
+    "release": int, "probes_passed": bool, "seconds": float | int, "failure": str,
+}  # fmt: skip
 
 # Allowed types of values of the state, by key; any value is taken for other keys.
 _KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("source", "root", "cohort", "return_to", "vault", "identity"), _is_text),
-    "floor": _of(int, str, dict, type(None)),
-    "installed": _of(str),
-    "held_back": _of(str),
-    "held_digests": _of(str, type(None)),
-    "carried": _of(dict),
-    "tried": _of(list),
-    "last_sync": _of(int, float, str, bool, type(None)),
+    "floor": lambda value: isinstance(value, dict),
+    "installed": _by_release(_is_text),
+    "held_back": _by_release(_is_text),
+    "held_digests": _by_release(lambda digest: digest is None or _is_text(digest)),
+    "carried": _by_release(_is_carried),
+    "tried": lambda value: isinstance(value, dict) and all(map(_is_texts, value.values())),
+    "last_sync": _is_sync,
     "keep_original": lambda value: isinstance(value, bool),
-    "recipients": lambda value: isinstance(value, list) and all(map(_is_text, value)),
+    "recipients": _is_texts,
 }
 
 
