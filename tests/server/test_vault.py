@@ -244,7 +244,7 @@ def test_a_name_has_a_quota(vault: VaultBlobs, tmp_path: Path) -> None:
 
 
 def test_uploads_that_nobody_ends_make_room(vault: VaultBlobs) -> None:
-    """They held the quota for ever, and no call lists them."""
+    """They held the quota for ever; no call lists them, so that the refusal names them."""
     data, more = sealed(3 * 2**20), sealed(11 * 2**19)
     left, going, new = blob_of(data, 1), blob_of(data, 2), blob_of(more, 3)
     vault.put("a", blob_of(data, 4), 0, [data])
@@ -252,8 +252,9 @@ def test_uploads_that_nobody_ends_make_room(vault: VaultBlobs) -> None:
         vault.put("a", blob, 0, [data[: 2**20]])
     (part,) = vault._owner("a").glob(f"*/{left.id}.*.part")
     os.utime(part, (0, time.time() - KEPT_S + 60))
-    with pytest.raises(QuotaExceededError):
+    with pytest.raises(QuotaExceededError, match="of 2 uploads that have not ended") as refusal:
         vault.put("a", new, 0, [more])
+    assert left.id in str(refusal.value) and going.id in str(refusal.value)
     os.utime(part, (0, time.time() - KEPT_S - 60))
     assert vault.put("a", new, 0, [more]) == len(more)
     assert not part.exists()

@@ -22,6 +22,7 @@ from nobackfill.errors import (
     OutOfRangeError,
     QuotaExceededError,
     TooLargeError,
+    few,
 )
 from nobackfill.wire.limits import LARGEST_BLOB
 
@@ -175,6 +176,7 @@ class VaultBlobs:
                 raise QuotaExceededError(
                     f"the vault keeps {self._quota} bytes under one name, this blob would make it "
                     f"{used}; delete what is not needed, or ask its operator for more"
+                    f"{self._unfinished(owner, part)}"
                 )
             self._used[owner] = used
         try:
@@ -186,6 +188,17 @@ class VaultBlobs:
     def _with(self, owner: str, part: Path, blob: Blob) -> int:
         """Bytes of an owner once a blob is whole."""
         return self._usage(owner) - _cost(part) + max(blob.size, _LEAST)
+
+    def _unfinished(self, owner: str, but: Path) -> str:
+        """Name an owner's uploads that have not ended, which no list shows."""
+        parts = [path for path in self._owner(owner).glob(f"??/*{PART}") if path != but]
+        if not parts:
+            return ""
+        names = few(path.name.partition(".")[0] for path in sorted(parts))
+        return (
+            f". {sum(map(_cost, parts))} bytes are of {len(parts)} uploads that have not ended "
+            f"({names}): finish or delete them, or wait a day"
+        )
 
     def _expire(self, owner: str) -> None:
         """Remove what came of uploads that nobody has gone on with for KEPT_S."""
