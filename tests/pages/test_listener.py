@@ -152,7 +152,7 @@ def test_who_says_nothing_keeps_nobody_out(crowded: Listener, address: str, sent
 def test_who_begins_no_tls_is_cut_off_and_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.plugins.web.listener._HEAD_SECONDS", 0.3)
+    monkeypatch.setattr("nobackfill.plugins.web.listener._HEAD_SECONDS", 2.0)
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     issued.private_key_pem.write_to_path(tmp_path / "key.pem")
