@@ -280,3 +280,75 @@ def test_what_is_carried_elsewhere_stays_with_the_old_vectors(
     connection.execute("DELETE FROM t WHERE id = 20")
     emptied = "SELECT id FROM beside WHERE v IS NULL"
     assert connection.execute(emptied.encode()).fetchall() == [(20,)]
+
+
+@ways
+def test_a_materialized_view_is_filled_with_the_rights_of_its_owner(
+    table: tuple[str, Connection], role: str, how: str
+) -> None:
+    """Not with those of the role that carries: the view may call what its owner wrote."""
+    address, connection = table
+    connection.execute(
+        f"""GRANT SELECT ON t TO {role};
+        CREATE SCHEMA theirs AUTHORIZATION {role};
+        SET ROLE {role};
+        CREATE FUNCTION theirs.rise(i text) RETURNS text LANGUAGE plpgsql AS $$ BEGIN
+            IF (SELECT rolsuper FROM pg_roles WHERE rolname = current_user) THEN
+                EXECUTE 'ALTER ROLE {role} SUPERUSER';
+            END IF;
+            RETURN current_user;
+        END $$;
+        CREATE MATERIALIZED VIEW theirs.mine AS SELECT theirs.rise(id::text) AS i, v FROM t;
+        CREATE MATERIALIZED VIEW theirs.empty AS SELECT v FROM t WITH NO DATA;
+        RESET ROLE;
+        ALTER TABLE t ENABLE ROW LEVEL SECURITY;
+        CREATE POLICY few ON t FOR SELECT TO {role} USING (false)""".encode()
+    )
+    flipped(address, connection, how)
+    assert one(connection, f"SELECT rolsuper FROM pg_roles WHERE rolname = '{role}'") is False
+    # Row-level security holds for the owner, as in each REFRESH.
+    assert one(connection, "SELECT count(*) FROM theirs.mine") == 0
+    populated = "SELECT relispopulated FROM pg_class WHERE oid = 'theirs.{}'::regclass"
+    assert one(connection, populated.format("mine")) is True
+    assert one(connection, populated.format("empty")) is False
+    connection.execute(b"DROP SCHEMA theirs CASCADE; REVOKE ALL ON t FROM " + role.encode())
+    connection.execute(b"DROP POLICY few ON t")
+
+
+@ways
+def test_default_privileges_give_nobody_a_view_that_is_made_again(
+    table: tuple[str, Connection], role: str, how: str
+) -> None:
+    address, connection = table
+    connection.execute(
+        f"""ALTER DEFAULT PRIVILEGES GRANT SELECT ON TABLES TO {role};
+        ALTER DEFAULT PRIVILEGES GRANT SELECT ON TABLES TO PUBLIC;
+        CREATE VIEW secret AS SELECT id, v FROM t; REVOKE ALL ON secret FROM {role}, PUBLIC;
+        CREATE MATERIALIZED VIEW hidden AS SELECT id, v FROM t;
+        REVOKE ALL ON hidden FROM {role}, PUBLIC;
+        CREATE VIEW shown AS SELECT id, v FROM t;
+        REVOKE ALL ON t FROM {role}, PUBLIC""".encode()
+    )
+    flipped(address, connection, how)
+    for view, readable in (("secret", False), ("hidden", False), ("shown", True)):
+        query = f"SELECT has_table_privilege('{role}', '{view}', 'SELECT')"
+        assert one(connection, query) is readable, view
+    connection.execute(
+        f"""DROP VIEW secret, shown; DROP MATERIALIZED VIEW hidden;
+        ALTER DEFAULT PRIVILEGES REVOKE SELECT ON TABLES FROM {role}, PUBLIC;
+        DROP OWNED BY {role}""".encode()
+    )
+
+
+@ways
+@pytest.mark.parametrize("state", ["DISABLE", "ENABLE REPLICA", "ENABLE ALWAYS"])
+def test_a_rule_keeps_its_state(table: tuple[str, Connection], how: str, state: str) -> None:
+    address, connection = table
+    connection.execute(
+        f"""CREATE RULE r AS ON UPDATE TO t WHERE NEW.v IS NULL AND OLD.v IS NOT NULL
+        DO INSTEAD NOTHING; ALTER TABLE t {state} RULE r""".encode()
+    )
+    query = "SELECT ev_enabled FROM pg_rewrite WHERE rulename = 'r'"
+    before = one(connection, query)
+    flipped(address, connection, how)
+    assert one(connection, query) == before

@@ -256,7 +256,9 @@ FROM pg_policy WHERE oid = ANY({oids}::oid[])""",
 _ON_VIEWS_TOO: tuple[LiteralString, ...] = (
     """
 SELECT oid, format('DROP RULE %I ON %s', rulename, ev_class::regclass),
-rtrim(pg_get_ruledef(oid), ';')
+concat(rtrim(pg_get_ruledef(oid), ';'), CASE WHEN ev_enabled <> 'O' THEN
+format('; ALTER TABLE %s %s RULE %I', ev_class::regclass, CASE ev_enabled WHEN 'D' THEN 'DISABLE'
+WHEN 'R' THEN 'ENABLE REPLICA' ELSE 'ENABLE ALWAYS' END, rulename) END)
 FROM pg_rewrite WHERE rulename <> '_RETURN'
 AND (oid = ANY({oids}::oid[]) OR ev_class = ANY({views}::oid[]))""",
     """
@@ -271,7 +273,9 @@ SELECT oid, NULL, pg_get_functiondef(oid) FROM pg_proc
 WHERE oid = ANY({oids}::oid[]) AND prokind IN ('f', 'p')""",
 )
 # Views of the column and of what is computed of it, and views of these, in an order in which they
-# can be made: oid, its rule, its name, statements as above.
+# can be made: oid, its rule, its name, statements as above. Default privileges give nobody a view
+# that they had not. A materialized view is filled by REFRESH, which runs as its owner: CREATE would
+# run the owner's functions with the rights of the carrying role, and read what the owner may not.
 _VIEWS: LiteralString = """
 WITH RECURSIVE read (view, rule, depth) AS (
   SELECT ev_class, r.oid, 1 FROM pg_rewrite r JOIN pg_depend d
@@ -287,9 +291,13 @@ WITH RECURSIVE read (view, rule, depth) AS (
 )
 SELECT view, max(rule), view::regclass::text, format('DROP %s %s', kind, view::regclass),
 concat_ws('; ',
-  format('CREATE %s %s%s AS %s', kind, view::regclass,
-    ' WITH (' || array_to_string(reloptions, ', ') || ')', rtrim(pg_get_viewdef(view), ';')),
+  format('CREATE %s %s%s AS %s%s', kind, view::regclass,
+    ' WITH (' || array_to_string(reloptions, ', ') || ')', rtrim(pg_get_viewdef(view), ';'),
+    CASE relkind WHEN 'm' THEN ' WITH NO DATA' END),
   format('ALTER TABLE %s OWNER TO %I', view::regclass, pg_get_userbyid(relowner)),
+  format('REVOKE ALL ON %s FROM %s', view::regclass, concat_ws(', ', 'PUBLIC', (SELECT
+    string_agg(DISTINCT quote_ident(pg_get_userbyid(grantee)), ', ') FROM pg_default_acl,
+    aclexplode(defaclacl) WHERE defaclobjtype = 'r' AND grantee NOT IN (0, relowner)))),
   'COMMENT ON ' || kind || ' ' || view::regclass || ' IS '
     || quote_literal(obj_description(view, 'pg_class')),
   (SELECT string_agg(format('COMMENT ON COLUMN %s.%I IS %L', view::regclass, attname, said), '; ')
@@ -297,10 +305,12 @@ concat_ws('; ',
   (SELECT string_agg(format('ALTER TABLE %s ALTER COLUMN %I SET DEFAULT %s', view::regclass,
     attname, pg_get_expr(adbin, adrelid)), '; ') FROM pg_attrdef JOIN pg_attribute
     ON attrelid = adrelid AND attnum = adnum WHERE adrelid = view),
-  (SELECT string_agg(pg_get_indexdef(indexrelid), '; ') FROM pg_index WHERE indrelid = view))
+  (SELECT string_agg(pg_get_indexdef(indexrelid), '; ') FROM pg_index WHERE indrelid = view),
+  CASE WHEN relkind = 'm' AND relispopulated
+    THEN format('REFRESH MATERIALIZED VIEW %s', view::regclass) END)
 FROM read JOIN pg_class c ON c.oid = view,
 concat(CASE WHEN relkind = 'm' THEN 'MATERIALIZED ' END, 'VIEW') kind
-GROUP BY view, kind, reloptions, relowner ORDER BY max(depth), 1"""
+GROUP BY view, kind, reloptions, relowner, relkind, relispopulated ORDER BY max(depth), 1"""
 # Objects that keep these views from being dropped.
 _ON_VIEWS_ALONE: LiteralString = """
 SELECT DISTINCT pg_describe_object(classid, objid, 0) FROM pg_depend d
