@@ -352,3 +352,32 @@ def test_a_rule_keeps_its_state(table: tuple[str, Connection], how: str, state: 
     before = one(connection, query)
     flipped(address, connection, how)
     assert one(connection, query) == before
+
+
+@ways
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "CREATE VIEW twin AS SELECT v::halfvec({dim}), w::halfvec({dim}) FROM t",
+        "CREATE VIEW one AS SELECT v, w FROM t;"
+        " CREATE VIEW twin AS SELECT v::halfvec({dim}), w::halfvec({dim}) FROM one",
+        "CREATE POLICY twin ON t USING (v::halfvec({dim}) <-> w::halfvec({dim}) < 9)",
+        "ALTER TABLE t ALTER v SET DEFAULT array_fill(0.1, ARRAY[{dim}])::vector({dim})",
+    ],
+    ids=["view", "view of a view", "policy", "default"],
+)
+def test_a_length_that_may_be_of_another_vector_is_not_changed(
+    table: tuple[str, Connection], how: str, statement: str
+) -> None:
+    """It would read vectors of the old length by the new one, and fail at each use."""
+    address, connection = table
+    dim = MAP.dims[0]
+    connection.execute(f"ALTER TABLE t ADD COLUMN w vector({dim})".encode())
+    connection.execute(statement.format(dim=dim).encode())
+    if how == "tool":
+        with pytest.raises(InvalidInputError, match=r"twin|default"):
+            carried(address, flip=True)
+    else:
+        assert not any(step.startswith("BEGIN") for step in carried(address).steps)
+    assert connection.execute(b"SELECT count(*) FROM t WHERE v IS NOT NULL").fetchone() != (0,)
+    connection.execute(b"DROP VIEW IF EXISTS twin")

@@ -147,12 +147,21 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
     creates += [create for rows in too for _, _, create in rows]
     here = table.text("{here}")
     creates += grants(table, here, here, [column], whole=False)
-    known = {oid for rows in (*found, *too) for oid, *_ in rows}
-    known |= {rule for _, rule, *_ in views}
+    others = [name for (name,) in table.described(_OTHER_VECTORS, **parts)]
+
+    def clear(create: str | None) -> bool:
+        """Whether each type of the old length in a statement is of the column's vectors."""
+        return not (create and _resized(create, dims) != create) or not any(
+            re.search(rf"\b{re.escape(name)}\b", create) for name in others
+        )
+
+    known = {oid for rows in (*found, *too) for oid, _, create in rows if clear(create)}
+    known |= {rule for _, rule, _, _, create in views if clear(create)}
     return Moves(
         [one_line(one) for one in drops if one],
         [one_line(_resized(one, dims)) for one in creates if one],
         [what for oid, what in direct if oid not in known]
+        + [f"view {name}" for _, rule, name, *_ in views if rule not in known | set(parts["oids"])]
         + [what for (what,) in table.described(_ON_VIEWS_ALONE, **parts)],
     )
 
@@ -217,6 +226,10 @@ def _resized(statement: str, dims: tuple[int | None, int]) -> str:
     return re.sub(rf"\b(vector|halfvec|bit)\({old}\)", rf"\1({new})", statement)
 
 
+# Other columns of vectors as long as the old ones: a type of that length may be of theirs.
+_OTHER_VECTORS: LiteralString = """
+SELECT attname::text FROM pg_attribute WHERE attrelid = {oid} AND attnum > 0 AND NOT attisdropped
+AND attgenerated = '' AND attname <> {column} AND format_type(atttypid, atttypmod) ~ {sized}"""
 # Each gives oids of what hangs on the column, statements that drop it, and that make it again: none
 # where it is inherited.
 _ON_THE_TABLE: tuple[LiteralString, ...] = (
@@ -237,7 +250,8 @@ SELECT d.oid, format('ALTER TABLE %s ALTER COLUMN %I DROP DEFAULT', adrelid::reg
 format('ALTER TABLE %s ALTER COLUMN %I SET DEFAULT %s', adrelid::regclass, attname,
 pg_get_expr(adbin, adrelid))
 FROM pg_attrdef d JOIN pg_attribute ON attrelid = adrelid AND attnum = adnum
-WHERE d.oid = ANY({oids}::oid[]) AND attgenerated = '' AND attname = {column}""",
+WHERE d.oid = ANY({oids}::oid[]) AND attgenerated = '' AND attname = {column}
+AND pg_get_expr(adbin, adrelid) !~ {sized}""",
     """
 SELECT oid, CASE WHEN own THEN format('ALTER TABLE %s DROP CONSTRAINT %I', of, conname) END,
 CASE WHEN own THEN format('ALTER TABLE %s ADD CONSTRAINT %I %s', of, conname,
