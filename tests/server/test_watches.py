@@ -13,6 +13,7 @@ from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.listener import HealthService, server_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
+from nobackfill.server.upgrades.upgrading import Job, JobState
 from nobackfill.v1 import release_pb2, upgrade_pb2
 from tests.server.conftest import Stages, publish_stage
 from tests.server.peers import Peer, prefixed
@@ -114,3 +115,41 @@ def test_a_watch_that_cannot_go_on_says_why(
         seen: list[int] = []
         while seen != [1, 2]:
             seen = [one.number for one in next(releases).releases]
+
+
+@pytest.mark.hot_path
+def test_slow_watches_of_one_method_keep_no_others_waiting(
+    gateway: GatewayServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while they are looked at, nor after those who asked have left."""
+    asked: list[str] = []
+    go_on = threading.Event()
+
+    def job(name: str) -> Job:
+        asked.append(name)
+        assert go_on.wait(60)
+        return Job(name, 1, 1, JobState.DONE)
+
+    monkeypatch.setattr(gateway.lifecycle, "job", job)
+    monkeypatch.setattr(gateway.lifecycle, "healing", lambda name: None)
+    requests = [upgrade_pb2.WatchUpgradeRequest(gallery=f"g{row}") for row in range(40)]
+    # The same request with fields that nobody knows: all watch one source.
+    odd = [
+        upgrade_pb2.WatchUpgradeRequest.FromString(
+            requests[0].SerializeToString() + bytes([0xF8, 0x3F, row])
+        )
+        for row in range(20)
+    ]
+    watches = [client.raw.upgrades.WatchUpgrade(one, timeout=60) for one in (*requests, *odd)]
+    wait_until(lambda: len(asked) == 2, "two are looked at")
+    releases = client.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest(), timeout=30)
+    assert next(releases).releases
+    releases.cancel()
+    for watch in watches:
+        watch.cancel()
+    held = gateway.metrics.calls.lanes["watches"][0]
+    wait_until(lambda: held() == 0, "all have left")
+    go_on.set()
+    last = client.raw.upgrades.WatchUpgrade(requests[-1], timeout=30)
+    assert next(last).progress.gallery == "g39"
+    assert len(asked) <= 4

@@ -13,7 +13,7 @@ plain `grpc.server` (listener.py).
 import inspect
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -334,8 +334,9 @@ class QuickCall:
 # for all of them, and a few threads ask the sources in turn. gRPC tells when a message was taken; a
 # slow caller then gets the newest, not each.
 
-# Threads that ask sources. A look may take long: quality by subgroup is measured.
-_LOOKING = 4
+# Threads that ask sources, and how many of them one method takes at most. A look may take long:
+# quality by subgroup is measured.
+_LOOKING, _OF_A_METHOD = 4, 2
 
 
 class SourceNews(NamedTuple):
@@ -449,6 +450,10 @@ class WatchSource:
         """Make the next message, if something is new, and offer it. Newcomers get what is so now:
         for them it begins anew."""
         number, newest, is_last = self.news
+        newcomers = [one for one in newcomers if not one.has_ended]
+        if not newcomers and self.is_empty:
+            # All have left: what nobody waits for is not measured.
+            return
         try:
             if newcomers:
                 self._messages = self.make()
@@ -479,8 +484,9 @@ class WatchPump:
         self._metrics = metrics
         self._changed = threading.Condition()
         self._sources: dict[tuple[str, bytes], WatchSource] = {}
-        # When, a number that no two share, what.
-        self._due: list[tuple[float, int, WatchSource]] = []
+        # By method: when, a number that no two share, what.
+        self._due: dict[str, list[tuple[float, int, WatchSource]]] = defaultdict(list)
+        self._looking: Counter[str] = Counter()
         self._numbers = count()
         self._closing = False
         for _ in range(_LOOKING):
@@ -511,7 +517,7 @@ class WatchPump:
 
     def _plan(self, source: WatchSource, at: float) -> None:
         source.due = at
-        heappush(self._due, (at, next(self._numbers), source))
+        heappush(self._due[source.key[0]], (at, next(self._numbers), source))
         self._changed.notify()
 
     def _work(self) -> None:
@@ -525,24 +531,35 @@ class WatchPump:
         """Wait for the source that is due next; None once the pump is closed."""
         with self._changed:
             while not self._closing:
-                at, _, source = self._due[0] if self._due else (None, 0, None)
-                if at is None or source is None:
+                due = self._earliest()
+                if due is None:
                     self._changed.wait()
-                elif source.is_looking or at != source.due:
-                    # It was planned anew since.
-                    heappop(self._due)
-                elif (left := at - time.monotonic()) > 0:
+                elif (left := due[0][0] - time.monotonic()) > 0:
                     self._changed.wait(left)
                 else:
-                    heappop(self._due)
+                    _, _, source = heappop(due)
+                    self._looking[source.key[0]] += 1
                     source.is_looking = True
                     newcomers, source.newcomers = source.newcomers, []
                     return source, newcomers
             return None
 
+    def _earliest(self) -> list[tuple[float, int, WatchSource]] | None:
+        """The queue of the method whose source is due first, of those that may take a thread."""
+        first = None
+        for method, due in self._due.items():
+            while due and (due[0][2].is_looking or due[0][0] != due[0][2].due):
+                # It was planned anew since.
+                heappop(due)
+            if due and self._looking[method] < _OF_A_METHOD and (first is None or due < first):
+                first = due
+        return first
+
     def _look_again(self, source: WatchSource) -> None:
         with self._changed:
             source.is_looking = False
+            self._looking[source.key[0]] -= 1
+            self._changed.notify()
             newcomers = source.newcomers
             if source.news.is_last or (source.is_empty and not newcomers):
                 del self._sources[source.key]
@@ -723,6 +740,8 @@ class CallExecutor(Executor):
         except NobackfillError as error:
             arrival.refuse(error)
             return
+        # Fields that this gateway does not know make no other source.
+        request.DiscardUnknownFields()
         key = rpc.kind.method, request.SerializeToString(deterministic=True)
         watcher = Watcher(arrival, rpc.open_stream(arrival), self._metrics)
         self._watches.add(key, partial(rpc.kind.watch, request), watcher)
