@@ -381,3 +381,33 @@ def test_a_length_that_may_be_of_another_vector_is_not_changed(
         assert not any(step.startswith("BEGIN") for step in carried(address).steps)
     assert connection.execute(b"SELECT count(*) FROM t WHERE v IS NOT NULL").fetchone() != (0,)
     connection.execute(b"DROP VIEW IF EXISTS twin")
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        "ALTER TABLE t RENAME TO t_old; ALTER TABLE t_old RENAME TO docs",
+        "ALTER TABLE t RENAME v TO emb",
+    ],
+    ids=["table", "column"],
+)
+@pytest.mark.parametrize("end", ["flip", "rollback"])
+def test_a_renamed_table_keeps_no_trigger_of_the_old_name(
+    table: tuple[str, Connection], rename: str, end: str
+) -> None:
+    """After the flip it made every UPDATE fail; a rollback could not drop the column."""
+    address, connection = table
+    carried(address)
+    connection.execute(rename.encode())
+    name, column = ("docs", "v") if "docs" in rename else ("t", "emb")
+    source = open_source(f"{address}#{name}", vector=column)
+    if end == "flip":
+        carry(source, COLUMN, MAP, flip=True)
+    else:
+        assert source.rollback("n")
+        query = f"SELECT count(*) FROM pg_attribute WHERE attrelid = '{name}'::regclass"
+        assert one(connection, f"{query} AND attname = 'n'") == 0
+    assert one(connection, "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'nobackfill%'") == 0
+    connection.execute(f"UPDATE {name} SET {column} = {column}".encode())
+    if name != "t":
+        connection.execute(b"ALTER TABLE docs RENAME TO t")

@@ -277,6 +277,7 @@ class PgvectorSource:
             triggers[name] = _BEFORE
         if table.partitioned:
             triggers[f"{name}_moved"] = _MOVED
+        changes.forget_watchers(**names)
         changes.watch(body, triggers, **names)
 
     def rollback(self, name: str) -> bool:
@@ -286,6 +287,7 @@ class PgvectorSource:
         with self._table.changing() as changes:
             if self._table.mark(name) is None:
                 return False
+            changes.forget_watchers(**names)
             changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
         return True

@@ -652,6 +652,21 @@ class Changes:
             self.run("ALTER TABLE {table} ENABLE ALWAYS TRIGGER {trigger}", trigger=trigger)
         self.owned("FUNCTION", sql.SQL("{}()").format(names["function"]))
 
+    def forget_watchers(self, **names: sql.Identifier) -> None:
+        """Drop trigger functions of ours that empty the column `new` and have another name than
+        `function`: they were made before the table, its schema or the old column was renamed."""
+        found = self.all(
+            "SELECT DISTINCT p.oid::regprocedure::text FROM pg_trigger t "
+            "JOIN pg_proc p ON p.oid = tgfoid WHERE tgrelid = {oid} "
+            "AND starts_with(proname, 'nobackfill_') AND position({emptied} IN prosrc) > 0 "
+            "AND p.oid IS DISTINCT FROM to_regproc({maker})::oid",
+            oid=self._table.oid,
+            emptied=self._table.text("NEW.{new} := NULL", **names),
+            maker=names["function"].as_string(),
+        )
+        for (function,) in found:
+            self.run("DROP FUNCTION {named} CASCADE", named=sql.SQL(function))
+
     def owned(self, kind: LiteralString, name: sql.Composable) -> None:
         """Give the made object to the table's owner, and to nobody else, whatever default
         privileges gave. `kind`: TABLE or FUNCTION."""
