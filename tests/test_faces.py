@@ -71,7 +71,11 @@ def test_examples_run(path: Path, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=[pytest.mark.slow] if "training" in module(path) else [])
+        # These two rooms import torch.
+        pytest.param(
+            path,
+            marks=[pytest.mark.slow] * any(r in module(path) for r in ("training", "research")),
+        )
         for path in FACES
     ],
     ids=module,
