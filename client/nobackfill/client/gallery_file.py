@@ -28,7 +28,7 @@ from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from nobackfill import durable
 from nobackfill.errors import DamagedError, NotFoundError, VerificationError
@@ -40,6 +40,9 @@ from nobackfill.release.paths import manifest_path
 if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
     from nobackfill.release.trust.trust import Fetcher, Trust
+
+# Why the last sync changed nothing.
+Failure = Literal["none", "no_route", "refused", "left_behind"]
 
 
 def _is_text(value: Any) -> bool:
@@ -73,7 +76,7 @@ def _is_sync(value: Any) -> bool:
         isinstance(value, dict)
         and all(isinstance(value.get(key), kind) for key, kind in _LAST_SYNC.items())
         and isinstance(share, float | int | type(None))
-        and value["failure"] in ("none", "no_route", "refused", "left_behind")
+        and value["failure"] in get_args(Failure)
     )
 
 

@@ -17,12 +17,12 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile
+from nobackfill.client.gallery_file import Failure, GalleryFile
 from nobackfill.client.output import Output, size
 from nobackfill.client.photos import Encoder, local_image, threads
 from nobackfill.client.sources import normalised_source, open_source
@@ -61,7 +61,6 @@ from nobackfill.vectors import Vectors
 INT8_SPEEDUP = 3.5
 ROWS_A_SECOND = 150_000
 _BATCH = 32
-Failure = Literal["none", "no_route", "refused", "left_behind"]
 # Times that a sync begins anew because other commands changed the gallery meanwhile.
 _TRIES = 3
 # How long a release serves before a sync that finds nothing newer removes the way back.

@@ -172,13 +172,16 @@ class VaultBlobs:
         full = max(blob.size, _LEAST)
         with self._lock:
             used = self._with(owner, part, blob)
-            if used > self._quota:
-                raise QuotaExceededError(
-                    f"the vault keeps {self._quota} bytes under one name, this blob would make it "
-                    f"{used}; delete what is not needed, or ask its operator for more"
-                    f"{self._unfinished(owner, part)}"
-                )
-            self._used[owner] = used
+            fits = used <= self._quota
+            if fits:
+                self._used[owner] = used
+        if not fits:
+            # Nobody waits for the lock while files are listed.
+            raise QuotaExceededError(
+                f"the vault keeps {self._quota} bytes under one name, this blob would make it "
+                f"{used}; delete what is not needed, or ask its operator for more"
+                f"{self._unfinished(owner, part)}"
+            )
         try:
             yield
         finally:
