@@ -60,6 +60,8 @@ def tab(browser: Browser, size: tuple[int, int] = DESKTOP) -> Iterator[Page]:
 def check(page: Page, *schemes: Literal["light", "dark"]) -> None:
     """What every page has to be: without a violation that axe-core sees, in each of the colour
     `schemes` (none: the tab's own), and no wider than its window."""
+    # A click may show the text of a page before its stylesheet is applied.
+    page.wait_for_load_state("load")
     for scheme in schemes or (None,):
         if scheme is not None:
             page.emulate_media(color_scheme=scheme)
