@@ -28,7 +28,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 OPENING = re.compile(
-    r"(?:Who|Whom|Whose|Whoever|What|Whatever|Those|Of|That which)\b(?!.*\?$)", re.DOTALL
+    r"(?:Who|Whom|Whose|Whoever|What|Whatever|Those|Of|That which)\b(?!.*\?\Z)", re.DOTALL
 )
 PARTICIPLES = """
 allowed answered asked born brought called chosen closed come counted covered dead done drawn due
