@@ -18,7 +18,10 @@ RUN = {
     "docs/architecture.md": ["tests/e2e/test_by_hand.py"],
     "docs/edge.md": ["tests/client/test_docs.py"],
     "docs/immich.md": ["tests/adopt/test_immich_doc.py"],
-    "docs/operations.md": ["tests/server/test_operations_doc.py"],
+    **{
+        f"docs/operations/{name}.md": ["tests/server/test_operations_doc.py"]
+        for name in ("secure", "call", "activate", "improve", "backup", "monitor")
+    },
     "docs/quick-start.md": ["tests/e2e/test_quick_start.py"],
     "docs/releases.md": ["tests/release/test_docs.py", "tests/training/test_releases_page.py"],
     "docs/scale.md": ["tests/scale/test_scale_doc.py"],

@@ -134,8 +134,8 @@ def test_by_nodes_each_with_credentials_of_its_own(
 def run_document(
     store: ObjectStore, client: Client, cluster: str, repo: Path, folder: Path
 ) -> None:
-    """What docs/operations.md types, of a prefix with one picture."""
-    written = blocks(page("docs/operations.md"), "shell")
+    """What docs/operations/fill.md types, of a prefix with one picture."""
+    written = blocks(page("docs/operations/fill.md"), "shell")
     (script,) = (content for _, content in written if "endpoint_override" in content)
     exchanged = {
         # The test has a cluster: `ray stop` would end everybody's.

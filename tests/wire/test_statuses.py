@@ -90,7 +90,7 @@ def test_a_message_above_the_bound_is_too_large_and_not_tried_again() -> None:
             assert type(found) is errors.TooLargeError and not transient(found)
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "operations.md"])
+@pytest.mark.parametrize("page", ["architecture.md", "operations/troubleshoot.md"])
 def test_the_docs_have_the_table(page: str) -> None:
     """Every status is there with the exit codes of its classes, and every reason is named."""
     text = (DOCS / page).read_text("utf-8")

@@ -1,4 +1,4 @@
-"""The filter language: what must hold for an item's metadata. Semantics in docs/operations.md.
+"""The filter language: what must hold for an item's metadata (docs/operations/filters.md).
 
 A test holds for an item that has the key with a value, or a list with an element, that passes: an
 item without the key passes no test, and `Not` of a test lets it through. An empty list is as no

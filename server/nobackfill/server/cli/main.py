@@ -1,4 +1,4 @@
-"""The command `gateway`; exit codes as in docs/operations.md."""
+"""The command `gateway`; exit codes as in docs/operations/troubleshoot.md."""
 
 # The commands put themselves into `app`, in the order that --help shows.
 from nobackfill.server.cli import serve, operations, canary, galleries, upgrade, data  # noqa: F401, I001

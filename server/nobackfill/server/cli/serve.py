@@ -99,7 +99,7 @@ def serve(
 ) -> None:
     """Serve searches of galleries until SIGTERM or SIGINT.
 
-    Every setting is a variable NOBACKFILL_* or a key of --settings; docs/operations.md lists them.
+    Every setting is a variable NOBACKFILL_* or a key of --settings (docs/operations/settings.md).
     An option here goes before both.
     """
     flags = {name: value for name, value in locals().items() if name not in ("settings", "force")}
