@@ -11,6 +11,8 @@ import pytest
 
 from nobackfill.adopt.carrying import CarryResult, carry
 from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.source import Flippable
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, VerificationError
 from tests.adopt.table_beside import MADE, MAP, TARGET, Connection, drawn, put
 from tests.support.waiting import wait_until
 
@@ -127,3 +129,99 @@ def test_rows_without_a_vector_are_filled_after_the_flip(
     np.testing.assert_allclose(new[6000], MAP(drawn(2, 1))[0], atol=1e-4)
     # Nor is it taken back, or filled by another map.
     assert not source.rollback(again.name)
+
+
+# Ways to write to a table, or to a partition of it, without firing its triggers.
+UNWATCHED = {
+    "table": (
+        "ALTER TABLE t DISABLE TRIGGER ALL",
+        "t",
+        "ALTER TABLE t ENABLE TRIGGER ALL",
+    ),
+    "enabled always": (
+        "ALTER TABLE t DISABLE TRIGGER ALL",
+        "t",
+        "DO $$DECLARE name text; BEGIN FOR name IN SELECT tgname FROM pg_trigger "
+        "WHERE NOT tgisinternal AND tgparentid = 0 LOOP "
+        "EXECUTE 'ALTER TABLE t ENABLE ALWAYS TRIGGER ' || name; END LOOP; END$$",
+    ),
+    "partition": (
+        "ALTER TABLE t1 DISABLE TRIGGER ALL",
+        "t1",
+        "ALTER TABLE t1 ENABLE TRIGGER ALL",
+    ),
+    "detached": (
+        "ALTER TABLE t DETACH PARTITION t1",
+        "t1",
+        "ALTER TABLE t ATTACH PARTITION t1 FOR VALUES FROM (100) TO (1000)",
+    ),
+}
+
+
+def partition(connection: Connection) -> None:
+    """Replace `t` by a table of two partitions with the same rows."""
+    connection.execute(
+        "ALTER TABLE t RENAME TO plain;"
+        "CREATE TABLE t (id int PRIMARY KEY, v vector(24), body text) PARTITION BY RANGE (id);"
+        "CREATE TABLE t0 PARTITION OF t FOR VALUES FROM (0) TO (100);"
+        "CREATE TABLE t1 PARTITION OF t FOR VALUES FROM (100) TO (1000);"
+        "INSERT INTO t SELECT * FROM plain; DROP TABLE plain"
+    )
+
+
+@both
+@pytest.mark.parametrize("way", UNWATCHED)
+def test_the_printed_flip_refuses_vectors_that_went_stale_without_triggers(
+    table: tuple[str, Connection], target: Any, way: str
+) -> None:
+    address, connection = table
+    off, relation, on = UNWATCHED[way]
+    if relation != "t":
+        partition(connection)
+    *_, flip = carried(address, target).steps
+    connection.execute(off.encode())
+    vector = str(drawn(1, 1)[0].tolist())
+    connection.execute(f"UPDATE {relation} SET v = '{vector}' WHERE id = 150".encode())
+    connection.execute(on.encode())
+    with pytest.raises(psycopg.errors.RaiseException, match=r"triggers .* carry again"):
+        connection.execute(flip.encode())
+    connection.rollback()
+    # By carrying again it is found, and after a rollback all is as it should be.
+    source = open_source(f"{address}#t", vector="v")
+    with pytest.raises(VerificationError, match="'150'"):
+        carry(source, target, MAP)
+    assert source.rollback(target.name)
+    *_, flip = carried(address, target).steps
+    connection.execute(flip.encode())
+    check(connection, target, set(range(300)))
+
+
+@both
+def test_a_partition_without_triggers_is_watched_again(
+    table: tuple[str, Connection], target: Any
+) -> None:
+    """Its triggers alone may be off; those of the whole table are on."""
+    address, connection = table
+    partition(connection)
+    carried(address, target)
+    connection.execute("ALTER TABLE t1 DISABLE TRIGGER ALL")
+    if target is TARGET:
+        with pytest.raises(AlreadyExistsError, match="triggers"):
+            carried(address, target)
+        return
+    carried(address, target)
+    put(connection, [150], drawn(1, 1))
+    assert carried(address, target).written == 1
+
+
+@both
+def test_a_flip_refuses_what_was_not_watched_since_it_was_checked(
+    table: tuple[str, Connection], target: Any
+) -> None:
+    address, connection = table
+    carried(address, target)
+    place = open_source(f"{address}#t", vector="v").beside(target)
+    assert isinstance(place, Flippable)
+    connection.execute("ALTER TABLE t DISABLE TRIGGER ALL; ALTER TABLE t ENABLE TRIGGER ALL")
+    with pytest.raises(InvalidInputError, match=r"triggers .* carry again"), place.flip():
+        pass

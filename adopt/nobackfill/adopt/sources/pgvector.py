@@ -238,8 +238,8 @@ class PgvectorSource:
                 f"name, got {name!r}"
             )
         if name != target.name:
-            flipped = pgvector_beside.make_table(self._table, self.vector, target)
-            return PgvectorTable(self, self._table, target, flipped)
+            digest = pgvector_beside.make_table(self._table, self.vector, target)
+            return PgvectorTable(self, self._table, target, digest)
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
             # Also one that somebody else has made since the table was looked at.
@@ -260,13 +260,13 @@ class PgvectorSource:
                 changes.run("ALTER TABLE {table} ADD COLUMN {new} {type}({dim})", dim=dim, **names)
                 mark = note(nobackfill=target.mark, model=target.model)
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
-            if not flipped:
-                self._watch(changes, target.name)
-        return PgvectorBeside(self, self._table, self._names(target.name), target, flipped)
+            digest = None if flipped else self._watch(changes, target.name)
+        return PgvectorBeside(self, self._table, self._names(target.name), target, flipped, digest)
 
-    def _watch(self, changes: Changes, new: str) -> None:
+    def _watch(self, changes: Changes, new: str) -> str | None:
         """Triggers that empty a vector whose old one changes, made or mended: a writer who knows
-        nothing of the new column leaves a vector there that is no longer of the old one."""
+        nothing of the new column leaves a vector there that is no longer of the old one. Returns
+        their digest."""
         table, names = self._table, self._names(new)
         emptying = table.text(" AS t SET {new} = NULL WHERE t.{key} {equals} $1", **names)
         body = table.trigger_body(_BODY, emptying=emptying, **names)
@@ -278,7 +278,7 @@ class PgvectorSource:
         if table.partitioned:
             triggers[f"{name}_moved"] = _MOVED
         changes.forget_watchers(**names)
-        changes.watch(body, triggers, **names)
+        return changes.watch(body, triggers, **names)
 
     def rollback(self, name: str) -> bool:
         if name.startswith(pgvector_beside.PREFIX):

@@ -35,16 +35,27 @@ with extra("adopt"):
         owner,
         security,
     )
-    from nobackfill.adopt.sources.postgres_table import Changes, SourceTable, note
+    from nobackfill.adopt.sources.postgres_table import (
+        TRIGGERS_DIGEST,
+        Changes,
+        SourceTable,
+        note,
+    )
 
 
 # `--to table:NAME`.
 PREFIX = "table:"
 
 
-def make_table(table: SourceTable, vector: str, target: Target) -> bool:
-    """The table beside, made or found again; whether it is the one that was flipped to. Raises
-    AlreadyExistsError."""
+def make_table(table: SourceTable, vector: str, target: Target) -> str | None:
+    """Make the table of the new vectors and its triggers, or find them again.
+
+    Returns:
+        The digest of the triggers; None if the table was flipped to.
+
+    Raises:
+        AlreadyExistsError: Another map or source made the table, or its triggers were off.
+    """
     names = table_names(table, vector, target.name)
     of = {"of": names["function"].as_string()}
     mark = {"nobackfill": target.mark, **of}
@@ -52,16 +63,16 @@ def make_table(table: SourceTable, vector: str, target: Target) -> bool:
         made = table.said_beside(names["beside"])
         flipped = {"carried": target.mark, **of}
         if made is not None and {name: made.get(name) for name in flipped} == flipped:
-            return True
+            return None
         if made is not None and {name: made.get(name) for name in mark} != mark:
             raise AlreadyExistsError(
                 f"{table.name}: table {target.name.removeprefix(PREFIX)!r} exists already and was "
                 "not made by this map; choose another --to, or remove it with --rollback"
             )
-        _, states = table.watching(names["function"])
+        there = table.triggers(names["function"])
         if made is None:
             _make(changes, names, target, mark)
-        elif len(states) != len(_EVENTS) or "D" in states:
+        elif len(there.states) != len(_EVENTS) or "D" in there.states + there.partition_states:
             raise AlreadyExistsError(
                 f"{table.name}: nothing has emptied what is stale in table "
                 f"{target.name.removeprefix(PREFIX)!r} since its triggers are gone or disabled; "
@@ -69,8 +80,7 @@ def make_table(table: SourceTable, vector: str, target: Target) -> bool:
             )
         name = table.trigger_name(vector, target.name)
         events = {name + end: event for end, event in _EVENTS.items()}
-        changes.watch(table.trigger_body(_BODY, **names), events, **names)
-    return False
+        return changes.watch(table.trigger_body(_BODY, **names), events, **names)
 
 
 def _make(
@@ -209,9 +219,11 @@ class PgvectorBeside:
         names: dict[str, sql.Identifier],
         target: Target,
         flipped: bool,
+        triggers: str | None,
     ) -> None:
+        """`triggers`: their digest before anything was checked."""
         self._source, self._table, self._names, self._target = source, table, names, target
-        self.flipped = flipped
+        self.flipped, self._triggers = flipped, triggers
 
     def pending(self, window: Window) -> Rows:
         return self._source.rows(self._source.vector, window, missing=self._target.name)
@@ -332,6 +344,7 @@ class PgvectorBeside:
         )
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
+            unless_watched(self._table, names["function"], self._triggers),
             unless(
                 self._table,
                 "EXISTS (SELECT FROM {table} WHERE {old} IS NOT NULL AND {new} IS NULL)",
@@ -390,6 +403,19 @@ def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names:
     return table.text("DO {body}", body=body)
 
 
+def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> str:
+    """Return a statement that ends a transaction if writes may have fired no trigger of ours since
+    `digest` was read (see `Triggers`): they leave stale vectors, which only the map can tell."""
+    return unless(
+        table,
+        "{digest} IS DISTINCT FROM (SELECT " + TRIGGERS_DIGEST + ")",
+        "the triggers of nobackfill were disabled or made again since the new vectors were "
+        "checked, so some may be stale: run nobackfill carry again, which checks all of them",
+        digest=digest,
+        **table.trigger_parts(function),
+    )
+
+
 def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: int) -> sql.Composed:
     """The bracketed expression of an HNSW index: by the old column's metric, of halves where its
     own is."""
@@ -415,8 +441,12 @@ class PgvectorTable:
     at_once = 2
     put_by_writers = False
 
-    def __init__(self, source: Columns, table: SourceTable, target: Target, flipped: bool) -> None:
-        self._source, self._table, self._target, self.flipped = source, table, target, flipped
+    def __init__(
+        self, source: Columns, table: SourceTable, target: Target, triggers: str | None
+    ) -> None:
+        """`triggers`: their digest before anything was checked; None after the flip."""
+        self._source, self._table, self._target = source, table, target
+        self.flipped, self._triggers = triggers is None, triggers
         self._names = table_names(table, source.vector, target.name)
         # Windows that were written whole: what has come since was emptied first. And, of each
         # thread, the one that it has read last.
@@ -585,6 +615,7 @@ class PgvectorTable:
         said = {"carried": self._target.mark, "of": names["function"].as_string()}
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
+            unless_watched(self._table, names["function"], self._triggers),
             unless(
                 self._table,
                 "EXISTS (SELECT FROM {table} t LEFT JOIN {beside} b ON b.{key} = t.{key} "

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, LiteralString, TypeVar
 
 from nobackfill import processes
@@ -170,6 +171,33 @@ _HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _END = b"\xff\xff"
 
 
+# A digest of the triggers that call a function on a table and its partitions. PostgreSQL writes a
+# trigger's row again when it is disabled or enabled, and makes it again when a partition is
+# attached: one that is as it was has fired for every write.
+TRIGGERS_DIGEST: LiteralString = """
+md5(string_agg(concat_ws(' ', oid, xmin, tgenabled), ',' ORDER BY oid)) FROM pg_trigger
+WHERE tgfoid = to_regproc({function}) AND (tgrelid = to_regclass({relation})
+OR tgrelid IN (SELECT relid FROM pg_partition_tree(to_regclass({relation}))))"""
+
+
+@dataclass(frozen=True)
+class Triggers:
+    """Triggers of a table that call one function of ours.
+
+    Attributes:
+        body: The function's source; None where there is no such function.
+        states: States of the table's own triggers: "A" is always, "D" is disabled.
+        partition_states: States of the partitions' triggers.
+        digest: Changes whenever one of them is made, dropped, disabled or enabled; None without
+            triggers.
+    """
+
+    body: str | None
+    states: list[str]
+    partition_states: list[str]
+    digest: str | None
+
+
 class SourceTable:
     """A table at `address` (libpq's; passwords belong into ~/.pgpass or PGPASSWORD).
 
@@ -318,18 +346,19 @@ class SourceTable:
         )
         return sql.SQL("OPERATOR({}.=)").format(sql.Identifier(schema))
 
-    def watching(self, function: sql.Identifier) -> tuple[str | None, list[str]]:
-        """The body of a trigger function of ours, None where there is none, and the states of this
-        table's triggers that call it: "A" is always, "D" is disabled."""
-        found = self.all(
-            "SELECT prosrc, tgenabled::text FROM pg_proc p LEFT JOIN pg_trigger t "
-            "ON tgfoid = p.oid AND tgrelid = to_regclass({quoted}) "
-            "WHERE p.oid = to_regproc({maker})",
-            quoted=self._quoted,
-            maker=function.as_string(),
+    def triggers(self, function: sql.Identifier) -> "Triggers":
+        """Return what calls a trigger function of ours on this table and its partitions."""
+        query: LiteralString = (
+            "SELECT (SELECT prosrc FROM pg_proc WHERE oid = to_regproc({function})), "
+            "array_agg(tgenabled::text) FILTER (WHERE tgrelid = to_regclass({relation})), "
+            "array_agg(tgenabled::text) FILTER (WHERE tgrelid <> to_regclass({relation})), "
         )
-        body = found[0][0] if found else None
-        return body, [state for _, state in found if state is not None]
+        found = self.all(query + TRIGGERS_DIGEST, **self.trigger_parts(function))[0]
+        return Triggers(found[0], found[1] or [], found[2] or [], found[3])
+
+    def trigger_parts(self, function: sql.Identifier) -> dict[str, Any]:
+        """Return the values that TRIGGERS_DIGEST is filled with."""
+        return {"function": function.as_string(), "relation": self._known["here"].as_string()}
 
     def trigger_name(self, old: str, new: str) -> str:
         """A name that is of this pair of vectors alone."""
@@ -620,14 +649,25 @@ class Changes:
 
     def watch(
         self, body: str, triggers: Mapping[str, LiteralString], **names: sql.Identifier
-    ) -> None:
+    ) -> str | None:
         """Make a trigger function and triggers of the table that call it, in replication, too, if
         they are not there already.
 
-        `triggers`: when each fires, by its name. A function of an earlier commit is dropped with
-        its triggers. So is one that somebody else has made: replaced, it would stay theirs."""
-        if self._table.watching(names["function"]) == (body, ["A"] * len(triggers)):
-            return
+        A function of an earlier commit is dropped with its triggers. So is one that somebody else
+        has made: replaced, it would stay theirs.
+
+        Args:
+            body: The function's source.
+            triggers: When each trigger fires, by its name.
+            names: What the statements are filled with; `function` names the function.
+
+        Returns:
+            The digest of the triggers (see `Triggers`): a flip needs them to be the same still.
+        """
+        there = self._table.triggers(names["function"])
+        on = ["A"] * len(triggers), ["A"] * len(there.partition_states)
+        if there.body == body and (there.states, there.partition_states) == on:
+            return there.digest
         self.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
         if self._table.pgvector is not None:
             # Where a condition's comparison of vectors is found, once: when the trigger is made.
@@ -651,6 +691,7 @@ class Changes:
             )
             self.run("ALTER TABLE {table} ENABLE ALWAYS TRIGGER {trigger}", trigger=trigger)
         self.owned("FUNCTION", sql.SQL("{}()").format(names["function"]))
+        return self._table.triggers(names["function"]).digest
 
     def forget_watchers(self, **names: sql.Identifier) -> None:
         """Drop trigger functions of ours that empty the column `new` and have another name than
