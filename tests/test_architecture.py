@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CORE = ("metrics", "release", "gallery", "quality", "wire", "pages", "report")
-# The source roots of the namespace package `nobackfill`, and the rooms in each (docs/adr/0010).
+# The source roots of the namespace package `nobackfill`, and the rooms in each (docs/adr/0038).
 ROOTS = {
     "core": CORE,
     "serving": ("serving", "serve"),

@@ -93,7 +93,7 @@ def test_an_estimate_is_near_what_it_then_takes(
     assert took / 4 < told.duration.ToTimedelta().total_seconds() < took * 15
     assert 0.5 < told.bytes / (size(hosted.folder) - before) < 2
     assert told.index_duration.ToNanoseconds() > 0
-    # Two graphs, as ADR 0009 measured them: 2.2 times the vectors, at 512 dims.
+    # Two graphs, as ADR 0039 measured them: 2.2 times the vectors, at 512 dims.
     links = told.items * upgrading._ELEMENT_BYTES
     assert told.memory_bytes == 2 * (told.items * 4 * one.embedder.dim + links)
 

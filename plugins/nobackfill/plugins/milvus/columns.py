@@ -5,7 +5,7 @@
     upto                   what the columns had no place for: keys from this hash on
 
 A fact or a number stands in one of three columns that its hash names, so that to look for it is to
-compare three columns, however many keys a gallery has. Why no arrays and no JSON: ADR 0029.
+compare three columns, however many keys a gallery has. Why no arrays and no JSON: ADR 0016.
 """
 
 import hashlib

@@ -421,7 +421,7 @@ def lost(question: Question, found: Nearest, answers: Mapping[Question, QueryAns
     return len(shown.hits) < min(question.k, there)
 
 
-# A gallery that asks both models: one ranking of all its items (docs/adr/0033).
+# A gallery that asks both models: one ranking of all its items (docs/adr/0024).
 
 
 class BothAnswerer:

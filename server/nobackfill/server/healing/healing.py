@@ -84,7 +84,7 @@ def _candidates(
 def _labels(question: Question, near: Labels, native: Matches | None) -> list[int]:
     """Choose candidates: the items that are `near`, found together with those of other questions,
     and the nearest native ones. By distance alone, carried items hide native ones that are as near
-    in truth (docs/adr/0017)."""
+    in truth (docs/adr/0024)."""
 
     def nearest_native(count: int) -> Labels:
         if native is None:

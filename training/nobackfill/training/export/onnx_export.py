@@ -129,7 +129,7 @@ def quantise(source: Path, target: Path) -> None:
     """The int8 twin: weights in int8 with a scale a channel, activations quantised at run time.
 
     Weights take 7 of the 8 bits. Processors with AVX2 and no VNNI add two products in 16 bits: more
-    would overflow there, and a device compute what no gate has measured (ADR 0006).
+    would overflow there, and a device compute what no gate has measured (ADR 0022).
     """
     import nobackfill.onnx_runtime  # noqa: F401  # Before anything of onnxruntime's.
 
