@@ -659,7 +659,7 @@ class Changes:
         Args:
             body: The function's source.
             triggers: When each trigger fires, by its name.
-            names: What the statements are filled with; `function` names the function.
+            names: Identifiers for the statements; `function` is the function.
 
         Returns:
             The digest of the triggers (see `Triggers`): a flip needs them to be the same still.
