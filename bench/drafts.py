@@ -28,7 +28,7 @@ from nobackfill.release.manifest import (
     upgrade_path,
 )
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
-from nobackfill.release.publishing.draft import Draft, described
+from nobackfill.release.publishing.draft import Draft, describe_file
 
 CREATED = "2026-01-01T00:00:00+00:00"
 
@@ -51,7 +51,7 @@ def draft(
     )
     write_encoder(encoder, size, "embedding", files[path])
     embedder = PublishedEmbedder(
-        file=described(path, files[path]),
+        file=describe_file(path, files[path]),
         height=size,
         width=size,
         dim=data.DIM,
@@ -93,7 +93,7 @@ def _side_encoder(
     files[path] = folder / path
     write_encoder(Projected(size, data.SIDE_DIM, 99, unit=False), size, "side", files[path])
     return PublishedSideEncoder(
-        file=described(path, files[path]), dim=data.SIDE_DIM, origin_release=number
+        file=describe_file(path, files[path]), dim=data.SIDE_DIM, origin_release=number
     )
 
 
@@ -111,8 +111,8 @@ def _upgrade(
         from_side_space=source.side_space,
         from_side_dim=data.SIDE_DIM,
         method="fct",
-        file=described(path, files[path]),
-        int8_file=described(twin, files[twin]),
+        file=describe_file(path, files[path]),
+        int8_file=describe_file(twin, files[twin]),
         side="carries",
         predicts_uncertainty=False,
     )
@@ -143,5 +143,5 @@ def _probed(folder: Path, manifest: Manifest, files: dict[str, Path], size: int)
     with (folder / path).open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
     files[path] = folder / path
-    probes = manifest.probes.model_copy(update={"file": described(path, files[path])})
+    probes = manifest.probes.model_copy(update={"file": describe_file(path, files[path])})
     return Draft(manifest.model_copy(update={"probes": probes}), files)

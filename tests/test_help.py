@@ -62,7 +62,7 @@ def told(parameter: Parameter) -> tuple[str, str | None]:
 
 def applied() -> Mapping[str, object]:
     """Defaults that stand elsewhere in the code than in the option."""
-    proto, keys = proto_defaults(), Keys.beside(Path("/MODEL_REPO"))
+    proto, keys = proto_defaults(), Keys.of(Path("/MODEL_REPO"))
     points, declared = OperatingPoints(), Declaration()
     activation = {
         "spare_cores": proto["ActivateReleaseRequest.spare_cores"],

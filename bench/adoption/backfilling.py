@@ -10,7 +10,7 @@ from nobackfill.adopt.judgement import Queries, blocked, measure_figures
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Doubles
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 # New queries [q, b] -> old space [q, a].
 Turn = Callable[[Vectors], Vectors]
@@ -25,7 +25,7 @@ def turned_back(pairs: Pairs, seed: int = 0) -> Turn:
     held, rest = np.split(rng.permutation(len(pairs)), [len(pairs) // 5])
     start = fit_maps(pairs.new[rest], pairs.old[rest], kinds=["affine"])["affine"]
     state = _Adam(np.concatenate([start.weight, start.bias[:, None]], axis=1).astype(np.float64))
-    old, new = normalised(pairs.old), normalised(pairs.new)
+    old, new = normalise(pairs.old), normalise(pairs.new)
     best, kept = state.value, -1.0
     for _ in range(_EPOCHS + 1):
         share = _kept(_turn(state.value), old[held], new[held])
@@ -41,7 +41,7 @@ def turned_back(pairs: Pairs, seed: int = 0) -> Turn:
 def _turn(weight: Doubles) -> Turn:
     def turn(queries: Vectors) -> Vectors:
         turned = queries @ weight[:, :-1].T + weight[:, -1]
-        return normalised(np.asarray(turned, np.float32))
+        return normalise(np.asarray(turned, np.float32))
 
     return turn
 

@@ -12,7 +12,7 @@ from nobackfill.adopt.maps import LEFT_OUT, fit_maps, is_unit
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.ridge import Floats, Moments, in_blocks
 from nobackfill.serving.fusion import Block, hubs
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 COUNTS = (100, 250, 500, 1000, 2000, 5000)
 # Draws of pairs: of fewer there are more, where a map does not take seconds.
@@ -47,7 +47,7 @@ def maps_alone(trial: Trial) -> list[Row]:
         for draw in range(draws):
             part = slice(draw * count, (draw + 1) * count)
             pairs = Pairs(source.ids[part], source.old[part], source.new[part])
-            crowd = normalised(trial.new.titles[: trial.queries][:CROWD])
+            crowd = normalise(trial.new.titles[: trial.queries][:CROWD])
             for way, figures in _ways(pairs, gallery, asked, alike, crowd).items():
                 found.setdefault(way, []).append(figures)
         named: Row = {"pair": trial.name, "pairs": count, "draws": draws}
@@ -68,7 +68,7 @@ def _ways(
     unit = is_unit(pairs.new)
     blocks = in_blocks(pairs.old, pairs.new)
     straight = {
-        "ridge": ridge.fit(blocks, left_out=LEFT_OUT),
+        "ridge": ridge.fit(blocks, sample=LEFT_OUT),
         "ridge, fixed": ridge.solve(Moments.of(blocks()), FIXED),
     }
     carried = {kind: one(gallery.old) for kind, one in fit_maps(pairs.old, pairs.new).items()}
@@ -82,10 +82,10 @@ def _ways(
     }
     ours = carried[OURS]
     means = ours.mean(0), pairs.new.mean(0)
-    moved = normalised(ours - means[0])
+    moved = normalise(ours - means[0])
 
     def centred(queries: Queries) -> Figures:
-        by_new = normalised(queries.new - means[1])
+        by_new = normalise(queries.new - means[1])
         return _judged(blocked(by_new, moved), gallery, queries)
 
     def crowded(queries: Queries) -> Figures:
@@ -98,7 +98,7 @@ def _ways(
 
 def _ended(vectors: Floats, unit: bool) -> Vectors:
     made = np.asarray(vectors, np.float32)
-    return normalised(made) if unit else made
+    return normalise(made) if unit else made
 
 
 def _judged(block: Block, gallery: Pairs, queries: Queries) -> Figures:

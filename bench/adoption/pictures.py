@@ -16,7 +16,7 @@ from demo.adoption import lite
 from demo.adoption.pictures import second_view
 from nobackfill.adopt.embedding import open_embedder
 from nobackfill.adopt.embedding.embedder import Embedder
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 _BATCH = 16
 
@@ -71,7 +71,7 @@ def _by(embedder: Embedder, images: list[bytes]) -> Vectors:
     """Rows of norm 1."""
     starts = range(0, len(images), _BATCH)
     parts = [embedder.embed(images[first : first + _BATCH]) for first in starts]
-    return normalised(np.concatenate(parts))
+    return normalise(np.concatenate(parts))
 
 
 def _view(file: Path, row: int) -> bytes:

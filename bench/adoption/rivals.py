@@ -13,7 +13,7 @@ from nobackfill.adopt.judgement import Queries, figure_of
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs, clusters
 from nobackfill.ridge import Doubles
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 # Old vectors [n, a] -> carried vectors [n, b].
 Carrier = Callable[[Vectors], Vectors]
@@ -86,18 +86,18 @@ def local(pairs: Pairs, seed: int = 0) -> Carrier:
             cluster = clusters(some.old, int(count), np.random.default_rng(seed))
             parts = [np.flatnonzero(cluster == one) for one in range(cluster.max() + 1)]
             parts = [part for part in parts if len(part) > 10]
-            centres = normalised(np.stack([some.old[part].mean(0) for part in parts]))
+            centres = normalise(np.stack([some.old[part].mean(0) for part in parts]))
             more = [corrected(whole, _part(some, part)) for part in parts]
 
             def carry(vectors: Vectors) -> Vectors:
-                near = np.exp((normalised(vectors) @ centres.T - 1) / _TEMPERATURE)
+                near = np.exp((normalise(vectors) @ centres.T - 1) / _TEMPERATURE)
                 near /= near.sum(1, keepdims=True)
                 blend = sum(
                     near[:, [one]] * (vectors @ own.weight.T + own.bias)
                     for one, own in enumerate(more)
                 )
                 carried = np.asarray(blend, np.float32)
-                return normalised(carried) if whole.unit else carried
+                return normalise(carried) if whole.unit else carried
 
             return carry
 

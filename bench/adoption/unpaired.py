@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import clusters
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 # Draws of anchors, anchors a draw, starts of a matching: half as many and a third of the author's.
 _DRAWS, _ANCHORS, _STARTS = 15, 20, 10
@@ -24,14 +24,14 @@ def without_pairs(old: Vectors, new: Vectors, seed: int = 0) -> Map:
     """
     rng = np.random.default_rng(seed)
     means = old.mean(0), new.mean(0)
-    x, y = normalised(old - means[0]), normalised(new - means[1])
+    x, y = normalise(old - means[0]), normalise(new - means[1])
     anchors = [_matched(_centres(x, rng), _centres(y, rng), rng) for _ in range(_DRAWS)]
-    by_old, by_new = (normalised(np.concatenate(side)) for side in zip(*anchors, strict=True))
-    like = normalised(x @ by_old.T) @ normalised(y @ by_new.T).T
+    by_old, by_new = (normalise(np.concatenate(side)) for side in zip(*anchors, strict=True))
+    like = normalise(x @ by_old.T) @ normalise(y @ by_new.T).T
     rotation = _rotation(x, _stand_in(like, y))
     for _ in range(_ROUNDS):
         some = x[rng.choice(len(x), min(_ROUND_ROWS, len(x)), replace=False)]
-        turned = normalised((some @ rotation).astype(np.float32))
+        turned = normalise((some @ rotation).astype(np.float32))
         found = _rotation(some, _stand_in(turned @ y.T, y))
         rotation = (rotation + found) / 2
     weight = rotation.T.astype(np.float32)
@@ -47,7 +47,7 @@ def _matched(old: Vectors, new: Vectors, rng: np.random.Generator) -> tuple[Vect
     """Both in one order: the assignment that makes their similarities agree most, by exchanging two
     at a time from several starts (quadratic assignment, 2-opt)."""
     count = min(len(old), len(new))
-    one, two = (_centred(normalised(side[:count])) for side in (old, new))
+    one, two = (_centred(normalise(side[:count])) for side in (old, new))
     best, most = np.arange(count), -np.inf
     for _ in range(_STARTS):
         order = rng.permutation(count)

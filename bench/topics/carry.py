@@ -14,7 +14,7 @@ from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import WINDOW
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 from tests.support.postgres import running
 
 DIM = 384
@@ -78,7 +78,7 @@ def _fill(connection: Connection, size: int, rng: np.random.Generator) -> None:
     _run(connection, "CREATE TABLE original (id bigint, embedding vector(384))")
     for first in range(0, size, WINDOW):
         count = min(WINDOW, size - first)
-        vectors = normalised(rng.standard_normal((count, DIM)).astype(np.float32))
+        vectors = normalise(rng.standard_normal((count, DIM)).astype(np.float32))
         _write(connection, "COPY original FROM STDIN (FORMAT BINARY)",
                _rows(np.arange(first, first + count), vectors))  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""Images in class folders: listed by name, decoded as everywhere.
+"""List and decode images in class folders.
 
-A listing is ordered by class name, then file name, and so is the same on any machine.
+A listing is ordered by class name, then by file name, and so is the same on every machine.
 """
 
 import hashlib
@@ -25,40 +25,56 @@ log = logging.getLogger(__name__)
 
 Labels = NDArray[np.int64]
 Images = NDArray[np.uint8]
-# Images that a thread decodes in its turn.
+# Images that a thread decodes before it takes the next batch.
 _AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The images of a folder of class folders."""
+    """The images of a folder of class folders.
+
+    Attributes:
+        root: The folder.
+        class_names: Names of the classes, in order.
+        paths: Path of each image relative to root, with forward slashes.
+        labels: int64 [n], for each image an index into class_names.
+    """
 
     root: Path
     class_names: tuple[str, ...]
-    # Relative to root, with forward slashes.
     paths: tuple[str, ...]
-    # int64 [n], an index into class_names.
     labels: Labels
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def select(self, rows: NDArray[np.int64]) -> "Listing":
-        """The images of `rows`, class names and labels unchanged."""
+        """Return a listing of some images, with the same classes and labels.
+
+        Args:
+            rows: int64, indices of images.
+        """
         paths = tuple(self.paths[row] for row in rows)
         return Listing(self.root, self.class_names, paths, self.labels[rows])
 
     def class_of(self, row: int) -> str:
-        """The name of an image's class."""
+        """Return the name of the class of an image."""
         return self.class_names[int(self.labels[row])]
 
 
 def list_images(root: Path, classes: int | None = None, class_list: Path | None = None) -> Listing:
-    """List the first `classes` class folders (all when None), by name or as `class_list` has them.
+    """List the images of class folders, ordered by class, then by file name.
 
-    Raises ConfigurationError for no such folder or list, InvalidInputError for no class folder,
-    fewer class folders than asked for, one that is listed and not there, or a class folder without
-    an image (named).
+    Args:
+        root: A folder of class folders.
+        classes: Number of classes to use, from the first on; None for all.
+        class_list: A file with a class folder at the start of each line, which gives the order;
+            None for all folders by name.
+
+    Raises:
+        ConfigurationError: `root` or `class_list` cannot be read.
+        InvalidInputError: No class folder, fewer than `classes`, a listed folder that is missing,
+            listed twice or inside another, or a class folder without an image.
     """
     if not root.is_dir():
         raise ConfigurationError(
@@ -79,7 +95,7 @@ def list_images(root: Path, classes: int | None = None, class_list: Path | None 
     for folder, of_class in files.items():
         if not of_class:
             raise InvalidInputError(f"class folder {folder} holds no image; remove or fill it")
-    return _listed(root, files)
+    return _listing(root, files)
 
 
 def _named_folders(root: Path, class_list: Path) -> list[Path]:
@@ -92,14 +108,16 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
     names = [PurePosixPath(name).as_posix() for name in firsts]
     inside = [name for name in names if name != "." and ".." not in name.split("/")]
     missing = [name for name in names if name not in inside or not (root / name).is_dir()]
-    twice = [name for name, times in Counter(names).items() if times > 1]
-    # Its images would be of both classes.
-    known = set(names)
-    nested = [name for name in names if known & {p.as_posix() for p in PurePosixPath(name).parents}]
+    duplicates = [name for name, times in Counter(names).items() if times > 1]
+    # Images of a nested folder would belong to both classes.
+    unique = set(names)
+    nested = [
+        name for name in names if unique & {p.as_posix() for p in PurePosixPath(name).parents}
+    ]
     for wrong, what in (
         (missing, "are no folders"),
-        (twice, "are listed twice"),
-        (nested, "lie in another of the list"),
+        (duplicates, "are listed twice"),
+        (nested, "lie inside another listed class"),
     ):
         if wrong:
             raise InvalidInputError(
@@ -110,9 +128,10 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
 
 
 def list_filled(root: Path) -> Listing:
-    """List the class folders that hold an image; of none where `root` is no folder."""
+    """List the class folders that hold at least one image; an empty listing where `root` is no
+    folder."""
     files = _files(_folders(root) if root.is_dir() else [])
-    return _listed(root, {folder: of_class for folder, of_class in files.items() if of_class})
+    return _listing(root, {folder: of_class for folder, of_class in files.items() if of_class})
 
 
 def _folders(root: Path) -> list[Path]:
@@ -120,19 +139,19 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _files(folders: list[Path]) -> dict[Path, list[Path]]:
-    """The images of each class folder; what else is there is named in the log."""
+    """Return the images of each class folder; log a warning that counts other files."""
     files: dict[Path, list[Path]] = {}
     others: list[Path] = []
     for folder in folders:
         files[folder] = []
-        for at, below, names in os.walk(folder):
-            links = [name for name in below if Path(at, name).is_symlink()]
-            below[:] = [name for name in below if not is_clutter(name)]
+        for inside, folders_inside, names in os.walk(folder):
+            links = [name for name in folders_inside if Path(inside, name).is_symlink()]
+            folders_inside[:] = [name for name in folders_inside if not is_clutter(name)]
             for name in (*names, *links):
                 if is_clutter(name):
                     continue
-                taken = name.lower().endswith(SUFFIXES) and name not in links
-                (files[folder] if taken else others).append(Path(at, name))
+                is_image = name.lower().endswith(SUFFIXES) and name not in links
+                (files[folder] if is_image else others).append(Path(inside, name))
         files[folder].sort()
     if others:
         kinds = Counter(path.suffix.lower() or "no suffix" for path in others)
@@ -143,7 +162,7 @@ def _files(folders: list[Path]) -> dict[Path, list[Path]]:
     return files
 
 
-def _listed(root: Path, files: Mapping[Path, list[Path]]) -> Listing:
+def _listing(root: Path, files: Mapping[Path, list[Path]]) -> Listing:
     paths = tuple(p.relative_to(root).as_posix() for of_class in files.values() for p in of_class)
     counts = np.array([len(of_class) for of_class in files.values()], np.int64)
     labels = np.repeat(np.arange(len(files)), counts)
@@ -153,25 +172,43 @@ def _listed(root: Path, files: Mapping[Path, list[Path]]) -> Listing:
 
 
 def by_digest(listing: Listing, seed: int) -> Iterator[NDArray[np.int64]]:
-    """The rows of each class, by the digest of the seed and each file's name."""
+    """Yield, for each class, its rows in the order of a seeded digest of the file names.
+
+    The order is reproducible on every machine and does not follow the file names.
+
+    Args:
+        listing: The images.
+        seed: Changes the order.
+
+    Yields:
+        int64, rows of a class; one array for each class, in order.
+    """
 
     def digest(row: np.int64) -> bytes:
-        named = f"{seed}:{listing.paths[row]}"
-        return hashlib.sha256(named.encode("utf-8", "surrogateescape")).digest()
+        key = f"{seed}:{listing.paths[row]}"
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
     counts = np.bincount(listing.labels, minlength=len(listing.class_names))
-    together = np.argsort(listing.labels, kind="stable")
-    for rows in np.split(together, np.cumsum(counts)[:-1]):
+    order = np.argsort(listing.labels, kind="stable")
+    for rows in np.split(order, np.cumsum(counts)[:-1]):
         yield np.array(sorted(rows, key=digest), np.int64)
 
 
 def digests(listing: Listing) -> list[str]:
-    """SHA-256 of each file. Raises InvalidInputError naming one that cannot be read."""
+    """Compute the SHA-256 of each file.
+
+    Raises:
+        InvalidInputError: A file cannot be read; the message names it.
+    """
     return [digest(listing.root / path) for path in listing.paths]
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file. Raises InvalidInputError where it cannot be read."""
+    """Compute the SHA-256 of a file.
+
+    Raises:
+        InvalidInputError: It cannot be read.
+    """
     try:
         return sha256_file(file)
     except OSError as error:
@@ -183,10 +220,22 @@ def decode(
     shortest: int | None = None, interpolation: Interpolation = "bilinear",
     margin: Margin = "nearest",
 ) -> Images:  # fmt: skip
-    """Decode every image to uint8 [n,height,width,3], square where no width is given; `fit`,
-    `shortest`, `interpolation` and `margin` as in `nobackfill.framing.Frame`.
+    """Decode every image of a listing in threads, one for each core.
 
-    Raises InvalidInputError naming the first file that is no image.
+    Args:
+        listing: n images.
+        height: Rows of each result.
+        width: Columns of each result, by default `height`.
+        fit: As in `nobackfill.framing.Frame`.
+        shortest: As in `nobackfill.framing.Frame`.
+        interpolation: As in `nobackfill.framing.Frame`.
+        margin: As in `nobackfill.framing.Frame`.
+
+    Returns:
+        uint8 [n, height, width, 3].
+
+    Raises:
+        InvalidInputError: A file is no image; the message names the first one.
     """
     frame = Frame(height, width or height, fit, shortest, interpolation, margin)
     images = np.empty((len(listing), frame.height, frame.width, 3), np.uint8)
@@ -205,8 +254,8 @@ def decode(
             one(row)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        # Some at a time: of small images a thread's turn costs as much as one. Consumed, so that
-        # the first failure is raised here.
+        # In batches: for small images, scheduling a thread costs as much as decoding. The loop
+        # consumes the results, so that the first failure is raised here.
         for _ in pool.map(some, range(0, len(listing), _AT_ONCE)):
             pass
     return images

@@ -1,4 +1,5 @@
-"""Digests: the names of files and of vector spaces."""
+"""Compute the digests that name files and vector spaces, and the hash that assigns callers to a
+share."""
 
 import hashlib
 import json
@@ -9,18 +10,22 @@ from types import MappingProxyType
 from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Metric
 
-# What the id of a release's space begins with; no other digest does.
+# Prefix of the id of a release's space; no other digest has it.
 SPACE = "sp-"
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a regular file. Raises OSError."""
+    """Return the SHA-256 of a regular file, as 64 hex digits.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_bytes(data: bytes) -> str:
-    """Hex SHA-256."""
+    """Return the SHA-256 of bytes, as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -34,11 +39,21 @@ def space_id(
     unit: bool,
     more: Mapping[str, str | int] = MappingProxyType({}),
 ) -> str:
-    """The id of a release's vector space, `sp-` and 64 hex digits.
+    """Return the id of a release's vector space: `sp-` and 64 hex digits.
 
-    It covers all that changes what a vector means or how two are compared: the embedder file and
-    its input size in pixels (None without one), the dimension, the metric, whether vectors have
-    norm 1, and what there is `more`, as a text encoder.
+    The id covers all that changes what a vector means or how two vectors are compared.
+
+    Args:
+        embedder_sha256: SHA-256 of the image embedder's file in hex, None without one.
+        height: Rows of the embedder's input in pixels, None without one.
+        width: Columns of the embedder's input in pixels, None without one.
+        dim: The dimension of a vector.
+        metric: How distances are computed.
+        unit: Whether vectors have norm 1.
+        more: Further fields of the digest, such as a text encoder.
+
+    Raises:
+        InvalidInputError: `embedder_sha256` is not 64 lower-case hex digits.
     """
     fields: dict[str, str | int | bool] = {"dim": dim, "metric": metric, "unit": unit, **more}
     if embedder_sha256 is not None and height is not None and width is not None:
@@ -47,7 +62,14 @@ def space_id(
 
 
 def side_space_id(encoder_sha256: str) -> str:
-    """The id of a side-information encoder's space, `ss-` and 64 hex digits."""
+    """Return the id of a side-information encoder's space: `ss-` and 64 hex digits.
+
+    Args:
+        encoder_sha256: SHA-256 of the encoder's file in hex.
+
+    Raises:
+        InvalidInputError: It is not 64 lower-case hex digits.
+    """
     return "ss-" + _digest({"side_encoder": _hex64(encoder_sha256)})
 
 
@@ -63,21 +85,36 @@ def _digest(fields: dict[str, str | int | bool]) -> str:
 
 
 def share_digest(release: int, key: str) -> int:
-    """Of a caller's or a device's key, 64 bits; another one for each release, so that it is not
-    always the same who meet the new first."""
+    """Hash the key of a caller or device to 64 bits, differently for each release.
+
+    The hash depends on the release, so that different callers are the first to get each release.
+
+    Args:
+        release: Number of the release.
+        key: Any text that identifies the caller or device.
+    """
     text = f"{release}/{key}".encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
 
 
 def in_share(key: int, share: float) -> bool:
-    """Whether a key, by its digest, belongs to a share of 0 to 1."""
+    """Check whether a key belongs to a share of all keys.
+
+    Args:
+        key: The digest of the key, from `share_digest`.
+        share: 0 to 1.
+    """
     return key < share * 2.0**64
 
 
 def percent(text: str) -> float:
-    """A share written in percent, with or without its sign: "5%" is 0.05.
+    """Parse a share in percent, with or without the sign: "5%" gives 0.05.
 
-    Raises InvalidInputError for what is not above 0 and at most 100.
+    Returns:
+        A share above 0 and at most 1.
+
+    Raises:
+        InvalidInputError: The text is no number, or not above 0 and at most 100.
     """
     try:
         share = float(text.strip().removesuffix("%")) / 100

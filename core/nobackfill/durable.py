@@ -1,8 +1,8 @@
-"""The one module of durable writes: what returns has reached the disk, what fails left no trace.
+"""Write files and SQLite commits durably: success means on disk, failure leaves no trace.
 
-Every write of a file, every rename and both sides of every SQLite commit is a step that a test can
-make fail (NOBACKFILL_FAULT). Temporary files are called `.tmp-…`; `sweep` removes those of killed
-processes. OSError becomes CannotWriteError here, so callers need no handling of their own.
+Each file write, each rename and both sides of each SQLite commit is a step that a test can make
+fail (NOBACKFILL_FAULT). Temporary files are called `.tmp-...`; `sweep` removes those of killed
+processes. Every OSError becomes CannotWriteError here, so that callers need no handlers.
 """
 
 import contextlib
@@ -28,13 +28,12 @@ from nobackfill.errors import (
     NobackfillError,
 )
 
-# Fault hooks of the durable writes: a test can make any single step fail.
-#
-# `NOBACKFILL_FAULT` holds `KIND@N` or `KIND@N+`: the N-th durable step of the process (from 1), or
-# every one from the N-th on. Kinds: `kill` (SIGKILL before the step), `short` (half of the bytes
-# are written, then SIGKILL; a step that writes nothing is killed before it), `eio` and `enospc`
-# (the step raises OSError instead of happening). A driver raises N until a run ends without firing;
-# then every step has failed once.
+# Fault injection: a test can make any single durable step fail.
+# `NOBACKFILL_FAULT` is `KIND@N` or `KIND@N+`: the N-th step of the process, from 1, or every step
+# from the N-th on. Kinds: `kill` (SIGKILL before the step), `short` (write half of the bytes, then
+# SIGKILL; a step that writes nothing is killed before it), `eio` and `enospc` (raise OSError in
+# place of the step). A test raises N until a run ends without a fault; then every step has failed
+# once.
 
 VARIABLE = "NOBACKFILL_FAULT"
 
@@ -43,10 +42,14 @@ _SPEC = re.compile(r"^(kill|short|eio|enospc)@([1-9][0-9]*)(\+?)\Z")
 
 @dataclass(frozen=True)
 class Operation:
-    """One durable step, as told to an observer after it happened.
+    """A durable step that has happened, for an observer.
 
-    `kind`: mkdir, create, write, fsync, rename (`path` to `target`), unlink, rmdir, fsync_dir,
-    begin, before_commit, after_commit. `data` holds the bytes of a write.
+    Attributes:
+        kind: mkdir, create, write, fsync, rename, unlink, rmdir, fsync_dir, begin, before_commit or
+            after_commit.
+        path: The file or folder.
+        target: The new path of a rename.
+        data: The bytes of a write.
     """
 
     kind: str
@@ -56,29 +59,36 @@ class Operation:
 
 
 class Faults:
-    """The armed fault, the count of steps so far, and the observer of a power-loss test."""
+    """The fault to inject, the number of steps so far, and the observer of a power-loss test."""
 
     def __init__(self, spec: str | None) -> None:
-        """Raises ConfigurationError for a spec that is none of the kinds above."""
+        """Arm a fault, see `arm`."""
         self.observer: Callable[[Operation], None] | None = None
         self.arm(spec)
 
     def arm(self, spec: str | None) -> None:
-        """Count from zero again, with another fault or none."""
-        found = _SPEC.match(spec) if spec else None
-        if spec and found is None:
+        """Count steps from zero again, and set the fault to inject.
+
+        Args:
+            spec: `KIND@N` or `KIND@N+`; None for no fault.
+
+        Raises:
+            ConfigurationError: Another text.
+        """
+        match = _SPEC.match(spec) if spec else None
+        if spec and match is None:
             raise ConfigurationError(
                 f"{VARIABLE}: expected kill@N, short@N, eio@N or enospc@N (N+ for every step from "
                 f"N on), got {spec!r}"
             )
-        self._kind = found[1] if found else ""
-        self._at = int(found[2]) if found else 0
-        self._onwards = bool(found and found[3])
+        self._kind = match[1] if match else ""
+        self._at = int(match[2]) if match else 0
+        self._onwards = bool(match and match[3])
         self.steps = 0
         self.fired = False
 
-    def due(self) -> str:
-        """Count one step; the kind of the fault that falls on it, or ''."""
+    def count_step(self) -> str:
+        """Count a step, and return the kind of the fault to inject at it, or ""."""
         self.steps += 1
         hit = self.steps >= self._at if self._onwards else self.steps == self._at
         if not self._kind or not hit:
@@ -87,14 +97,22 @@ class Faults:
         return self._kind
 
     def strike(self, kind: str, path: Path) -> None:
-        """Let the fault happen."""
+        """Inject a fault: kill this process, or raise OSError.
+
+        Args:
+            kind: kill, short, eio or enospc.
+            path: The file, for the message of the OSError.
+
+        Raises:
+            OSError: With EIO or ENOSPC, unless the kind kills.
+        """
         if kind in ("kill", "short"):
             os.kill(os.getpid(), signal.SIGKILL)
         code = errno.EIO if kind == "eio" else errno.ENOSPC
         raise OSError(code, os.strerror(code), str(path))
 
-    def happened(self, operation: Operation) -> None:
-        """Tell the observer, if there is one."""
+    def report(self, operation: Operation) -> None:
+        """Pass a step that has happened to the observer, if there is one."""
         if self.observer is not None:
             self.observer(operation)
 
@@ -106,15 +124,22 @@ _UNWRITABLE = (
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_PERM,
 )  # fmt: skip
-# What a wrong program meets, never a damaged file.
+# Errors of a wrong program, never of a damaged file.
 _OURS = (sqlite3.ProgrammingError, sqlite3.NotSupportedError, sqlite3.InternalError)
 
 
 def refusal(path: Path, error: sqlite3.Error) -> NobackfillError | None:
-    """What SQLite's error means for the file at `path`; None where it is a mistake of ours.
+    """Translate SQLite's error for a file into an error of this project.
 
-    Our statements are right for a whole file: one that misses a table or meets a value of another
-    kind is damage.
+    The statements of this project are right for an intact file. A file that lacks a table, or has a
+    value of another type, is damaged.
+
+    Args:
+        path: The SQLite file, for the message.
+        error: The error of the sqlite3 module.
+
+    Returns:
+        BusyError, CannotWriteError or DamagedError; None where the statement itself is wrong.
     """
     code = getattr(error, "sqlite_errorcode", 0)
     if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
@@ -130,14 +155,23 @@ def refusal(path: Path, error: sqlite3.Error) -> NobackfillError | None:
 
 
 @contextlib.contextmanager
-def refusing_sqlite(path: Path) -> Iterator[None]:
-    """SQLite's errors about a lock or the disk as ours. Raises BusyError, CannotWriteError."""
+def translate_sqlite_errors(path: Path) -> Iterator[None]:
+    """Raise SQLite's errors about locks and disks as errors of this project; leave others as they
+    are.
+
+    Args:
+        path: The SQLite file, for the message.
+
+    Raises:
+        BusyError: Another process holds the lock.
+        CannotWriteError: The disk is full or fails, or the file is not writable.
+    """
     try:
         yield
     except sqlite3.OperationalError as error:
-        found = refusal(path, error)
-        if isinstance(found, BusyError | CannotWriteError):
-            raise found from error
+        translation = refusal(path, error)
+        if isinstance(translation, BusyError | CannotWriteError):
+            raise translation from error
         raise
 
 
@@ -152,9 +186,20 @@ _ADVICE = {
 
 
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Put `data` at `path`, wholly or not at all, whatever was there. Raises CannotWriteError."""
+    """Replace the content of a file atomically, or create the file.
+
+    After a crash, the file has either its old or its new content.
+
+    Args:
+        path: The file; its folder must exist.
+        data: The new content.
+        mode: Permissions of the file.
+
+    Raises:
+        CannotWriteError: The file keeps its old content.
+    """
     temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}"
-    with _refusing(path):
+    with _translate_os_errors(path):
         try:
             _create(temporary, mode)
             _write(temporary, data)
@@ -166,9 +211,19 @@ def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def write_into(spare: Path, path: Path, data: bytes) -> None:
-    """Put `data` at `path` as `write_file` does, in the blocks that file `spare` has: on a full
-    disk, too, where no more than those are needed. Raises CannotWriteError."""
-    with _refusing(path):
+    """Replace a file atomically, reusing the disk blocks of a spare file.
+
+    Works on a full disk, too, as long as the data needs no more blocks than the spare file has.
+
+    Args:
+        spare: A file in the same file system; it is renamed to `path`.
+        path: The file.
+        data: The new content.
+
+    Raises:
+        CannotWriteError: `path` keeps its old content.
+    """
+    with _translate_os_errors(path):
         with _step("write", spare), spare.open("r+b") as file:
             file.write(data)
             file.truncate()
@@ -178,12 +233,19 @@ def write_into(spare: Path, path: Path, data: bytes) -> None:
 
 
 def append(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
-    """Add `data` (bytes, or a view of some) at the end of a file, made if missing. After a crash
-    part of it may be there.
+    """Add bytes at the end of a file; create it if it is missing.
 
-    Raises CannotWriteError.
+    After a crash, a part of the bytes may be there.
+
+    Args:
+        path: The file; its folder must exist.
+        data: Bytes, or a view of bytes.
+        mode: Permissions of a new file.
+
+    Raises:
+        CannotWriteError: A part of the bytes may be there.
     """
-    with _refusing(path):
+    with _translate_os_errors(path):
         new = not path.exists()
         if new:
             _create(path, mode)
@@ -194,8 +256,16 @@ def append(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
 
 
 def make_dir(path: Path, mode: int = 0o755) -> None:
-    """Make a folder and those above it, unless they exist. Raises CannotWriteError."""
-    with _refusing(path):
+    """Make a folder and its parents, unless they exist.
+
+    Args:
+        path: The folder.
+        mode: Permissions of new folders.
+
+    Raises:
+        CannotWriteError: A folder cannot be made.
+    """
+    with _translate_os_errors(path):
         if path.is_dir():
             return
         if not path.parent.is_dir():
@@ -206,8 +276,16 @@ def make_dir(path: Path, mode: int = 0o755) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Move a finished file over `target`, on the same file system. Raises CannotWriteError."""
-    with _refusing(target):
+    """Move a finished file to a new name, in place of any file there.
+
+    Args:
+        source: The file; its content is synced first.
+        target: The new name, in the same file system.
+
+    Raises:
+        CannotWriteError: The file cannot be moved.
+    """
+    with _translate_os_errors(target):
         _fsync(source)
         _rename(source, target)
         _fsync_dir(target.parent)
@@ -216,11 +294,17 @@ def replace(source: Path, target: Path) -> None:
 
 
 def publish_dir(source: Path, target: Path) -> None:
-    """Make a finished folder visible under its name, its content first brought to the disk.
+    """Rename a finished folder to its final name, after syncing all its content.
 
-    Raises AlreadyExistsError if something has that name, CannotWriteError.
+    Args:
+        source: The folder.
+        target: The new name, in the same file system.
+
+    Raises:
+        AlreadyExistsError: `target` exists.
+        CannotWriteError: The disk fails.
     """
-    with _refusing(target):
+    with _translate_os_errors(target):
         if target.exists() or target.is_symlink():
             raise AlreadyExistsError(
                 f"{target}: exists already; published folders stay as they are"
@@ -236,8 +320,12 @@ def publish_dir(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, if it is there. Raises CannotWriteError."""
-    with _refusing(path):
+    """Remove a file, a link or a folder with its content; do nothing if it is missing.
+
+    Raises:
+        CannotWriteError: Something cannot be removed.
+    """
+    with _translate_os_errors(path):
         if path.is_symlink() or path.is_file():
             _unlink(path)
         elif path.is_dir():
@@ -253,10 +341,17 @@ def remove_tree(path: Path) -> None:
 
 
 def sweep(folder: Path, name: str = "") -> list[Path]:
-    """Remove the temporary files that killed processes left in `folder`; call it under the lock.
+    """Remove the temporary files that killed processes left in a folder. Call it under the lock.
 
-    With `name`, only those that were to become this file. Returns what was removed. Raises
-    CannotWriteError.
+    Args:
+        folder: The folder.
+        name: If not empty, remove only temporary files of the file with this name.
+
+    Returns:
+        The removed paths, sorted.
+
+    Raises:
+        CannotWriteError: One cannot be removed.
     """
     stale = sorted(folder.glob(f"{TEMPORARY}{glob.escape(name)}*"))
     for path in stale:
@@ -266,19 +361,22 @@ def sweep(folder: Path, name: str = "") -> list[Path]:
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """`BEGIN IMMEDIATE` … `COMMIT`, rolled back on any error. Not to be nested.
+    """Run the block in one SQLite transaction (BEGIN IMMEDIATE); roll back on any error.
 
-    The connection must have `isolation_level=None`. Raises BusyError when another process keeps the
-    database for longer than its busy_timeout, CannotWriteError on a full disk or an I/O error.
+    Do not nest transactions. The connection must have `isolation_level=None`.
+
+    Raises:
+        BusyError: Another process held the lock for longer than busy_timeout.
+        CannotWriteError: The disk is full or fails.
     """
     name = connection.execute("PRAGMA database_list").fetchone()[2]
     path = Path(name or ":memory:")
-    with _refusing(path), refusing_sqlite(path), _step("begin", path):
+    with _translate_os_errors(path), translate_sqlite_errors(path), _step("begin", path):
         connection.execute("BEGIN IMMEDIATE")
     try:
-        with refusing_sqlite(path):
+        with translate_sqlite_errors(path):
             yield connection
-        with _refusing(path), refusing_sqlite(path):
+        with _translate_os_errors(path), translate_sqlite_errors(path):
             with _step("before_commit", path):
                 pass
             connection.execute("COMMIT")
@@ -287,16 +385,23 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
-    with _refusing(path), _step("after_commit", path):
+    with _translate_os_errors(path), _step("after_commit", path):
         pass
 
 
 @contextlib.contextmanager
 def lock(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
-    """Hold `path` as a lock; its holder's death frees it. The file stays, unless its holder removes
-    it.
+    """Hold a lock file during the block; the death of the holder frees it.
 
-    Raises BusyError if another holder has it for longer than `timeout_s` seconds, CannotWriteError.
+    The file stays, unless its holder removes it. Its folder is made if it is missing.
+
+    Args:
+        path: The lock file.
+        timeout_s: How long to wait for another holder, in seconds.
+
+    Raises:
+        BusyError: Another holder kept it for longer.
+        CannotWriteError: The file cannot be made.
     """
     deadline = time.monotonic() + timeout_s
     while (handle := _lock_file(path)) < 0:
@@ -310,10 +415,10 @@ def lock(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock_file(path: Path) -> int:
-    """A handle that holds the lock, -1 where another process has it or has just removed it."""
+    """Return a handle that holds the lock, -1 where another process has or has just removed it."""
     make_dir(path.parent)
     with contextlib.ExitStack() as undo:
-        with _refusing(path):
+        with _translate_os_errors(path):
             try:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
@@ -332,7 +437,7 @@ def _lock_file(path: Path) -> int:
 
 
 @contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _translate_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -344,10 +449,10 @@ def _refusing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _step(kind: str, path: Path, target: Path | None = None) -> Iterator[None]:
-    if fault := FAULTS.due():
+    if fault := FAULTS.count_step():
         FAULTS.strike(fault, path)
     yield
-    FAULTS.happened(Operation(kind, path, target))
+    FAULTS.report(Operation(kind, path, target))
 
 
 def _create(path: Path, mode: int) -> None:
@@ -356,16 +461,16 @@ def _create(path: Path, mode: int) -> None:
 
 
 def _write(path: Path, data: bytes | memoryview) -> None:
-    fault = FAULTS.due()
+    fault = FAULTS.count_step()
     if fault and fault != "short":
         FAULTS.strike(fault, path)
     with path.open("ab", buffering=0) as file:
-        rest = memoryview(data)[: len(data) // 2 if fault else len(data)]
-        while rest:
-            rest = rest[file.write(rest) :]
+        remainder = memoryview(data)[: len(data) // 2 if fault else len(data)]
+        while remainder:
+            remainder = remainder[file.write(remainder) :]
     if fault:
         FAULTS.strike(fault, path)
-    FAULTS.happened(Operation("write", path, data=data))
+    FAULTS.report(Operation("write", path, data=data))
 
 
 def _fsync(path: Path) -> None:

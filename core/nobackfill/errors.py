@@ -1,8 +1,8 @@
-"""The one error taxonomy: every refusal is one of these classes.
+"""Define every error that nobackfill raises on purpose.
 
-A class carries the process exit code; nobackfill.wire.statuses holds the gRPC status of each, for
-both ends of a call. Messages say what was expected, what came, and what to do next. They
-never hold vectors, tokens or image bytes, and list no more than `few` of anything.
+Each class carries the exit code of a process. `nobackfill.wire.statuses` maps each class to a gRPC
+status, for both ends of a call. A message says what was expected, what was found and what to do
+next. It never holds vectors, tokens or image bytes, and `few` shortens its lists.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,67 +10,76 @@ from typing import Any
 
 
 def few(values: Iterable[object]) -> str:
-    """At most three of them for a sentence, and how many more there are: "a, b, c and 239 more"."""
+    """Join up to three values for a sentence and count the others: "a, b, c and 239 more".
+
+    Args:
+        values: Values to list; an empty iterable gives "".
+    """
     listed = [str(value) for value in values]
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return ", ".join(listed[:3]) + more
 
 
 class NobackfillError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of every error that this project raises on purpose."""
 
     exit_code = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes: with what the class added, whatever its constructor takes."""
-        return _again, (type(self), self.args, self.__dict__)
+        """Pickle the error with the attributes of its class, whatever arguments its constructor
+        takes."""
+        return _restore, (type(self), self.args, self.__dict__)
 
 
-def _again(
-    kind: type[NobackfillError], arguments: tuple[Any, ...], added: dict[str, Any]
+def _restore(
+    kind: type[NobackfillError], arguments: tuple[Any, ...], attributes: dict[str, Any]
 ) -> NobackfillError:
     error = kind.__new__(kind, *arguments)
     error.args = arguments
-    error.__dict__.update(added)
+    error.__dict__.update(attributes)
     return error
 
 
 class NotFoundError(NobackfillError):
-    """A release, gallery, item or file that does not exist."""
+    """The release, gallery, item or file does not exist."""
 
     exit_code = 66
 
 
 class AlreadyExistsError(NobackfillError):
-    """A name or number that is taken; releases are immutable."""
+    """The name or number is in use; releases are immutable."""
 
     exit_code = 73
 
 
 class InvalidInputError(NobackfillError):
-    """Data that cannot be used: a wrong dimension, NaN, not an image, an image too large."""
+    """The data cannot be used: wrong dimension, NaN, not an image, an image too large."""
 
     exit_code = 65
 
 
 class TooLargeError(InvalidInputError):
-    """More bytes, queries or items than one call may carry."""
+    """The call carries more bytes, queries or items than one call may."""
 
 
 class DefectiveTokenizerError(InvalidInputError):
-    """A text that a model's tokenizer fails on by a defect of its own, or such a tokenizer."""
+    """The tokenizer of a model crashes by a defect of its own, on one text or on all."""
 
 
 class OutOfRangeError(InvalidInputError):
-    """An offset past the end of a file."""
+    """The offset lies past the end of a file."""
 
 
 class UnusableItemsError(InvalidInputError):
-    """Items that a model does not take, or one among them: others may well be taken."""
+    """The model rejects at least one of several items; others may be usable."""
 
 
 class UnusableRowsError(InvalidInputError):
-    """Some of many vectors cannot be used; `rows` are their numbers, the others are good."""
+    """Some of many vectors are unusable; the others are valid.
+
+    Attributes:
+        rows: Indices of the unusable vectors, from 0.
+    """
 
     def __init__(self, message: str, rows: Sequence[int]) -> None:
         super().__init__(message)
@@ -78,20 +87,24 @@ class UnusableRowsError(InvalidInputError):
 
 
 class VerificationError(NobackfillError):
-    """A digest, signature, ONNX check or golden probe that failed. Nothing was changed."""
+    """A digest, signature, ONNX check or golden probe failed; nothing was changed."""
 
     exit_code = 65
 
 
 class DamagedError(VerificationError):
-    """A gallery file with pages or rows that are no longer what was written."""
+    """A gallery file has pages or rows that differ from what was written."""
 
-    def __init__(self, path: object, found: object) -> None:
-        super().__init__(f"{path}: damaged ({found}); restore a backup, or make the gallery anew")
+    def __init__(self, path: object, damage: object) -> None:
+        super().__init__(f"{path}: damaged ({damage}); restore a backup, or make the gallery anew")
 
 
 class UnusableOutputError(VerificationError):
-    """A model gave no vectors for some of its inputs; `rows` are their numbers."""
+    """A model returned no usable vector for some of its inputs.
+
+    Attributes:
+        rows: Indices of these inputs, from 0.
+    """
 
     def __init__(self, message: str, rows: Sequence[int]) -> None:
         super().__init__(message)
@@ -99,98 +112,106 @@ class UnusableOutputError(VerificationError):
 
 
 class UnfitError(VerificationError):
-    """A release that is as it was signed, and yet cannot be used here: it needs a newer version of
-    this program, or breaks the rules. Others can be; it is named and passed over."""
+    """A release has valid signatures, but this program cannot use it.
+
+    Either the release needs a newer version of this program, or it breaks the release rules.
+    Readers log such a release and use another.
+    """
 
 
 class GateFailedError(NobackfillError):
-    """The release does not beat what it replaces (BCT Eq. 2), or nobody measured it."""
+    """The release does not beat its predecessor (BCT Eq. 2), or its quality was not measured."""
 
     exit_code = 65
 
 
 class PreconditionError(NobackfillError):
-    """The request cannot be answered in the present state; `reason` is a word machines can read."""
+    """The request cannot be answered in the present state.
+
+    Attributes:
+        reason: A word that programs can read; gRPC sends it in ErrorInfo.
+    """
 
     exit_code = 65
     reason = "PRECONDITION"
 
 
 class IncompatibleSpaceError(PreconditionError):
-    """A query of one space met a gallery of another, and no verified release allows the pair."""
+    """The query's space differs from the gallery's, and no verified release allows the pair."""
 
     reason = "INCOMPATIBLE_SPACE"
 
 
 class NeedsImageError(PreconditionError):
-    """The gallery lives in several spaces at present; the query needs its image or all vectors."""
+    """The gallery has vectors in several spaces at present; send the image, or a vector for each
+    space."""
 
     reason = "NEEDS_IMAGE"
 
 
 class NoEncoderError(PreconditionError):
-    """The release has no model of what was sent: no images, or no texts, are embedded by it."""
+    """The release has no model for this kind of input, image or text."""
 
     reason = "NO_ENCODER"
 
 
 class ReleaseRetiredError(PreconditionError):
-    """The query's space has reached its announced end."""
+    """The announced end of the query's space has passed."""
 
     reason = "RELEASE_RETIRED"
 
 
 class QuotaExceededError(PreconditionError):
-    """The vault holds as much as it may under this name."""
+    """The vault holds as many bytes as this name may store."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class ItemQuotaError(QuotaExceededError):
-    """The galleries of a token hold as many items as they may."""
+    """The galleries of this token hold as many items as it may store."""
 
 
 class UnavailableError(NobackfillError):
-    """A server, host or child process that does not answer."""
+    """A server, host or child process does not answer."""
 
     exit_code = 69
 
 
 class DeadlineError(UnavailableError):
-    """The caller's deadline passed before the answer was there."""
+    """The caller's deadline passed before the answer was ready."""
 
 
 class CancelledError(UnavailableError):
-    """The caller gave the call up before the answer was there."""
+    """The caller cancelled the call before the answer was ready."""
 
 
 class CannotWriteError(NobackfillError):
-    """Disk full, no permission, a read-only or missing folder."""
+    """A write failed: disk full, no permission, a read-only or missing folder."""
 
     exit_code = 73
 
 
 class BusyError(NobackfillError):
-    """Somebody else holds the lock; trying again later is right."""
+    """Another process holds the lock; try again later."""
 
     exit_code = 75
 
 
 class OverloadedError(BusyError):
-    """More work at once than the gateway takes on; trying again with a delay is right."""
+    """The gateway has as much work as it accepts; try again after a delay."""
 
 
 class NotPermittedError(NobackfillError):
-    """No token, a wrong token, or a role without the right."""
+    """The token is missing or wrong, or its role lacks the right."""
 
     exit_code = 77
 
 
 class UnauthenticatedError(NotPermittedError):
-    """No token, or one that nobody knows or that has expired."""
+    """The token is missing, unknown or expired."""
 
 
 class ConfigurationError(NobackfillError):
-    """A configuration that cannot work: unknown key, unknown name, contradictory values."""
+    """The configuration cannot work: unknown key, unknown name, contradictory values."""
 
     exit_code = 78

@@ -1,8 +1,9 @@
-"""Optional features: extras of the install, as in `pip install '.[server]'`, and plug-ins.
+"""Load optional features: extras of the installation, as in `pip install '.[server]'`, and
+plug-ins.
 
 A plug-in is an entry point of a group `nobackfill.<group>`. It is imported when a configuration, an
-address or a command asks for it by name (docs/adr/0038). A plug-in that needs an extra imports its
-packages within `extra`, as every other module does.
+address or a command names it (docs/adr/0038). A plug-in that needs an extra imports the packages of
+this extra within `extra`, as every other module does.
 """
 
 from collections.abc import Iterator
@@ -17,9 +18,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Imports in the block need the extra `name`.
+    """Import optional packages in the block, and explain how to install them where one is missing.
 
-    Raises ConfigurationError, which says how to get it, where one of its packages is missing.
+    Args:
+        name: The extra of pyproject.toml that holds the packages.
+
+    Raises:
+        ConfigurationError: A package is not installed; the message has the pip command.
     """
     try:
         yield
@@ -33,29 +38,35 @@ def extra(name: str) -> Iterator[None]:
 
 
 def load_plugin(group: str, name: str) -> Any:
-    """Import the plug-in `name` of the group `nobackfill.<group>`; what its entry point names.
+    """Import a plug-in by name and return the object that its entry point names.
 
-    Raises ConfigurationError for a name that no installed distribution has, and where the plug-in
-    needs an extra that is not installed.
+    Args:
+        group: The group without its prefix: `stores` for `nobackfill.stores`.
+        name: The name of the entry point.
+
+    Raises:
+        ConfigurationError: No installed distribution has this plug-in, or the plug-in needs an
+            extra that is not installed.
     """
-    found = _entry_points(group)
-    if name not in found.names:
-        known = ", ".join(sorted(found.names)) or "none"
+    plugins = _entry_points(group)
+    if name not in plugins.names:
+        known = ", ".join(sorted(plugins.names)) or "none"
         raise ConfigurationError(
             f"no plug-in {name!r} is installed in the group nobackfill.{group}, which has {known}; "
             "`pip install .` in the folder of nobackfill's source, or `make setup` in a checkout, "
             "registers its own"
         )
-    return found[name].load()
+    return plugins[name].load()
 
 
 def plugin_names(group: str) -> set[str]:
-    """Return the names of the plug-ins that are installed in the group `nobackfill.<group>`."""
+    """Return the names of the installed plug-ins of a group, without importing them."""
     return _entry_points(group).names
 
 
 def _entry_points(group: str) -> "EntryPoints":
-    # Takes 10 ms to import, and longer to read: commands that ask for no plug-in do without.
+    # Importing it takes 10 ms, and reading the entry points longer; commands without plug-ins skip
+    # both.
     from importlib.metadata import entry_points
 
     return entry_points(group=f"nobackfill.{group}")

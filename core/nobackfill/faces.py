@@ -1,6 +1,7 @@
-"""Faces of rooms: names that a package offers, and imports when they are first asked for.
+"""Export names from a package and import their modules on first use.
 
-So `import nobackfill.gallery` costs nothing, and a search of the edge client loads what it uses.
+So `import nobackfill.gallery` costs nothing, and a search of the edge client loads only what it
+uses.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,9 +10,17 @@ from typing import Any
 
 
 def offer(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`; `modules`: the names it offers of each, as words.
+    """Build the `__getattr__` of a package that imports its public names on first use.
 
-    Type checkers read the same names under `if TYPE_CHECKING`; a test holds the two to each other.
+    Type checkers read the same names under `if TYPE_CHECKING`; a test compares the two lists.
+
+    Args:
+        package: The `__name__` of the package.
+        modules: For each module of the package, its public names, separated by spaces.
+
+    Returns:
+        A function that returns the attribute of a name. It raises AttributeError for an unknown
+        name.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
 

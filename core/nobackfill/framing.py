@@ -1,21 +1,30 @@
-"""How a picture of any aspect becomes the pixels that a model reads."""
+"""Place a picture of any aspect ratio in the pixels that a model reads."""
 
 from typing import Literal, NamedTuple
 
-# stretch: both sides scaled by themselves. crop: the shortest side to `shortest` pixels, then the
-# middle cut out. pad: scaled until it fits, in the middle of black.
+# stretch: scale each side by itself. crop: scale the shorter side to `shortest` pixels, then cut
+# out the centre. pad: scale until the picture fits, then centre it on black.
 Fit = Literal["stretch", "crop", "pad"]
-# What a resized pixel is made of, always over all that it covers (antialiased).
+# The resampling filter; always over all source pixels (antialiased).
 Interpolation = Literal["bilinear", "bicubic", "lanczos"]
-# How an odd number of pixels is halved that is cut off both sides: as torchvision does, or down, as
-# transformers does.
+# Rounding when an odd number of pixels is cut from two sides: as torchvision, or down, as
+# transformers.
 Margin = Literal["nearest", "down"]
 
 Box = tuple[float, float, float, float]
 
 
 class Frame(NamedTuple):
-    """`height` x `width` pixels, and how a picture is brought to them."""
+    """The size in pixels that a model reads, and how a picture is resized to it.
+
+    Attributes:
+        height: Rows of the model's input.
+        width: Columns of the model's input.
+        fit: stretch, crop or pad.
+        shortest: Length of the shorter side before a crop, in pixels; other fits ignore it.
+        interpolation: The resampling filter.
+        margin: How a crop rounds the margin that it cuts off.
+    """
 
     height: int
     width: int
@@ -24,35 +33,42 @@ class Frame(NamedTuple):
     interpolation: Interpolation = "bilinear"
     margin: Margin = "nearest"
 
-    def sideways(self) -> "Frame":
-        """What a picture is brought to that is turned by 90 degrees afterwards."""
+    def transpose(self) -> "Frame":
+        """Return the frame for a picture that is rotated by 90 degrees after it was resized."""
         return self._replace(height=self.width, width=self.height)
 
-    def placed(self, width: int, height: int) -> tuple[Box, tuple[int, int], tuple[int, int]]:
-        """Of a picture of `width` x `height` pixels: the part that is shown (left, top, right,
-        bottom), its size in the frame, and where that begins: (width, height), (left, top).
+    def place(self, width: int, height: int) -> tuple[Box, tuple[int, int], tuple[int, int]]:
+        """Compute which part of a picture is shown, its size in the frame, and its position there.
 
-        Whatever is scaled, nothing larger than the frame is made: a picture may be a line of
-        millions of pixels. What is cut out are the very pixels of torchvision's Resize and
-        CenterCrop, which round the longer side down and the margin as `margin` says.
+        No intermediate picture is larger than the frame: a picture may be a line of millions of
+        pixels. A crop takes the same pixels as torchvision's Resize and CenterCrop, which round the
+        longer side down, and the margin as `margin` says.
+
+        Args:
+            width: Columns of the picture.
+            height: Rows of the picture.
+
+        Returns:
+            The visible part of the picture (left, top, right, bottom), its size in the frame
+            (width, height), and its upper left corner there (left, top), all in pixels.
         """
-        whole: Box = (0, 0, width, height)
+        picture: Box = (0, 0, width, height)
         if self.fit == "crop" and self.shortest is not None:
-            least = min(width, height)
-            scaled = self.shortest * width // least, self.shortest * height // least
-            left, right = _middle(width, scaled[0], self.width, self.margin)
-            top, bottom = _middle(height, scaled[1], self.height, self.margin)
+            shorter = min(width, height)
+            scaled = self.shortest * width // shorter, self.shortest * height // shorter
+            left, right = _centre(width, scaled[0], self.width, self.margin)
+            top, bottom = _centre(height, scaled[1], self.height, self.margin)
             return (left, top, right, bottom), (self.width, self.height), (0, 0)
         if self.fit == "pad":
             scale = min(self.width / width, self.height / height)
             size = max(1, round(width * scale)), max(1, round(height * scale))
-            return whole, size, ((self.width - size[0]) // 2, (self.height - size[1]) // 2)
-        return whole, (self.width, self.height), (0, 0)
+            return picture, size, ((self.width - size[0]) // 2, (self.height - size[1]) // 2)
+        return picture, (self.width, self.height), (0, 0)
 
 
-def _middle(side: int, scaled: int, wanted: int, margin: Margin) -> tuple[float, float]:
-    """Where on a side the middle `wanted` pixels of what it is scaled to begin and end."""
-    scaled = max(wanted, scaled)
-    half = (scaled - wanted) / 2
+def _centre(side: int, scaled: int, size: int, margin: Margin) -> tuple[float, float]:
+    """Return where the central pixels of the scaled side begin and end on the source's side."""
+    scaled = max(size, scaled)
+    half = (scaled - size) / 2
     start = round(half) if margin == "nearest" else int(half)
-    return start * side / scaled, min(side, (start + wanted) * side / scaled)
+    return start * side / scaled, min(side, (start + size) * side / scaled)

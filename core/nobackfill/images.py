@@ -1,7 +1,7 @@
-"""Image input: the one function that turns an image file into a model's pixels.
+"""Decode image files into the pixels that a model reads.
 
-Trainer, gateway and device call it alike, so what a model was trained on is what it sees. A file is
-untrusted: its format, byte and pixel counts are checked before anything is decoded.
+Trainer, gateway and device share this module, so that a model sees the pixels it was trained on.
+Files are untrusted: format, bytes and number of pixels are checked before anything is decoded.
 """
 
 import io
@@ -21,43 +21,51 @@ from PIL import ExifTags, Image
 from nobackfill.errors import InvalidInputError
 from nobackfill.framing import Fit, Frame, Interpolation, Margin
 
-# What an image file says of itself, read from its bytes before any decoder sees them.
-#
-# A file of a few kilobytes may ask a decoder for gigabytes or for minutes: by its sides, by a
-# thousand passes over the picture, by a million empty pieces. All of it is counted here.
+# Bounds on an image file. All are read from its bytes before any decoder sees them: a file of a few
+# kilobytes can make a decoder use gigabytes or minutes, by its sides, by a thousand passes over the
+# picture, or by a million empty pieces.
 
 FORMATS = ("JPEG", "PNG", "WEBP")
-# They need the extra `heic`, and are decoded by libheif and libavif.
+# These need the extra `heic`; libheif and libavif decode them.
 HEIF_FORMATS = ("HEIF", "AVIF")
 LARGEST_PIXELS = 25_000_000
-# Of a JPEG of one scan, which is decoded at an eighth of its size, row by row: a telephone's.
+# A JPEG with one scan may have more pixels, as phones write them: it is decoded at an eighth of its
+# size, row by row.
 LARGEST_JPEG_PIXELS = 125_000_000
-# A picture one pixel wide would be widened first, at its whole height.
+# Longest side in pixels: a picture of width 1 would first be widened at its whole height.
 LONGEST_SIDE = 65_535
-# libjpeg writes 10 passes for a colour picture, 18 for one in CMYK; each goes over all its pixels.
+# libjpeg writes 10 passes for a colour picture and 18 for CMYK; each covers all pixels.
 MOST_SCANS = 64
-# Chunks of a PNG, segments of a JPEG. Pillow reads each in Python.
+# Chunks of a PNG or segments of a JPEG; Pillow reads each in Python.
 MOST_PIECES = 65_536
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _EXIF = b"Exif\0\0"
 _SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _EOI, _SOS, _APP0, _APP1, _APP14, _APP15, _COMMENT = 0xD9, 0xDA, 0xE0, 0xE1, 0xEE, 0xEF, 0xFE
-# The brands at the start of an ISO file, and its boxes of picture sizes. Sequences have other
-# brands.
+# Brands of still pictures at the start of an ISO file; sequences have other brands. `_SIZES`
+# matches its boxes of picture sizes.
 _BRANDS = {
     b"heic": "HEIF", b"heix": "HEIF", b"heim": "HEIF", b"heis": "HEIF", b"mif1": "HEIF",
     b"avif": "AVIF",
 }  # fmt: skip
 _SIZES = re.compile(rb"\0\0\0\x14ispe")
-# Behind FF: neither a stuffed zero, nor a restart within a scan, nor one more FF as padding.
+# A marker: FF and no stuffed zero, no restart within a scan, no further FF as padding.
 _MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Header:
-    """`picture` is the file without what decoders need not see: of a JPEG its metadata and what
-    follows its end, further pictures included. `exif` is a JPEG's, without its signature.
+    """The facts of an image file that are known before decoding.
+
+    Attributes:
+        format: JPEG, PNG, WEBP, HEIF or AVIF.
+        width: Columns, before EXIF orientation.
+        height: Rows, before EXIF orientation.
+        scans: Passes of a JPEG over its picture, 1 for other formats.
+        picture: The file without what decoders need not see: for a JPEG, without its metadata and
+            without everything after its end, such as further pictures.
+        exif: The EXIF data of a JPEG without its signature, None if there is none.
     """
 
     format: str
@@ -69,18 +77,21 @@ class Header:
 
     @property
     def cost(self) -> int:
-        """What decoding takes, in pixels of a plain JPEG: in time (some 7 ns each) and, beyond
-        that, in memory, of which a PNG takes up to 8 bytes a pixel and a WebP, HEIC or AVIF 20.
+        """Estimate the cost of decoding, in pixels of a plain JPEG (about 7 ns each).
+
+        The estimate also bounds memory: a PNG takes up to 8 bytes a pixel, a WebP, HEIC or AVIF up
+        to 20.
         """
         per_pixel = {"JPEG": 1 + self.scans // 4, "PNG": 3}.get(self.format, 8)
         return per_pixel * self.width * self.height
 
 
 def read_header(data: bytes) -> Header:
-    """The header of a JPEG, PNG, WebP, HEIC or AVIF file.
+    """Read the header of a JPEG, PNG, WebP, HEIC or AVIF file without decoding the picture.
 
-    Raises InvalidInputError for other formats, for a damaged header, and for more pixels, passes or
-    pieces than this module's limits.
+    Raises:
+        InvalidInputError: Another format, a damaged header, or more pixels, passes or pieces than
+            this module allows.
     """
     if data.startswith(b"\xff\xd8\xff"):
         header = _jpeg(data)
@@ -96,7 +107,7 @@ def read_header(data: bytes) -> Header:
         )
     width, height = header.width, header.height
     if not width * height:
-        raise damaged(f"it is {width} x {height}")
+        raise damage_error(f"it is {width} x {height}")
     one_scan = header.format == "JPEG" and header.scans == 1
     largest = LARGEST_JPEG_PIXELS if one_scan else LARGEST_PIXELS
     if width * height > largest or max(width, height) > LONGEST_SIDE:
@@ -112,16 +123,20 @@ def read_header(data: bytes) -> Header:
     return header
 
 
-def damaged(why: object) -> InvalidInputError:
-    """The one refusal of files that no decoder can read."""
+def damage_error(why: object) -> InvalidInputError:
+    """Return the error for a file that no decoder can read.
+
+    Args:
+        why: The reason; the message holds its first 200 characters.
+    """
     return InvalidInputError(
         f"image: cannot be decoded, it is damaged, truncated or too large ({str(why)[:200]})"
     )
 
 
 def _jpeg(data: bytes) -> Header:
-    """Metadata is left out, so that no decoder trips over it, and so is padding."""
-    kept, size, exif, scans = [b"\xff\xd8"], None, None, 0
+    """Drop the metadata, so that no decoder fails on it, and the padding."""
+    parts, size, exif, scans = [b"\xff\xd8"], None, None, 0
     first_scan, end = 0, len(data)
     for start, marker, stop in _segments(data):
         if marker == _EOI:
@@ -136,36 +151,38 @@ def _jpeg(data: bytes) -> Header:
             continue
         elif marker in _SOF:
             if size is not None or stop - start < 10:
-                raise damaged("its frame header is not one")
+                raise damage_error("its frame header is not one")
             size = struct.unpack_from(">HH", data, start + 5)
         elif marker == _APP1 and exif is None and data.startswith(_EXIF, start + 4):
             exif = data[start + 4 + len(_EXIF) : stop]
         if not scans and not _is_metadata(marker):
-            kept.append(data[start:stop])
+            parts.append(data[start:stop])
     if size is None or not scans:
-        raise damaged("it ends before its picture")
+        raise damage_error("it ends before its picture")
     height, width = size
-    picture = b"".join([*kept, memoryview(data)[first_scan:end]])
+    picture = b"".join([*parts, memoryview(data)[first_scan:end]])
     return Header("JPEG", width, height, scans, picture, exif)
 
 
 def _is_metadata(marker: int) -> bool:
-    """APP0 and APP14 tell how colours are kept; the others are not about the pixels."""
+    """Tell whether a JPEG segment is about something else than pixels; APP0 and APP14 define
+    colours."""
     return marker == _COMMENT or (_APP0 < marker <= _APP15 and marker != _APP14)
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Each segment's start, marker and end, as libjpeg finds them: behind the last one, behind
-    junk, behind the coded data of a scan.
+    """Yield start, marker and end of each segment, as libjpeg finds them.
+
+    It searches after the last segment, after junk, and after the coded data of a scan.
     """
     stop = 2
     for _ in range(MOST_PIECES):
-        found = _MARKER.search(data, stop)
-        if found is None:
+        match = _MARKER.search(data, stop)
+        if match is None:
             return
-        start, marker = found.start(), data[found.start() + 1]
+        start, marker = match.start(), data[match.start() + 1]
         stop = start + 2
-        # Those without a length; libjpeg skips them, or refuses the file.
+        # Other markers have no length; libjpeg skips them, or refuses the file.
         if marker >= 0xC0 and marker not in (0xD8, _EOI):
             if stop + 2 > len(data):
                 return
@@ -178,7 +195,7 @@ def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 def _png(data: bytes) -> Header:
     if data[12:16] != b"IHDR" or len(data) < 33:
-        raise damaged("it does not begin with its header")
+        raise damage_error("it does not begin with its header")
     width, height = struct.unpack_from(">II", data, 16)
     position, pieces = len(_PNG), 0
     while position + 8 <= len(data) and data[position + 4 : position + 8] != b"IEND":
@@ -190,10 +207,11 @@ def _png(data: bytes) -> Header:
 
 
 def _webp(data: bytes) -> Header:
-    """The canvas, which libwebp fills with memory when a file is merely opened."""
+    """Read the size of the canvas, for which libwebp allocates memory as soon as the file is
+    opened."""
     kind, start = data[12:16], data[20:30]
     if len(start) < 10:
-        raise damaged("it ends within its header")
+        raise damage_error("it ends within its header")
     if kind == b"VP8X":
         width = int.from_bytes(start[4:7], "little") + 1
         height = int.from_bytes(start[7:10], "little") + 1
@@ -203,15 +221,15 @@ def _webp(data: bytes) -> Header:
     elif kind == b"VP8 ":
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", start, 6))
     else:
-        raise damaged("its first chunk is none of a picture")
+        raise damage_error("its first chunk is not one of a picture")
     return Header("WEBP", width, height, 1, data, None)
 
 
 def _heif(data: bytes) -> Header:
-    """The largest size that a picture or a tile is said to have."""
+    """Return the largest size that any picture or tile declares."""
     sizes = [struct.unpack_from(">II", data, at.end() + 4) for at in _SIZES.finditer(data[:-12])]
     if not sizes:
-        raise damaged("it has no picture with a size")
+        raise damage_error("it has no picture with a size")
     width, height = max(sizes, key=lambda size: size[0] * size[1])
     return Header(_BRANDS[data[8:12]], width, height, 1, data, None)
 
@@ -226,14 +244,14 @@ LARGEST_BYTES = 32 * 2**20
 
 Pixels = NDArray[np.uint8]
 
-# Whatever Pillow warns of in a file is damage; in EXIF, it means none. Set once, as
-# warnings.catch_warnings is not safe in the gateway's threads.
+# A warning of Pillow about a file means damage, and one about EXIF means that there is none. The
+# filter is set once: warnings.catch_warnings is not safe in the gateway's threads.
 warnings.filterwarnings("error", category=UserWarning, module=r"PIL\.")
 
-# Rows that are brought to RGB at a time.
+# Pixels that are converted to RGB at a time.
 _STRIP_PIXELS = 2**20
 
-# EXIF orientation to what makes the image upright.
+# For each EXIF orientation, the operation that makes the image upright.
 _TURNS: dict[object, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -243,8 +261,8 @@ _TURNS: dict[object, Image.Transpose] = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# Those that make columns of rows.
-_SIDEWAYS = (5, 6, 7, 8)
+# Orientations that swap width and height.
+_SWAPS_SIDES = (5, 6, 7, 8)
 _RESAMPLING: dict[Interpolation, Image.Resampling] = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
@@ -256,20 +274,37 @@ def decode(
     data: bytes, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
     interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
-    """Decode JPEG, PNG, WebP, HEIC or AVIF into uint8 RGB [height, width, 3], resized with
-    antialiasing. HEIC and AVIF need the extra `heic`.
+    """Decode a JPEG, PNG, WebP, HEIC or AVIF file, and resize it with antialiasing.
 
-    `fit`, `shortest`, `interpolation`, `margin`: as in `Frame`; by default the whole image is kept,
-    its sides scaled separately. Of a JPEG with several pictures the first is taken. EXIF
-    orientation is applied, transparency shows white. Takes at most some 500 MB (a WebP of 25
-    million pixels). Raises InvalidInputError for other formats, animations, damaged or truncated
-    files, more than 32 MiB, and what `read_header` refuses.
+    EXIF orientation is applied, and transparent pixels become white. The first picture of a JPEG
+    with several is used. Decoding takes at most about 500 MB (a WebP of 25 million pixels). HEIC
+    and AVIF need the extra `heic`.
+
+    Args:
+        data: The bytes of the file.
+        height: Rows of the result.
+        width: Columns of the result.
+        fit: How the picture is placed, see `Frame`; by default each side is scaled by itself.
+        shortest: Length of the shorter side before a crop, in pixels.
+        interpolation: The resampling filter.
+        margin: How a crop rounds its margin.
+
+    Returns:
+        uint8 RGB [height, width, 3].
+
+    Raises:
+        InvalidInputError: Another format, an animation, a damaged or truncated file, more than 32
+            MiB, or a header that `read_header` refuses.
     """
-    return decode_picture(checked_header(data), height, width, fit, shortest, interpolation, margin)
+    return decode_picture(check_header(data), height, width, fit, shortest, interpolation, margin)
 
 
-def checked_header(data: bytes) -> Header:
-    """The header of an image that may be decoded. Raises InvalidInputError."""
+def check_header(data: bytes) -> Header:
+    """Read the header of an image file of at most 32 MiB that may be decoded.
+
+    Raises:
+        InvalidInputError: The file is larger, or `read_header` refuses it.
+    """
     if len(data) > LARGEST_BYTES:
         raise InvalidInputError(
             f"image: expected at most {LARGEST_BYTES} bytes, got {len(data)}; send a smaller copy"
@@ -281,40 +316,68 @@ def decode_picture(
     header: Header, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
     interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
-    """Like `decode`, of a file whose header was read. Raises InvalidInputError."""
+    """Decode a file whose header was read already; otherwise like `decode`.
+
+    Args:
+        header: Header of the file, from `check_header`.
+        height: Rows of the result.
+        width: Columns of the result.
+        fit: As in `Frame`.
+        shortest: As in `Frame`.
+        interpolation: As in `Frame`.
+        margin: As in `Frame`.
+
+    Returns:
+        uint8 RGB [height, width, 3].
+
+    Raises:
+        InvalidInputError: An animation, or a damaged or truncated file.
+    """
     upright = Frame(height, width, fit, shortest, interpolation, margin)
     try:
-        with _opened(header) as image:
+        with _open(header) as image:
             _check_still(image, header)
             _scale_transparency(image, header)
             # JPEG can be decoded at a half, a quarter or an eighth of its size for nothing.
             side = 2 * max(height, width, shortest or 0)
             image.draft("RGB", (side, side))
             orientation = _orientation(image, header)
-            frame = upright.sideways() if orientation in _SIDEWAYS else upright
-            resized = _framed(_to_rgb(image), frame)
+            frame = upright.transpose() if orientation in _SWAPS_SIDES else upright
+            resized = _resize(_to_rgb(image), frame)
     except InvalidInputError:
         raise
     except Exception as error:
-        # Not a list of classes: Pillow's readers raise what their C code and the damage make of it.
-        raise damaged(error) from error
+        # Every Exception: the C code of Pillow's readers raises various classes on damaged files.
+        raise damage_error(error) from error
     turn = _TURNS.get(orientation)
     return np.asarray(resized if turn is None else resized.transpose(turn), dtype=np.uint8)
 
 
 def decode_within(data: bytes, side: int) -> Pixels:
-    """Like `decode`, its sides in proportion and none longer than `side`; a smaller image keeps
-    its size. For people to look at, not for models. Raises InvalidInputError."""
-    header = checked_header(data)
+    """Decode an image for display, in proportion, with no side longer than `side`.
+
+    A smaller image keeps its size. Models need `decode` instead.
+
+    Args:
+        data: The bytes of the file.
+        side: The longest side of the result in pixels.
+
+    Returns:
+        uint8 RGB [height, width, 3].
+
+    Raises:
+        InvalidInputError: As `decode` does.
+    """
+    header = check_header(data)
     try:
-        with _opened(header) as image:
-            sideways = _orientation(image, header) in _SIDEWAYS
-            across, down = image.size
+        with _open(header) as image:
+            swap = _orientation(image, header) in _SWAPS_SIDES
+            columns, rows = image.size
     except InvalidInputError:
         raise
     except Exception as error:
-        raise damaged(error) from error
-    height, width = (across, down) if sideways else (down, across)
+        raise damage_error(error) from error
+    height, width = (columns, rows) if swap else (rows, columns)
     scale = min(1.0, side / max(height, width))
     return decode_picture(header, max(1, round(scale * height)), max(1, round(scale * width)))
 
@@ -323,7 +386,23 @@ def decode_file(
     path: Path, height: int, width: int, fit: Fit = "stretch", shortest: int | None = None,
     interpolation: Interpolation = "bilinear", margin: Margin = "nearest",
 ) -> Pixels:  # fmt: skip
-    """Like `decode`, from a file. Raises InvalidInputError that names it, also if unreadable."""
+    """Decode an image file by its path; otherwise like `decode`.
+
+    Args:
+        path: The file.
+        height: Rows of the result.
+        width: Columns of the result.
+        fit: As in `Frame`.
+        shortest: As in `Frame`.
+        interpolation: As in `Frame`.
+        margin: As in `Frame`.
+
+    Returns:
+        uint8 RGB [height, width, 3].
+
+    Raises:
+        InvalidInputError: The file cannot be read or decoded; the message begins with its path.
+    """
     try:
         return decode(read_file(path), height, width, fit, shortest, interpolation, margin)
     except InvalidInputError as error:
@@ -331,13 +410,17 @@ def decode_file(
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of an image file.
+    """Read the bytes of an image file.
 
-    Raises InvalidInputError for what is no regular file (a pipe would be waited for, a device never
-    ends), cannot be read, or has more than 32 MiB; without the path, which callers know.
+    Args:
+        path: A regular file. A pipe would block, and a device might never end.
+
+    Raises:
+        InvalidInputError: No regular file, not readable, or more than 32 MiB. The message lacks the
+            path, which callers add.
     """
     try:
-        # Opened first and looked at then, so that nobody can exchange it in between.
+        # Open first and check then, so that the file cannot be replaced in between.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -351,18 +434,18 @@ def read_file(path: Path) -> bytes:
     return data
 
 
-def _framed(image: Image.Image, frame: Frame) -> Image.Image:
-    box, size, at = frame.placed(*image.size)
+def _resize(image: Image.Image, frame: Frame) -> Image.Image:
+    box, size, position = frame.place(*image.size)
     resized = image.resize(size, _RESAMPLING[frame.interpolation], box)
     if size == (frame.width, frame.height):
         return resized
-    framed = Image.new("RGB", (frame.width, frame.height))
-    framed.paste(resized, at)
-    return framed
+    padded = Image.new("RGB", (frame.width, frame.height))
+    padded.paste(resized, position)
+    return padded
 
 
-def _opened(header: Header) -> Image.Image:
-    """The picture, opened and not decoded yet. Raises InvalidInputError without the extra."""
+def _open(header: Header) -> Image.Image:
+    """Open a picture without decoding it. Raises InvalidInputError without the extra `heic`."""
     if header.format in HEIF_FORMATS:
         try:
             import pillow_heif
@@ -370,32 +453,33 @@ def _opened(header: Header) -> Image.Image:
             raise InvalidInputError(
                 "image: HEIC and AVIF need the extra heic: pip install '.[heic]'"
             ) from error
-        # Its file handler, once; AVIF is Pillow's own.
+        # Only its handler of HEIF files; Pillow reads AVIF itself.
         pillow_heif.register_heif_opener(thumbnails=False)
     return Image.open(io.BytesIO(header.picture), formats=(header.format,))
 
 
 def _check_still(image: Image.Image, header: Header) -> None:
     if header.format == "HEIF":
-        # Turned and cropped already; of several pictures the main one is open.
+        # libheif has rotated and cropped it already; the main picture is open.
         if image.width * image.height > LARGEST_PIXELS:
-            raise damaged("its sizes contradict each other")
+            raise damage_error("its sizes contradict each other")
         return
     if header.format != "AVIF" and image.size != (header.width, header.height):
-        raise damaged("its sizes contradict each other")
+        raise damage_error("its sizes contradict each other")
     if getattr(image, "n_frames", 1) != 1:
         raise InvalidInputError("image: expected a still image, got an animation")
 
 
 def _scale_transparency(image: Image.Image, header: Header) -> None:
-    """The transparent colour of a PNG of 16 bits a channel, whose pixels Pillow brings to 8."""
+    """Scale the transparent colour of a PNG with 16 bits a channel, as Pillow scales its pixels to
+    8."""
     colour = image.info.get("transparency")
     if header.format == "PNG" and header.picture[24] == 16 and isinstance(colour, tuple):
         image.info["transparency"] = tuple(value >> 8 for value in colour)
 
 
 def _orientation(image: Image.Image, header: Header) -> object:
-    """The EXIF orientation, 1 to 8; unreadable EXIF is common in good photos and says nothing."""
+    """Return the EXIF orientation, 1 to 8, or None: good photographs often have unreadable EXIF."""
     try:
         if header.format != "JPEG":
             return image.getexif().get(ExifTags.Base.Orientation)
@@ -407,7 +491,7 @@ def _orientation(image: Image.Image, header: Header) -> object:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """In strips: a conversion of the whole holds the picture four times."""
+    """Convert to RGB in strips: converting a whole picture would hold it four times."""
     image.load()
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
@@ -428,7 +512,7 @@ def _strip_to_rgb(image: Image.Image) -> Image.Image:
         values = np.where(transparent, 255, values // 257)
         return Image.fromarray(values.clip(0, 255).astype(np.uint8), "L").convert("RGB")
     if image.has_transparency_data:
-        coloured = image.convert("RGBA")
-        white = Image.new("RGBA", coloured.size, "white")
-        return Image.alpha_composite(white, coloured).convert("RGB")
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, "white")
+        return Image.alpha_composite(white, rgba).convert("RGB")
     return image.convert("RGB")

@@ -1,11 +1,15 @@
-"""Which hosts are this machine: what goes there may travel in the clear."""
+"""Decide which hosts are this machine: traffic to them may be unencrypted."""
 
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine, whoever is asked: `localhost`, or an address of the loopback
-    device, of IPv6 with brackets or without. Any other name counts as not, wherever it leads."""
+    """Check whether a host is this machine, without a DNS query.
+
+    Args:
+        host: `localhost`, or an IPv4 or IPv6 address, with or without brackets. Any other name
+            gives False, wherever it resolves to.
+    """
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:

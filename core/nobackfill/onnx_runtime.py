@@ -1,8 +1,8 @@
-"""onnxruntime, that tells nobody: who runs a model imports it from here.
+"""Import onnxruntime with its telemetry off; every module that runs a model imports it from here.
 
-From 1.31 on it writes a number of the device and a database into the user's cache folder, and sends
-what is loaded and run to its makers, unless the environment says no before it is loaded. The
-processes that are started from here, a Triton among them, inherit that.
+From version 1.31 on, onnxruntime writes a device number and a database into the user's cache folder
+and sends usage data to its vendor. An environment variable turns this off if it is set before the
+import. Child processes, such as Triton, inherit the variable.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 __all__ = ["denormals_as_zero", "onnxruntime", "state"]
 
-# glibc's and musl's fenv_t: the 32-bit word that holds the modes of vector arithmetic, and the bits
-# that flush denormals to zero (FTZ and DAZ; FZ).
+# For each processor: the index of the 32-bit word of fenv_t (glibc and musl) that controls vector
+# arithmetic, and the bits that flush denormals to zero (FTZ and DAZ; FZ).
 _MODES = {"x86_64": (7, 0x8040), "aarch64": (0, 1 << 24)}
 _LIBRARY = ctypes.CDLL(None)
 _HAS_MODES = platform.system() == "Linux" and hasattr(_LIBRARY, "fesetenv")
@@ -29,22 +29,22 @@ _Environment = ctypes.c_uint32 * 16
 
 @contextmanager
 def denormals_as_zero() -> Iterator[None]:
-    """Let the calling thread compute with denormal numbers as zero, to the end of the block.
+    """Let the calling thread treat denormal numbers as zero until the block ends.
 
-    Arithmetic on them takes up to 300 times longer, so that a model could stall whatever runs it.
-    ONNX Runtime's session option covers the session's own threads only. On other systems than Linux
-    on x86-64 and ARM nothing changes.
+    Arithmetic on denormals takes up to 300 times longer, so that a model could stall its host. The
+    session option of ONNX Runtime covers only the session's own threads. Does nothing except on
+    Linux on x86-64 and ARM.
     """
     if _PLACE is None:
         yield
         return
     word, bits = _PLACE
-    before, during = _Environment(), _Environment()
-    _LIBRARY.fegetenv(before)
-    _LIBRARY.fegetenv(during)
-    during[word] |= bits
-    _LIBRARY.fesetenv(during)
+    outside, inside = _Environment(), _Environment()
+    _LIBRARY.fegetenv(outside)
+    _LIBRARY.fegetenv(inside)
+    inside[word] |= bits
+    _LIBRARY.fesetenv(inside)
     try:
         yield
     finally:
-        _LIBRARY.fesetenv(before)
+        _LIBRARY.fesetenv(outside)

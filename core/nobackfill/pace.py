@@ -1,8 +1,8 @@
-"""How long a source may take: one rule for every transport, so that no host holds who reads.
+"""Limit how long a slow source may hold its reader; one rule for every transport.
 
-A host can drip headers, chunk extensions or `100 Continue` for ever while a socket's own timeout is
-never met, since each wait is short. So the source is read in a thread of its own, and who waits for
-it looks at the clock alone.
+A host can drip headers, chunk extensions or `100 Continue` for ever without meeting a socket's
+timeout, because each wait is short. Therefore a thread of its own reads the source, and the caller
+looks only at the clock.
 """
 
 import contextlib
@@ -16,37 +16,52 @@ from typing import Any
 
 import urllib3
 
-# Slower than this over PATIENCE_SECONDS is no download but somebody who holds the reader up.
+# A source that is slower than this over PATIENCE_SECONDS is treated as stalled.
 SLOWEST_BYTES_A_SECOND = 1024
 PATIENCE_SECONDS = 15.0
-# Pieces that wait to be read; a fast host does not fill the memory.
+# Size of the queue of pieces; a fast host does not fill the memory.
 _AHEAD = 2
 
 
-def paced(
-    fetch: Callable[[], Iterator[bytes]], end: float = float("inf"), *,
+def read_paced(
+    fetch: Callable[[], Iterator[bytes]], deadline: float = float("inf"), *,
     slow: type[Exception] = TimeoutError,
 ) -> Generator[bytes]:  # fmt: skip
-    """The pieces of `fetch()`, for as long as they come fast enough.
+    """Yield the pieces of a byte source for as long as they arrive fast enough.
 
-    `end`, on the monotonic clock: nothing is waited for after it. Raises `slow`, and whatever the
-    source raises. A source that is given up loses the connection of a `pool_manager` that it reads
-    from; another ends in its thread at its own next time-out, or with the process.
+    A thread reads the source. When the caller stops early, the connection of a `pool_manager` that
+    the source reads from is shut down. Another source ends in its thread at its own next timeout,
+    or with the process.
+
+    Args:
+        fetch: Opens the source and iterates over its bytes; called in the thread.
+        deadline: Time on the monotonic clock after which nothing is waited for.
+        slow: The class of the error for a slow source.
+
+    Yields:
+        Non-empty pieces, in order.
+
+    Raises:
+        slow: Fewer than SLOWEST_BYTES_A_SECOND arrived over PATIENCE_SECONDS, or the deadline
+            passed.
+        BaseException: Any error of the source itself.
     """
     source = _Source(fetch)
     threading.Thread(target=source.read, name="fetch", daemon=True).start()
     try:
-        start, count = time.monotonic(), 0
+        begin, count = time.monotonic(), 0
         while True:
-            piece = source.next(min(start + PATIENCE_SECONDS, end))
-            now = time.monotonic()
-            if piece is None and (now >= end or count < SLOWEST_BYTES_A_SECOND * (now - start)):
+            piece = source.wait_piece(min(begin + PATIENCE_SECONDS, deadline))
+            clock = time.monotonic()
+            if piece is None and (
+                clock >= deadline or count < SLOWEST_BYTES_A_SECOND * (clock - begin)
+            ):
                 raise slow(
-                    f"less than {SLOWEST_BYTES_A_SECOND} bytes a second came, or nothing whole in "
-                    "the time that it may take"
+                    f"expected at least {SLOWEST_BYTES_A_SECOND} bytes a second and the end before "
+                    "the deadline, got less"
                 )
             if piece is None:
-                start, count = now, 0
+                begin, count = clock, 0
             elif not piece:
                 return
             else:
@@ -57,18 +72,18 @@ def paced(
 
 
 class _Source:
-    """An iterator that is read in another thread."""
+    """An iterator that another thread reads."""
 
     def __init__(self, fetch: Callable[[], Iterator[bytes]]) -> None:
         self._fetch = fetch
         self._pieces: queue.Queue[bytes | BaseException] = queue.Queue(_AHEAD)
         self._given_up = threading.Event()
         self._lock = threading.Lock()
-        # The stream that it reads now, until its end.
+        # The connection that the thread reads from, None before and after.
         self._socket: socket.socket | None = None
 
     def read(self) -> None:
-        """Read to the end, an error, or until nobody wants more; all the thread does."""
+        """Run the thread: read to the end, to an error, or until the caller gives up."""
         last: bytes | BaseException = b""
         _reading.set(self)
         try:
@@ -80,17 +95,21 @@ class _Source:
         except BaseException as error:  # noqa: BLE001 - raised again where the pieces are read
             last = error
         finally:
-            self.reads_from(None)
+            self.set_socket(None)
         self._pieces.put(last)
 
-    def reads_from(self, connection: socket.socket | None) -> None:
-        """From here on it is answered there."""
+    def set_socket(self, connection: socket.socket | None) -> None:
+        """Remember the connection that the thread reads from, for `give_up` to shut it down."""
         with self._lock:
             self._socket = connection
             self._cut()
 
-    def next(self, until: float) -> bytes | None:
-        """A piece, b"" at the end, None if none came until then. Raises what the source raised."""
+    def wait_piece(self, until: float) -> bytes | None:
+        """Return the next piece, b"" at the end, None if none arrived until then.
+
+        Raises:
+            BaseException: The error that the source raised.
+        """
         try:
             piece = self._pieces.get(timeout=max(0.0, until - time.monotonic()))
         except queue.Empty:
@@ -100,7 +119,7 @@ class _Source:
         return piece
 
     def give_up(self) -> None:
-        """Let the thread end: it puts one more piece at most, and there is room for it."""
+        """Let the thread end: it puts at most one more piece, and the queue has room for it."""
         with self._lock:
             self._given_up.set()
             self._cut()
@@ -111,26 +130,26 @@ class _Source:
                 return
 
     def _cut(self) -> None:
-        """Under the lock."""
+        """Shut the connection down after `give_up`. Call it under the lock."""
         if self._given_up.is_set() and self._socket is not None:
-            # Not that of TLS, which would say goodbye and wait.
+            # Of the plain socket: TLS would send its goodbye and wait.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 
-# The stream that the present thread reads.
+# The source that the current thread reads.
 _reading: ContextVar[_Source | None] = ContextVar("source", default=None)
 
 
 class _Cuttable:
-    """A connection that ends with who reads from it."""
+    """A connection that tells the source of the current thread its socket."""
 
     sock: socket.socket | None
 
     def getresponse(self) -> Any:
         source = _reading.get()
         if source is not None:
-            source.reads_from(self.sock)
+            source.set_socket(self.sock)
         return super().getresponse()  # type: ignore[misc]
 
 
@@ -151,7 +170,12 @@ class _HttpsPool(urllib3.HTTPSConnectionPool):
 
 
 def pool_manager(**settings: Any) -> urllib3.PoolManager:
-    """Connections for what is `paced`: one whose reader is given up is cut."""
+    """Create a connection pool for `read_paced`: it shuts a connection down when its reader gives
+    up.
+
+    Args:
+        settings: Arguments of urllib3.PoolManager.
+    """
     manager = urllib3.PoolManager(**settings)
     manager.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
     return manager

@@ -1,28 +1,25 @@
-"""Picture files in folders: which suffixes are taken, and which names are no pictures of anybody's.
-
-A folder of photographs also holds what cameras, systems and programs keep beside them.
-"""
+"""Recognise picture files by name, and files that cameras and systems leave beside them."""
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-# They need the extra `heic`.
+# These need the extra `heic`.
 HEIF_SUFFIXES = (".heic", ".heif", ".avif")
-# A NAS's small copies, and macOS's second halves of files.
+# Thumbnails of a NAS, and resource forks of macOS.
 _CLUTTER = frozenset({"@eaDir", "__MACOSX"})
 
 
 def is_picture(name: str) -> bool:
-    """Whether a file is a picture that is taken, by its suffix."""
+    """Check whether a file name has the suffix of a picture that we read."""
     return name.lower().endswith(SUFFIXES + HEIF_SUFFIXES)
 
 
 def is_clutter(name: str) -> bool:
-    """Whether a file or folder is none of the pictures in a folder: hidden (`.Trash`, `._IMG.jpg`),
-    `@eaDir` or `__MACOSX`."""
+    """Check whether a file or folder is no photograph: hidden (`.Trash`, `._IMG.jpg`), `@eaDir` or
+    `__MACOSX`."""
     return name.startswith(".") or name in _CLUTTER
 
 
-def not_taken(name: str) -> str:
-    """Why a file of another suffix is refused."""
+def suffix_refusal(name: str) -> str:
+    """Explain why a file is refused that has the suffix of no picture."""
     dot = name.rpartition(".")
     suffix = f".{dot[2].lower()}" if dot[1] and dot[0] else "no suffix"
     return f"expected a picture ({', '.join(SUFFIXES + HEIF_SUFFIXES)}), got {suffix}"

@@ -1,4 +1,4 @@
-"""What outlives its owner: children of a process that ends, connections after a fork, threads."""
+"""End children with their parent, protect resources across forks, and run daemon threads."""
 
 import os
 import threading
@@ -11,8 +11,11 @@ from typing import Any, Protocol, TypeVar
 
 
 def end_with_parent() -> None:
-    """In a process of multiprocessing's: end as soon as its parent has, however that ended; what is
-    under way goes on in nobody's name otherwise, beside whoever starts it again."""
+    """End this child process as soon as its parent has ended, however the parent ended.
+
+    Without it, a child would go on working beside the children of a restarted parent. Starts a
+    daemon thread. Call it only in a process that multiprocessing started.
+    """
     parent = parent_process()
     assert parent is not None, "started by another process"
 
@@ -23,28 +26,36 @@ def end_with_parent() -> None:
     threading.Thread(target=end, name="leash", daemon=True).start()
 
 
-# Resources that a process must not share with one that it forks: connections, and locks that
-# another thread held at that moment. Servers that open things before they fork their workers meet
-# this.
+# A process must not share connections with a process that it forks, nor locks that another thread
+# holds at that moment. Servers that connect before they fork their workers meet this.
 
 
 class Forked(Protocol):
-    """An object that is open while its process forks."""
+    """An object that needs care while its process forks, such as a connection."""
 
     def before_fork(self) -> None:
-        """Wait until no other thread is at work in it, and keep it so."""
+        """Wait until no other thread uses the object, and keep it unused until `after_fork`."""
 
     def after_fork(self, child: bool) -> None:
-        """Go on; in the child without what is its parent's."""
+        """Allow use again; in the child, drop what belongs to the parent.
+
+        Args:
+            child: Whether this process is the new one.
+        """
 
 
 _OPEN: "weakref.WeakSet[Forked]" = weakref.WeakSet()
-# Of the fork that is under way.
+# Objects whose `before_fork` has run for the fork that is under way.
 _forking: list[Forked] = []
 
 
 def watch_forks(one: Forked) -> None:
-    """Tell `one` of every fork, as long as somebody uses it."""
+    """Call `before_fork` and `after_fork` of an object at every fork, while the object is
+    referenced.
+
+    Args:
+        one: Held by a weak reference.
+    """
     _OPEN.add(one)
 
 
@@ -70,7 +81,8 @@ Result = TypeVar("Result")
 
 
 class DaemonThreads:
-    """As concurrent.futures' ThreadPoolExecutor, whose threads the end of the process waits for."""
+    """A pool of daemon threads: unlike ThreadPoolExecutor, the end of the process does not wait for
+    it."""
 
     def __init__(self, most: int, name: str) -> None:
         self._most, self._name = most, name
@@ -79,7 +91,11 @@ class DaemonThreads:
         self._threads = 0
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Do `work` on the next free thread."""
+        """Run a function on the next free thread, and return its future.
+
+        Args:
+            work: Called without arguments. Its error, if any, is raised by the future's `result`.
+        """
         future: Future[Result] = Future()
         with self._changed:
             self._waiting.append((future, work))
@@ -89,7 +105,14 @@ class DaemonThreads:
         return future
 
     def close(self, seconds: float) -> bool:
-        """Cancel what has not begun, and wait so long for what has; whether it has ended."""
+        """Cancel work that has not begun, and wait for work that has.
+
+        Args:
+            seconds: The longest wait.
+
+        Returns:
+            Whether all threads have ended.
+        """
         with self._changed:
             dropped, self._waiting = self._waiting, deque()
         for future, _ in dropped:

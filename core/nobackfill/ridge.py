@@ -1,7 +1,7 @@
-"""Ridge regression between paired vectors, its penalty chosen by leave-one-out in closed form.
+"""Fit ridge regressions between paired vectors; leave-one-out in closed form chooses the penalty.
 
-Streaming: sums of products are kept in float64, never the pairs, so that a hundred or ten million
-of them take the same memory.
+Pairs are streamed: only sums of products are stored, in float64. A hundred pairs and ten million
+take the same memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,23 +13,27 @@ from numpy.typing import NDArray
 Floats = NDArray[np.floating]
 Doubles = NDArray[np.float64]
 Pairs = tuple[Floats, Floats]
-# Gives the same pairs from the start at each call, in blocks.
+# Yields the same pairs, in blocks, from the start at each call.
 Blocks = Callable[[], Iterable[Pairs]]
 
-# Penalties that are tried, as multiples of the mean input variance of all rows together.
+# Penalties to try, as multiples of the mean input variance.
 DECADES = tuple(10.0**power for power in range(-6, 4))
-# Rows whose leave-one-out error is computed; of more, this many are drawn.
-MOST_LEFT_OUT = 20_000
+# Rows whose leave-one-out error is computed; of more, this many are sampled.
+MOST_HELD_OUT = 20_000
 _BLOCK_ROWS = 8192
 
 
 @dataclass(frozen=True)
 class Ridge:
-    """x -> weight x + bias; weight [b, a], bias [b].
+    """A ridge map x -> weight x + bias.
 
-    `penalty`: lambda over the mean input variance of all rows together. `error`: mean squared
-    distance, summed over the b outputs, between a row and what it is predicted as by the others;
-    `spread`: the same between a row and the mean of all.
+    Attributes:
+        weight: float64 [b, a].
+        bias: float64 [b].
+        penalty: Lambda, as a multiple of the mean input variance of all rows.
+        error: Leave-one-out error: the mean squared distance, summed over the b outputs, between a
+            row and its prediction from the other rows.
+        spread: The mean squared distance between a row and the mean of all rows.
     """
 
     weight: Doubles
@@ -40,11 +44,20 @@ class Ridge:
 
 
 class Moments:
-    """Sums over paired rows x [n, a] and y [n, b] from which every closed-form map is solved."""
+    """Sums over paired rows x [n, a] and y [n, b] from which every closed-form map is solved.
+
+    Attributes:
+        rows: Number of pairs.
+    """
 
     def __init__(self, like: "Moments | None" = None) -> None:
+        """Begin without pairs.
+
+        Args:
+            like: Use the origin of these moments, so that `subtract` can take one from the other.
+        """
         self.rows = 0
-        # Sums are of distances from the first block's means: they lose no digits to a large mean.
+        # Sums of differences from the first block's means: a large mean costs no digits.
         self._origin: tuple[Doubles, Doubles] | None = None
         if like is not None and like._origin is not None:
             self._begin(like._origin)
@@ -53,7 +66,11 @@ class Moments:
 
     @classmethod
     def of(cls, blocks: Iterable[Pairs]) -> "Moments":
-        """Those of all blocks. Raises ValueError for rows that are no pairs, or fewer than 2."""
+        """Compute the moments of all blocks.
+
+        Raises:
+            ValueError: Rows that are no pairs, NaN or infinity, or fewer than 2 pairs.
+        """
         moments = cls()
         for x, y in blocks:
             moments.add(x, y)
@@ -62,7 +79,15 @@ class Moments:
         return moments
 
     def add(self, x: Floats, y: Floats) -> None:
-        """Count further pairs. Raises ValueError for shapes that do not fit, NaN and infinity."""
+        """Add pairs to the sums; no rows change nothing.
+
+        Args:
+            x: [n, a].
+            y: [n, b].
+
+        Raises:
+            ValueError: Shapes that do not fit, NaN or infinity.
+        """
         if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
             raise ValueError(
                 f"expected paired rows [n, a] and [n, b], got {list(x.shape)} and {list(y.shape)}"
@@ -78,19 +103,23 @@ class Moments:
                 *self._shifted(x[first : first + _BLOCK_ROWS], y[first : first + _BLOCK_ROWS])
             )
 
-    def without(self, part: "Moments") -> "Moments":
-        """Those of the other rows; `part` was begun `like` this one and holds some of its rows."""
+    def subtract(self, part: "Moments") -> "Moments":
+        """Return the moments of the rows that are not in `part`.
+
+        Args:
+            part: Moments of some of these rows, created with `like` this object.
+        """
         assert self._origin is not None
-        rest = Moments(self)
-        rest.rows = self.rows - part.rows
-        for total, whole, less in zip(
-            (*rest._sums, *rest._products),
+        others = Moments(self)
+        others.rows = self.rows - part.rows
+        for total, sums, subtrahend in zip(
+            (*others._sums, *others._products),
             (*self._sums, *self._products),
             (*part._sums, *part._products),
             strict=True,
         ):
-            total += whole - less
-        return rest
+            total += sums - subtrahend
+        return others
 
     def _begin(self, origin: tuple[Doubles, Doubles]) -> None:
         self._origin = origin
@@ -113,30 +142,39 @@ class Moments:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """a and b."""
+        """Return the dimensions a of x and b of y."""
         assert self._origin is not None
         return len(self._origin[0]), len(self._origin[1])
 
     @property
     def means(self) -> tuple[Doubles, Doubles]:
-        """Of x [a] and of y [b]."""
+        """Return the means of x [a] and of y [b]."""
         assert self._origin is not None
         (x, y), (sum_x, sum_y) = self._origin, self._sums
         return x + sum_x / self.rows, y + sum_y / self.rows
 
     @property
     def gram(self) -> Doubles:
-        """Products of centred inputs, summed over the rows: [a, a]."""
+        """Return the products of centred inputs, summed over the rows: [a, a]."""
         return self._products[0] - np.outer(self._sums[0], self._sums[0]) / self.rows
 
     @property
     def cross(self) -> Doubles:
-        """Products of centred inputs and outputs, summed over the rows: [a, b]."""
+        """Return the products of centred inputs and outputs, summed over the rows: [a, b]."""
         return self._products[1] - np.outer(self._sums[0], self._sums[1]) / self.rows
 
 
 def in_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
-    """Pairs that are in memory, as blocks."""
+    """Split pairs that are in memory into blocks.
+
+    Args:
+        x: [n, a].
+        y: [n, b].
+        rows: Largest number of rows of a block.
+
+    Returns:
+        A function that iterates over the blocks from the start at each call.
+    """
 
     def blocks() -> Iterator[Pairs]:
         for first in range(0, len(x), rows):
@@ -146,14 +184,23 @@ def in_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
 
 
 def solve(moments: Moments, penalty: float) -> Ridge:
-    """The ridge map at one penalty, none on the bias; its `error` and `spread` are NaN."""
+    """Fit a ridge map with a given penalty, without penalty on the bias.
+
+    Args:
+        moments: Sums over at least 1 pair.
+        penalty: Lambda, as a multiple of the mean input variance; 0 gives least squares of minimum
+            norm.
+
+    Returns:
+        The map, with NaN as `error` and `spread`.
+    """
     gram = moments.gram
-    least = penalty * float(np.trace(gram)) / len(gram)
+    ridge = penalty * float(np.trace(gram)) / len(gram)
     unknown = float("nan")
-    if least <= 0:
+    if ridge <= 0:
         return _Spectrum(moments).solve(penalty, unknown, unknown)
-    # Without eigenvectors, which one penalty does not need: a fiftieth of the time.
-    shrunk = gram + least * np.eye(len(gram))
+    # One penalty needs no eigenvectors; this takes a fiftieth of the time.
+    shrunk = gram + ridge * np.eye(len(gram))
     weight = np.asarray(np.linalg.solve(shrunk, moments.cross), np.float64).T
     mean_x, mean_y = moments.means
     return Ridge(weight, mean_y - weight @ mean_x, penalty, unknown, unknown)
@@ -162,35 +209,43 @@ def solve(moments: Moments, penalty: float) -> Ridge:
 def fit(
     blocks: Blocks,
     *,
-    together: int = 1,
+    group: int = 1,
     seed: int = 0,
     moments: Moments | None = None,
-    left_out: int = MOST_LEFT_OUT,
+    sample: int = MOST_HELD_OUT,
 ) -> Ridge:
-    """The ridge map at the penalty of least leave-one-out error.
+    """Fit a ridge map with the penalty of least leave-one-out error.
 
-    The error of a row that the map was fitted without follows from the fit to all rows: residual
-    over 1 - leverage (Allen 1974, PRESS). `together`: consecutive rows that are left out as one,
-    as views of one image are. Above `left_out` rows the error is
-    that of as many drawn by `seed`; their leverages, and the map, are still those of all rows.
-    `moments`: those of all blocks, if they are known. Raises ValueError for rows that
-    are no pairs, NaN, and fewer than 2 groups.
+    The leave-one-out error of a row follows from the fit to all rows: residual over 1 - leverage
+    (Allen 1974, PRESS). Penalties are tried by decades, then around the best in quarters of a
+    decade. The map and the leverages always use all rows.
+
+    Args:
+        blocks: Iterates over the pairs; called twice, or once where `moments` is given.
+        group: Number of consecutive rows that are left out as one, such as views of one image.
+        seed: Chooses the sampled groups.
+        moments: Moments of all blocks, if they are known.
+        sample: Above this number of rows, the error is computed on a sample of this size.
+
+    Raises:
+        ValueError: Rows that are no pairs, NaN, fewer than 2 groups, or blocks that differ at the
+            second call.
     """
     moments = Moments.of(blocks()) if moments is None else moments
-    if moments.rows % together or moments.rows < 2 * together:
-        raise ValueError(f"expected at least 2 groups of {together} rows, got {moments.rows}")
+    if moments.rows % group or moments.rows < 2 * group:
+        raise ValueError(f"expected at least 2 groups of {group} rows, got {moments.rows}")
     spectrum = _Spectrum(moments)
-    some = spectrum.left_out(blocks(), together, seed, left_out)
-    errors = {penalty: some.error(penalty) for penalty in DECADES}
+    held_out = spectrum.hold_out(blocks(), group, seed, sample)
+    errors = {penalty: held_out.error(penalty) for penalty in DECADES}
     best = min(errors, key=errors.__getitem__)
     finer = {best * 10**power for power in (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)}
-    errors |= {penalty: some.error(penalty) for penalty in sorted(finer)}
+    errors |= {penalty: held_out.error(penalty) for penalty in sorted(finer)}
     best = min(errors, key=errors.__getitem__)
-    return spectrum.solve(best, errors[best], float(np.square(some.outputs).sum(1).mean()))
+    return spectrum.solve(best, errors[best], float(np.square(held_out.outputs).sum(1).mean()))
 
 
 class _Spectrum:
-    """The eigenvectors of the inputs' products, in which a penalty is a division."""
+    """The eigenvectors of the inputs' products; they turn a penalty into a division."""
 
     def __init__(self, moments: Moments) -> None:
         values, self._vectors = np.linalg.eigh(moments.gram)
@@ -199,7 +254,7 @@ class _Spectrum:
         self._means, self._rows = moments.means, moments.rows
 
     def _scale(self, penalty: float) -> Doubles:
-        """1 / (eigenvalue + lambda), 0 where both are 0: inputs that never vary weigh nothing."""
+        """Return 1 / (eigenvalue + lambda), 0 where both are 0: constant inputs get no weight."""
         sums = self._values + penalty * self._values.mean()
         scale: Doubles = np.divide(1, sums, out=np.zeros_like(sums), where=sums > 0)
         return scale
@@ -209,54 +264,62 @@ class _Spectrum:
         mean_x, mean_y = self._means
         return Ridge(weight, mean_y - weight @ mean_x, penalty, error, spread)
 
-    def left_out(self, blocks: Iterable[Pairs], together: int, seed: int, most: int) -> "_LeftOut":
-        """Of at most `most` rows, whole groups."""
-        groups = self._rows // together
-        drawn = np.arange(groups)
+    def hold_out(self, blocks: Iterable[Pairs], group: int, seed: int, most: int) -> "_HeldOut":
+        """Read the rows whose leave-one-out error is computed: at most `most`, in whole groups."""
+        groups = self._rows // group
+        sample = np.arange(groups)
         if self._rows > most:
-            some = np.random.default_rng(seed).choice(groups, max(1, most // together), False)
-            drawn = np.sort(some)
-        rows = (drawn[:, None] * together + np.arange(together)).ravel()
-        taken: list[tuple[Doubles, Doubles]] = []
+            draw = np.random.default_rng(seed).choice(groups, max(1, most // group), False)
+            sample = np.sort(draw)
+        rows = (sample[:, None] * group + np.arange(group)).ravel()
+        parts: list[tuple[Doubles, Doubles]] = []
         first = 0
         for x, y in blocks:
-            here = rows[(rows >= first) & (rows < first + len(x))] - first
-            taken.append((x[here].astype(np.float64), y[here].astype(np.float64)))
+            block = rows[(rows >= first) & (rows < first + len(x))] - first
+            parts.append((x[block].astype(np.float64), y[block].astype(np.float64)))
             first += len(x)
-        x, y = (np.concatenate(parts) for parts in zip(*taken, strict=True))
+        x, y = (np.concatenate(side) for side in zip(*parts, strict=True))
         if first != self._rows:
             raise ValueError(f"expected the same {self._rows} pairs a second time, got {first}")
-        turned = (x - self._means[0]) @ self._vectors
-        return _LeftOut(turned, y - self._means[1], together, self._cross, self._scale, self._rows)
+        rotated = (x - self._means[0]) @ self._vectors
+        return _HeldOut(rotated, y - self._means[1], group, self._cross, self._scale, self._rows)
 
 
 @dataclass(frozen=True)
-class _LeftOut:
-    """Centred rows, inputs in the eigenvectors' directions [m, a], outputs [m, b]; of all rows the
-    products with the outputs [a, b]."""
+class _HeldOut:
+    """Centred rows whose leave-one-out error is computed, and the sums over all rows that it needs.
+
+    Attributes:
+        inputs: [m, a], in the directions of the eigenvectors.
+        outputs: [m, b].
+        group: Consecutive rows that are left out as one.
+        cross: [a, b], products of inputs and outputs over all rows.
+        scale: Returns 1 / (eigenvalue + lambda) [a] for a penalty.
+        rows: Number of all rows.
+    """
 
     inputs: Doubles
     outputs: Doubles
-    together: int
+    group: int
     cross: Doubles
     scale: Callable[[float], Doubles]
     rows: int
 
     def error(self, penalty: float) -> float:
-        """Mean squared distance of each row to its prediction from the other groups' rows."""
-        scale, size = self.scale(penalty), self.together
+        """Return the mean squared distance of each row to its prediction from the other groups."""
+        scale, size = self.scale(penalty), self.group
         residuals = self.outputs - self.inputs @ (scale[:, None] * self.cross)
         if size == 1:
-            kept = 1 - 1 / self.rows - np.square(self.inputs) @ scale
-            # A row that nothing else speaks about is not predicted by the others at all.
-            if kept.min() <= 1e-12:
+            slack = 1 - 1 / self.rows - np.square(self.inputs) @ scale
+            # No other row has a direction of this row, so that nothing predicts it.
+            if slack.min() <= 1e-12:
                 return float("inf")
-            return float((np.square(residuals).sum(1) / np.square(kept)).mean())
+            return float((np.square(residuals).sum(1) / np.square(slack)).mean())
         inputs = self.inputs.reshape(-1, size, self.inputs.shape[1])
         hat = 1 / self.rows + (inputs * scale) @ inputs.transpose(0, 2, 1)
         grouped = residuals.reshape(-1, size, residuals.shape[1])
         try:
-            left = np.linalg.solve(np.eye(size) - hat, grouped)
+            errors = np.linalg.solve(np.eye(size) - hat, grouped)
         except np.linalg.LinAlgError:
             return float("inf")
-        return float(np.square(left).sum(2).mean())
+        return float(np.square(errors).sum(2).mean())

@@ -1,14 +1,21 @@
-"""Text from elsewhere, such as names, reasons and a server's words, as a terminal may show it."""
+"""Make foreign text, such as names, reasons and messages of servers, safe to print in a
+terminal."""
 
 import unicodedata
 
-# Controls, invisible and direction marks, halves of characters, separators of lines.
+# Unicode categories: control, format (direction marks), surrogate, line and paragraph separators.
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def visible(text: str) -> str:
-    """`text` in which nothing moves the cursor, changes colours, begins a line or hides: each such
-    character is written as Python writes it, like `\\x1b`."""
+    """Escape each character that moves the cursor, changes colours, begins a line or is invisible.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The text, with each such character as Python writes it: `\\x1b`.
+    """
     if text.isprintable():
         return text
     return "".join(

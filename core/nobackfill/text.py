@@ -1,4 +1,4 @@
-"""Texts: lines of a file with an id each, and the tokens that a text encoder reads."""
+"""Read texts with an id from JSONL files, and turn them into the tokens of a text encoder."""
 
 import json
 import math
@@ -21,9 +21,10 @@ from nobackfill.errors import (
 )
 from nobackfill.extras import extra
 
-# In UTF-8. A model reads some hundred tokens of it; its owner cuts what is longer into passages.
+# Bytes of a text in UTF-8. A model reads a few hundred tokens; owners split longer texts into
+# passages.
 LARGEST_BYTES = 64 * 2**10
-# Of all texts of one call.
+# Bytes of all texts of one call.
 LARGEST_CALL = 4 * 2**20
 
 # `input_ids`, `attention_mask` and `token_type_ids`, each int64 [n,t].
@@ -31,34 +32,55 @@ Tokens = dict[str, NDArray[np.int64]]
 
 
 class Tokenizing:
-    """A tokenizer.json that cuts texts after `length` tokens; a batch is as long as its longest."""
+    """A tokenizer.json that truncates texts; a batch is padded to its longest text."""
 
     def __init__(self, data: bytes, length: int, what: str) -> None:
-        """`what` names the file in messages. Raises InvalidInputError for what is no tokenizer,
-        ConfigurationError without the extra `text`."""
+        """Load a tokenizer.
+
+        Args:
+            data: The bytes of tokenizer.json.
+            length: Tokens after which a text is truncated.
+            what: The name of the file in messages.
+
+        Raises:
+            InvalidInputError: The data is no tokenizer, or leaves no room for text within `length`.
+            DefectiveTokenizerError: The tokenizer crashes.
+            ConfigurationError: The extra `text` is not installed.
+        """
         with extra("text"):
             from tokenizers import Tokenizer
-        with _contained(f"{what}: is no tokenizer.json"):
+        with _translate_errors(f"{what}: is no tokenizer.json"):
             self._tokenizer: Any = Tokenizer.from_buffer(data)
             self._tokenizer.enable_truncation(length)
-            own = self._tokenizer.padding or {}
+            padding = self._tokenizer.padding or {}
             self._tokenizer.enable_padding(
-                pad_id=own.get("pad_id", self._known("[PAD]", "<pad>")),
-                pad_type_id=own.get("pad_type_id", 0),
-                pad_token=own.get("pad_token", "[PAD]"),
+                pad_id=padding.get("pad_id", self._first_id("[PAD]", "<pad>")),
+                pad_type_id=padding.get("pad_type_id", 0),
+                pad_token=padding.get("pad_token", "[PAD]"),
             )
             own_tokens = self._tokenizer.num_special_tokens_to_add(False)
         if own_tokens >= length:
             raise InvalidInputError(
-                f"{what}: puts {own_tokens} tokens around each text, which is to be cut after "
-                f"{length}; declare a larger max_length"
+                f"{what}: adds {own_tokens} tokens to each text, which leaves none of the "
+                f"{length} of max_length; declare a larger max_length"
             )
         self._what = what
 
     def tokens(self, texts: Sequence[str]) -> Tokens:
-        """Raises InvalidInputError for texts that the tokenizer cannot take,
-        DefectiveTokenizerError where it fails by a defect of its own."""
-        with _contained(f"{self._what}: cannot read a text"):
+        """Tokenize a batch of texts.
+
+        Args:
+            texts: n texts.
+
+        Returns:
+            `input_ids`, `attention_mask` and `token_type_ids`, each int64 [n, tokens of the longest
+            text].
+
+        Raises:
+            InvalidInputError: The tokenizer refuses a text.
+            DefectiveTokenizerError: The tokenizer crashes on a text.
+        """
+        with _translate_errors(f"{self._what}: cannot read a text"):
             encoded = self._tokenizer.encode_batch(list(texts))
         return {
             "input_ids": np.array([one.ids for one in encoded], np.int64),
@@ -67,20 +89,20 @@ class Tokenizing:
         }
 
     def largest(self) -> int:
-        """The largest id that a token can have."""
+        """Return the largest id that a token can have, 0 for an empty vocabulary."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
 
-    def _known(self, *names: str) -> int:
+    def _first_id(self, *names: str) -> int:
         ids = (self._tokenizer.token_to_id(name) for name in names)
         return next((one for one in ids if one is not None), 0)
 
 
 @contextmanager
-def _contained(what: str) -> Iterator[None]:
-    """Turn whatever a tokenizer raises into an error of ours.
+def _translate_errors(what: str) -> Iterator[None]:
+    """Turn everything that a tokenizer raises into an error of this project.
 
-    The classes that its compiled code raises have no common base, and a panic of that code is not
-    even an Exception: it would pass every handler and end the thread, or the process.
+    The classes that its compiled code raises have no common base. A panic of that code is not even
+    an Exception: it would pass every handler and end the thread or the process.
     """
     try:
         yield
@@ -93,8 +115,12 @@ def _contained(what: str) -> Iterator[None]:
 
 
 def check_text(text: str) -> str:
-    """`text`, where it can be embedded. Raises TooLargeError above 64 KiB, InvalidInputError for
-    one in which nothing can be read."""
+    """Return the text if it can be embedded.
+
+    Raises:
+        TooLargeError: It has more than 64 KiB in UTF-8.
+        InvalidInputError: It has an unpaired surrogate, or no printable character.
+    """
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
@@ -109,7 +135,11 @@ def check_text(text: str) -> str:
 
 
 def check_texts(texts: Sequence[str]) -> None:
-    """Raises TooLargeError for more than one call may carry."""
+    """Check that all texts together fit into one call.
+
+    Raises:
+        TooLargeError: They have more than 4 MiB in UTF-8.
+    """
     size = sum(len(text.encode(errors="replace")) for text in texts)
     if size > LARGEST_CALL:
         raise TooLargeError(
@@ -120,40 +150,58 @@ def check_texts(texts: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class TextLine:
-    """`notes`: the other keys of the object, as JSON has them."""
+    """An object of a JSONL file.
+
+    Attributes:
+        id: The id of the item.
+        text: The text to embed.
+        notes: The other keys of the object, with their JSON values.
+    """
 
     id: str
     text: str
     notes: Mapping[str, Any]
 
     def metadata(self) -> dict[str, str | int | float | bool | list[str]]:
-        """The notes as an item keeps them, without those that are null. Raises InvalidInputError
-        for objects and lists of anything but texts."""
-        kept = {key: value for key, value in self.notes.items() if value is not None}
-        for key, value in kept.items():
+        """Return the notes as metadata of an item, without the keys that are null.
+
+        Raises:
+            InvalidInputError: A value is an object, or a list with anything but texts.
+        """
+        values = {key: value for key, value in self.notes.items() if value is not None}
+        for key, value in values.items():
             texts = isinstance(value, list) and all(isinstance(one, str) for one in value)
             if not texts and not isinstance(value, str | int | float | bool):
                 raise InvalidInputError(
                     f"{key[:64]!r}: expected a text, a number, a flag or a list of texts"
                 )
-        return kept
+        return values
 
 
 def read_texts(
-    path: Path, refused: dict[str, str] | None = None, *, key: str = "id", column: str = "text"
+    path: Path, refusals: dict[str, str] | None = None, *, key: str = "id", column: str = "text"
 ) -> Iterator[TextLine]:
-    """The objects of a JSONL file, in order, one line in memory.
+    """Yield the objects of a JSONL file in order, with one line in memory at a time.
 
-    `refused` gets the reason of each line that is none, by FILE:LINE, and the next one is read;
-    None: the first such line raises InvalidInputError. Raises NotFoundError.
+    Args:
+        path: A regular file or a pipe, in UTF-8. Empty lines are skipped.
+        refusals: Receives the reason of each invalid line under the key FILE:LINE, and reading goes
+            on. None: the first invalid line raises its error.
+        key: The key of the id in each object.
+        column: The key of the text in each object.
+
+    Raises:
+        InvalidInputError: A line is invalid and `refusals` is None, or the file is neither regular
+            nor a pipe.
+        NotFoundError: The file cannot be read.
     """
     try:
         with path.open("rb") as file:
             kind = os.fstat(file.fileno()).st_mode
-            # A pipe has an end, a device may have none.
+            # A pipe ends, a device may not.
             if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
                 raise InvalidInputError(f"{path}: expected a regular file or a pipe")
-            # Bytes: only a line feed ends a line, JSON may hold other separators of lines.
+            # Read bytes: only a line feed ends a line, but JSON may contain other line separators.
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
@@ -161,9 +209,9 @@ def read_texts(
                 try:
                     one = read_line(line, where, key, column)
                 except InvalidInputError as error:
-                    if refused is None:
+                    if refusals is None:
                         raise
-                    refused[where] = str(error).removeprefix(f"{where}: ")
+                    refusals[where] = str(error).removeprefix(f"{where}: ")
                 else:
                     yield one
     except OSError as error:
@@ -171,14 +219,24 @@ def read_texts(
 
 
 def _is_text(part: object) -> bool:
-    """Whether it is a text, or a number with one way to be written."""
+    """Tell whether a value is a text, or a number that has one spelling."""
     if isinstance(part, bool) or (isinstance(part, float) and not math.isfinite(part)):
         return False
     return isinstance(part, str | int | float)
 
 
 def read_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
-    """One object. Raises InvalidInputError, which says `where`."""
+    """Parse one line of a JSONL file.
+
+    Args:
+        line: The line in UTF-8.
+        where: FILE:LINE, for the message.
+        key: The key of the id.
+        column: The key of the text.
+
+    Raises:
+        InvalidInputError: The line is no JSON object with an id and a text.
+    """
     try:
         one = json.loads(line.decode("utf-8-sig"))
         name, text = one[key], one[column]

@@ -1,4 +1,4 @@
-"""Vectors, and the one check that each passes: at ingest, at query, at a transform's output."""
+"""Define vectors and the check that each passes: at ingest, at query, after a transform."""
 
 from typing import Literal
 
@@ -9,58 +9,68 @@ from nobackfill.errors import InvalidInputError, UnusableRowsError
 
 Vectors = NDArray[np.float32]
 Metric = Literal["squared_l2", "cosine"]
-# What an item is to a model.
+# The input of a model.
 Kind = Literal["text", "image"]
-# How an item's vector came into the space that it is in.
+# How an item's vector was made in its space.
 Origin = Literal["native", "direct", "upgraded", "re-embedded", "old-model"]
 
 # Squared L2 distances of vectors within this norm stay finite in float32.
 LARGEST_NORM = 1e15
 
 _FLOAT32 = np.dtype(np.float32)
-_TAKEN = (_FLOAT32, np.dtype(np.float64))
+_FLOATS = (_FLOAT32, np.dtype(np.float64))
 
 
 def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False) -> Vectors:
-    """Return `vectors` as a C-contiguous float32 array of shape [n, dim], or refuse them all.
+    """Return vectors as a C-contiguous float32 array of shape [n, dim], or refuse them all.
 
-    A single vector of shape [dim] is refused: callers say how many they mean. With `unit`, each
-    norm must be 1 within 1e-3. `what` names the data in the message. Raises InvalidInputError for a
-    wrong shape or another dtype than float32 or float64, UnusableRowsError for rows with NaN or
-    infinity, a norm above 1e15, a zero vector where `unit` asks for direction.
+    Args:
+        vectors: float32 or float64 [n, dim]; n may be 0. A single vector of shape [dim] is refused.
+        dim: The expected dimension.
+        what: The name of the data in error messages.
+        unit: Whether each norm must be 1 within 1e-3.
+
+    Returns:
+        float32 [n, dim]; the same array where it is that already.
+
+    Raises:
+        InvalidInputError: Wrong shape, or a dtype other than float32 and float64.
+        UnusableRowsError: Rows with NaN or infinity, a norm above 1e15, or with `unit` a norm that
+            is not 1.
     """
     array = np.asarray(vectors)
-    if array.dtype not in _TAKEN:
+    if array.dtype not in _FLOATS:
         raise InvalidInputError(f"{what}: expected float32 values, got {array.dtype}")
     if array.ndim != 2 or array.shape[1] != dim:
         raise InvalidInputError(
             f"{what}: expected an array of shape [n, {dim}], got {list(array.shape)}; "
             "was it made by another release's model?"
         )
-    if array.dtype == _FLOAT32 and _plainly_good(array, unit):
+    if array.dtype == _FLOAT32 and _surely_valid(array, unit):
         return np.ascontiguousarray(array)
     with np.errstate(over="ignore"):
         checked = np.ascontiguousarray(array, dtype=np.float32)
         squared_norms = np.einsum("nd,nd->n", checked, checked, dtype=np.float64)
     # NaN fails every comparison, infinity this one.
-    good = squared_norms <= LARGEST_NORM**2
+    valid = squared_norms <= LARGEST_NORM**2
     if unit:
-        good &= np.abs(np.sqrt(squared_norms) - 1) <= 1e-3
-    if not good.all():
-        bad = np.flatnonzero(~good).tolist()
+        valid &= np.abs(np.sqrt(squared_norms) - 1) <= 1e-3
+    if not valid.all():
+        invalid = np.flatnonzero(~valid).tolist()
         expected = (
             "finite values and norm 1" if unit else f"finite values and a norm <= {LARGEST_NORM:g}"
         )
         raise UnusableRowsError(
-            f"{what}: expected {expected} in every row; row {bad[0]} and {len(bad) - 1} more are "
-            "not so",
-            bad,
+            f"{what}: expected {expected} in every row; row {invalid[0]} and "
+            f"{len(invalid) - 1} more differ",
+            invalid,
         )
     return checked
 
 
-def _plainly_good(array: Vectors, unit: bool) -> bool:
-    """Whether sums in float32, which every query passes in a few microseconds, leave no doubt."""
+def _surely_valid(array: Vectors, unit: bool) -> bool:
+    """Check, from sums in float32, whether the rows are valid beyond doubt; takes a few
+    microseconds."""
     squared_norms = np.einsum("nd,nd->n", array, array)
     # NaN fails every comparison; the margins are far beyond what float32 rounds away.
     if unit:
@@ -68,15 +78,35 @@ def _plainly_good(array: Vectors, unit: bool) -> bool:
     return bool(squared_norms.max(initial=0) <= LARGEST_NORM**2 / 10)
 
 
-def normalised(vectors: Vectors) -> Vectors:
-    """Scale the rows to norm 1; a row of zeros stays as it is."""
+def normalise(vectors: Vectors) -> Vectors:
+    """Scale each row to norm 1; a row of zeros stays as it is.
+
+    Args:
+        vectors: float32 [n, dim].
+
+    Returns:
+        float32 [n, dim], a new array.
+    """
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     scaled: Vectors = vectors / np.maximum(norms, np.float32(1e-12))
     return scaled
 
 
 def from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vectors:
-    """Read one vector of `dim` little-endian float32: [1, dim]. Raises InvalidInputError."""
+    """Read one vector from little-endian float32 bytes.
+
+    Args:
+        values: 4 * dim bytes.
+        dim: The expected dimension.
+        what: The name of the data in error messages.
+        unit: Whether its norm must be 1 within 1e-3.
+
+    Returns:
+        float32 [1, dim].
+
+    Raises:
+        InvalidInputError: Another number of bytes, or values that `check_vectors` refuses.
+    """
     if len(values) != 4 * dim:
         raise InvalidInputError(
             f"{what}: expected {4 * dim} bytes (float32, dimension {dim}), got {len(values)}"

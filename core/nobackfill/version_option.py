@@ -1,13 +1,13 @@
-"""The option --version of a command."""
+"""Define the option --version of a command."""
 
 from typing import Annotated
 
 import typer
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        # Most runs of a command need it not.
+def _print_version(requested: bool) -> None:
+    if requested:
+        # Imported here: most runs of a command do not need it.
         from importlib.metadata import version
 
         print(version("nobackfill"))

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ def world(
     to_new = np.linalg.qr(rng.normal(size=(seen + unseen + 8, seen + unseen + 8)))[0]
 
     def old(rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> Vectors:
-        return normalised((rows[:, :seen] @ to_old).astype(np.float32))
+        return normalise((rows[:, :seen] @ to_old).astype(np.float32))
 
     def new(rows: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> Vectors:
-        return normalised((rows @ to_new[: seen + unseen]).astype(np.float32))
+        return normalise((rows @ to_new[: seen + unseen]).astype(np.float32))
 
     return World(old(hidden), new(hidden), old(asked), new(asked), answers.astype(np.int64))
 
@@ -70,7 +70,7 @@ def kinds(items: int, asked: int, *, noise: float = 1.0, seed: int = 0) -> World
         turn = np.linalg.qr(rng.normal(size=(dims, dims)))[0]
         views = seen[answers] + noise * rng.normal(size=(asked, dims))
         bodies, queries = ((x @ turn).astype(np.float32) for x in (seen, views))
-        return normalised(bodies), normalised(queries)
+        return normalise(bodies), normalise(queries)
 
     (old, by_old), (new, by_new) = model(), model()
     return World(old, new, by_old, by_new, answers)

@@ -10,7 +10,7 @@ from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.adopt.sources.source import Target
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 from tests.adopt.made import world
 
 MADE = world(300)
@@ -28,7 +28,7 @@ def put(connection: Connection, keys: Sequence[int], vectors: Vectors) -> None:
 
 
 def drawn(seed: int, count: int) -> Vectors:
-    return normalised(np.random.default_rng(seed).normal(size=(count, 24)).astype(np.float32))
+    return normalise(np.random.default_rng(seed).normal(size=(count, 24)).astype(np.float32))
 
 
 def stale(connection: Connection) -> int:

@@ -7,7 +7,7 @@ from nobackfill.adopt.crossfit import FOLDS, Held, cross_fitted, seen
 from nobackfill.adopt.judgement import Queries, among_items, figure_of, figures_of
 from nobackfill.adopt.maps import KINDS, fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 DIMS = 48
 
@@ -22,9 +22,9 @@ def world(items: int, seed: int, share: float) -> tuple[Pairs, Queries]:
 
     hidden = drawn(items // 8)[rng.integers(items // 8, size=items)] + drawn(items)
     turn = np.linalg.qr(drawn(DIMS))[0]
-    old = normalised(hidden @ turn + 0.3 * drawn(items))
-    new = normalised(share * hidden + (1 - share) * 1.4 * drawn(items))
-    asked = normalised(new + 0.5 / DIMS**0.5 * drawn(items))
+    old = normalise(hidden @ turn + 0.3 * drawn(items))
+    new = normalise(share * hidden + (1 - share) * 1.4 * drawn(items))
+    asked = normalise(new + 0.5 / DIMS**0.5 * drawn(items))
     rows = np.arange(items, dtype=np.int64)
     ids = [str(row) for row in rows]
     return Pairs(ids, old, new), Queries(old, asked, rows, own=False)

@@ -18,7 +18,7 @@ from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.onnx_runtime import onnxruntime
 from nobackfill.ridge import Floats
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 from tests.adopt.made import write_parquet
 
 OURS = "nobackfill.training.pairs:residual"
@@ -29,7 +29,7 @@ def folded(count: int, seed: int = 0) -> Pairs:
     rng = np.random.default_rng(seed)
     old = rng.normal(size=(count, 8)).astype(np.float32)
     new = np.concatenate([old, np.abs(old)], 1)
-    return Pairs([f"item-{row}" for row in range(count)], old, normalised(new))
+    return Pairs([f"item-{row}" for row in range(count)], old, normalise(new))
 
 
 def sizes(old: Vectors, new: Vectors, straight: Vectors) -> list[tuple[Floats, Floats]]:

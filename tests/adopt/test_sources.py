@@ -14,7 +14,7 @@ from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import read_all
 from nobackfill.adopt.sources.source import Beside, Rows, Target
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 from tests.adopt.racing import Racing
 from tests.adopt.stores import MADE, Pgvector, Store, Written, opened
 from tests.support.waiting import wait_until
@@ -151,7 +151,7 @@ def test_a_store_that_keeps_directions_only_takes_a_map_to_any_norm(store: Store
     assert not longer.unit
     assert carry(store.open(), target(longer), longer, window=300).total == 230
     found = by_id(read_all(store.open("vector_new")))
-    wanted = normalised(longer(MADE.old))
+    wanted = normalise(longer(MADE.old))
     assert all(
         np.allclose(found[n], vector, atol=1e-4) for n, vector in zip(MADE.ids, wanted, strict=True)
     )
@@ -166,7 +166,7 @@ def test_a_wrong_vector_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) 
     write = beside.write
 
     def spoilt(self: Beside, rows: Rows, vectors: Vectors) -> None:
-        write(self, rows, normalised(vectors + np.float32(0.1)))
+        write(self, rows, normalise(vectors + np.float32(0.1)))
 
     monkeypatch.setattr(beside, "write", spoilt)
     with pytest.raises(VerificationError, match="--rollback"):
@@ -224,10 +224,10 @@ def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
         for name in rng.choice(names, 3, replace=False).tolist():
             store.delete(name)
         for name in rng.choice(names, 3, replace=False).tolist():
-            store.put(name, normalised(rng.normal(size=(1, 24)).astype(np.float32))[0])
+            store.put(name, normalise(rng.normal(size=(1, 24)).astype(np.float32))[0])
         for number in range(2):
             name = f"{'ffffffff' if number else '00000000'}-1111-4000-8000-{call:012d}"
-            store.put(name, normalised(rng.normal(size=(1, 24)).astype(np.float32))[0])
+            store.put(name, normalise(rng.normal(size=(1, 24)).astype(np.float32))[0])
         store.touch(store.names()[0])
 
     done = carry(Racing(store.open(), others, others), target(), MAP, window=WINDOW)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from nobackfill.adopt.verdict import (
 )
 from nobackfill.errors import InvalidInputError
 from nobackfill.serving.fusion import Joining, OddsLine
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 from tests.adopt.made import World, kinds, world
 
 SLOW = Cost(1_000_000, 0.01, 0.02, 1e-6)
@@ -81,7 +81,7 @@ def test_stay_where_the_gain_may_be_chance() -> None:
         hidden = rng.normal(size=(300, 12))
         asked = hidden[:40] + rng.normal(size=(40, 12))
         (old, new), (asked_old, asked_new) = (
-            [normalised((one + 0.3 * rng.normal(size=one.shape)).astype(np.float32)) for _ in "ab"]
+            [normalise((one + 0.3 * rng.normal(size=one.shape)).astype(np.float32)) for _ in "ab"]
             for one in (hidden, asked)
         )
         queries = Queries(asked_old, asked_new, np.arange(40, dtype=np.int64), own=False)
@@ -197,14 +197,14 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     rng = np.random.default_rng(0)
 
     def drawn(rows: int) -> Vectors:
-        return normalised(rng.normal(size=(rows, 32)).astype(np.float32))
+        return normalise(rng.normal(size=(rows, 32)).astype(np.float32))
 
     shared, items = drawn(1), drawn(400)
     answers = np.arange(200, dtype=np.int64)
     hub = rng.random(400) < 0.1
-    carried = normalised(items + np.where(hub, 2, 1)[:, None].astype(np.float32) * shared)
-    asked = normalised(normalised(items[:200] + 1.2 * drawn(200)) + shared)
-    gallery = Gallery(drawn(400), carried, normalised(items + shared))
+    carried = normalise(items + np.where(hub, 2, 1)[:, None].astype(np.float32) * shared)
+    asked = normalise(normalise(items[:200] + 1.2 * drawn(200)) + shared)
+    gallery = Gallery(drawn(400), carried, normalise(items + shared))
     judged = judge(gallery, Queries(drawn(200), asked, answers, own=False))
     assert judged.ways["both"]["R@1"].mean() > judged.ways["map"]["R@1"].mean() + 0.03
     save_joining(tmp_path / "j.npz", judged.joining)
@@ -237,9 +237,9 @@ def test_hubs_that_the_new_model_has_too_are_left(seed: int) -> None:
     width = np.linspace(2, 0.3, 32)
     items = rng.normal(size=(800, 32)) * width + 0.8 * rng.normal(size=(40, 32)).repeat(20, 0)
     asked = items[::4] + 1.2 * rng.normal(size=(200, 32)) * width + 1
-    old, by_old = normalised(items.astype(np.float32)), normalised(asked.astype(np.float32))
+    old, by_old = normalise(items.astype(np.float32)), normalise(asked.astype(np.float32))
     new, by_new = (
-        normalised((one + 0.01 * rng.normal(size=one.shape)).astype(np.float32))
+        normalise((one + 0.01 * rng.normal(size=one.shape)).astype(np.float32))
         for one in (old, by_old)
     )
     queries = Queries(by_old, by_new, np.arange(0, 800, 4), own=False)

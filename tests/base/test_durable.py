@@ -194,7 +194,7 @@ def test_unknown_faults_are_refused(spec: str) -> None:
 def test_faults_fire_once_or_from_there_on() -> None:
     for spec, fired in (("eio@2", [0, 1, 0, 0]), ("eio@2+", [0, 1, 1, 1]), (None, [0, 0, 0, 0])):
         faults = Faults(spec)
-        assert [int(bool(faults.due())) for _ in range(4)] == fired
+        assert [int(bool(faults.count_step())) for _ in range(4)] == fired
         assert faults.steps == 4
         assert faults.fired == any(fired)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tuf.api.exceptions import DownloadError
 
 from nobackfill import pace
-from nobackfill.pace import paced
+from nobackfill.pace import read_paced
 from tests.support.waiting import wait_until
 
 
@@ -21,7 +21,7 @@ def readers() -> int:
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.binary(max_size=20), max_size=30))
 def test_pieces_come_whole_and_in_order(pieces: list[bytes]) -> None:
-    assert list(paced(lambda: iter(pieces))) == [piece for piece in pieces if piece]
+    assert list(read_paced(lambda: iter(pieces))) == [piece for piece in pieces if piece]
 
 
 def test_an_error_comes_after_what_came_before_it() -> None:
@@ -29,7 +29,7 @@ def test_an_error_comes_after_what_came_before_it() -> None:
         yield b"one"
         raise DownloadError("gone")
 
-    pieces = paced(breaking)
+    pieces = read_paced(breaking)
     assert next(pieces) == b"one"
     with pytest.raises(DownloadError, match="gone"):
         next(pieces)
@@ -44,7 +44,7 @@ def test_a_source_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
         yield b""
 
     with pytest.raises(TimeoutError):
-        list(paced(silent))
+        list(read_paced(silent))
     wake.set()
     wait_until(lambda: readers() == 0, "a fetch thread is left")
 
@@ -59,7 +59,7 @@ def test_the_end_counts_for_a_source_that_is_fast_enough(monkeypatch: pytest.Mon
             yield b"x" * 100
 
     with pytest.raises(TimeoutError):
-        list(paced(steady, time.monotonic() + 0.5))
+        list(read_paced(steady, time.monotonic() + 0.5))
 
 
 def test_who_reads_no_more_leaves_no_thread() -> None:
@@ -72,7 +72,7 @@ def test_who_reads_no_more_leaves_no_thread() -> None:
         finally:
             closed.set()
 
-    pieces = paced(endless)
+    pieces = read_paced(endless)
     assert next(pieces) == b"x"
     pieces.close()
     wait_until(lambda: readers() == 0, "a fetch thread is left")

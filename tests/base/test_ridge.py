@@ -45,7 +45,7 @@ def test_the_chosen_error_is_that_of_really_leaving_out(
     n: int, a: int, b: int, together: int, seed: int
 ) -> None:
     x, y = paired(n * together, a, b, seed)
-    found = fit(in_blocks(x, y, rows=4 * together), together=together)
+    found = fit(in_blocks(x, y, rows=4 * together), group=together)
     assert found.error == pytest.approx(slow_error(x, y, found.penalty, together), rel=1e-5)
     assert found.spread == pytest.approx(y.var(0).sum(), rel=1e-9)
     # No penalty of the coarse grid is better by really leaving out.
@@ -99,7 +99,7 @@ def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
     part = Moments(whole)
     part.add(x[20:50], y[20:50])
     left = np.r_[:20, 50:90]
-    rest, expected = whole.without(part), Moments.of(in_blocks(x[left], y[left])())
+    rest, expected = whole.subtract(part), Moments.of(in_blocks(x[left], y[left])())
     assert rest.rows == 60
     np.testing.assert_allclose(rest.gram, expected.gram, atol=1e-9)
     np.testing.assert_allclose(rest.cross, expected.cross, atol=1e-9)
@@ -110,7 +110,7 @@ def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
 def test_of_many_rows_some_are_left_out() -> None:
     x, y = paired(4000, 10, 3, 5)
     all_rows = fit(in_blocks(x, y))
-    some = fit(in_blocks(x, y, rows=300), left_out=1000)
+    some = fit(in_blocks(x, y, rows=300), sample=1000)
     assert some.error == pytest.approx(all_rows.error, rel=0.1)
     assert some.error != all_rows.error
     np.testing.assert_allclose(some.weight, all_rows.weight, atol=0.02)
@@ -159,4 +159,4 @@ def test_what_is_no_pair_is_refused() -> None:
     with pytest.raises(ValueError, match="of dimensions"):
         Moments.of([(good, good), (np.ones((4, 3)), good)])
     with pytest.raises(ValueError, match="2 groups of 4 rows"):
-        fit(in_blocks(good, good), together=4)
+        fit(in_blocks(good, good), group=4)

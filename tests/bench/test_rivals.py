@@ -7,7 +7,7 @@ from bench.adoption import backfilling, unpaired
 from bench.adoption.rivals import local, nearly_orthogonal
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 
 def random(n: int, dim: int, seed: int) -> Vectors:
@@ -48,7 +48,7 @@ def test_local_adapters_follow_what_differs_between_clusters() -> None:
 
 
 def test_the_slope_of_metric_compatible_learning_is_that_of_its_loss() -> None:
-    old, new = (normalised(random(9, dim, dim)).astype(np.float64) for dim in (4, 5))
+    old, new = (normalise(random(9, dim, dim)).astype(np.float64) for dim in (4, 5))
     weight = random(4, 6, 7).astype(np.float64)
 
     def loss(at: Vectors) -> float:
@@ -71,8 +71,8 @@ def test_the_slope_of_metric_compatible_learning_is_that_of_its_loss() -> None:
 
 
 def test_a_turned_query_finds_its_item_among_old_vectors() -> None:
-    old = normalised(random(300, 10, 8))
-    new = normalised(old @ random(10, 12, 9))
+    old = normalise(random(300, 10, 8))
+    new = normalise(old @ random(10, 12, 9))
     turn = backfilling.turned_back(pairs(old[:200], new[:200]))
     assert ((turn(new[200:]) @ old.T).argmax(1) == np.arange(200, 300)).mean() > 0.95
 
@@ -91,7 +91,7 @@ def test_a_rotation_is_found_without_pairs_where_shapes_agree() -> None:
     rng = np.random.default_rng(12)
     centres = 3 * random(12, 10, 13) * np.linspace(1, 0.2, 10, dtype=np.float32)
     some = centres[rng.choice(12, 500, p=rng.dirichlet(np.ones(12)))]
-    old = normalised(some + 0.3 * random(500, 10, 14))
+    old = normalise(some + 0.3 * random(500, 10, 14))
     rotation = np.linalg.qr(random(10, 10, 15))[0]
     shuffled = rng.permutation(500)
     found = unpaired.without_pairs(old, old[shuffled] @ rotation)

@@ -25,7 +25,7 @@ from nobackfill.release.manifest import (
     upgrade_int8_path,
     upgrade_path,
 )
-from nobackfill.release.publishing.draft import described
+from nobackfill.release.publishing.draft import describe_file
 from nobackfill.release.trust.trust import Publication, read_publication
 from nobackfill.training.cli.table import gate_table
 from tests.support import graphs
@@ -55,7 +55,7 @@ def spoilt(life: Life, tmp_path_factory: pytest.TempPathFactory) -> Drafted:
             tensor.CopyFrom(numpy_helper.from_array(noise, tensor.name))
     graphs.save(graph, folder / path)
     (upgrade,) = published[2].upgrades
-    twin = upgrade.model_copy(update={"int8_file": described(path, folder / path)})
+    twin = upgrade.model_copy(update={"int8_file": describe_file(path, folder / path)})
     new = published[2].model_copy(update={"upgrades": (twin,)})
     files = {
         file.path: life.repo / file.path
@@ -117,7 +117,7 @@ def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
     for path, graph in files.items():
         graphs.save(graph, folder / path)
     spec = second.embedder.model_copy(
-        update={"file": described(embedder_path(3), folder / embedder_path(3))}
+        update={"file": describe_file(embedder_path(3), folder / embedder_path(3))}
     )
     upgrade = Upgrade(
         from_release=2,
@@ -126,7 +126,7 @@ def third(life: Life, spoilt: Drafted, folder: Path) -> Drafted:
         from_side_space=None,
         from_side_dim=0,
         method="identity",
-        file=described(upgrade_path(2, 3), folder / upgrade_path(2, 3)),
+        file=describe_file(upgrade_path(2, 3), folder / upgrade_path(2, 3)),
         side="drops",
         predicts_uncertainty=False,
     )

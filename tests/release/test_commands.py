@@ -67,9 +67,7 @@ def test_offline_keys_from_the_beginning(commands: Commands, tmp_path: Path) -> 
     assert len(made["fingerprint"]) == 16 * 4 + 15
     refusal = commands.run("keys", "--model-repo", repo, *away, code=AlreadyExistsError.exit_code)
     assert "rotate" in refusal
-    publish(
-        repo, draft(tmp_path / "drafts", 1), Keys.beside(repo, {"targets": usb / "targets.pem"})
-    )
+    publish(repo, draft(tmp_path / "drafts", 1), Keys.of(repo, {"targets": usb / "targets.pem"}))
     assert commands.json("verify", "--model-repo", repo)["fingerprint"] == made["fingerprint"]
 
 

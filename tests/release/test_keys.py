@@ -147,7 +147,7 @@ def test_rotation_needs_the_root_key(repo: Path, tmp_path: Path) -> None:
     (tmp_path / "repo.keys" / "root.pem").rename(tmp_path / "root.pem")
     with pytest.raises(ConfigurationError, match="--root-key"):
         rotate(repo, ["timestamp"])
-    away = Keys.beside(repo, {"root": tmp_path / "root.pem"})
+    away = Keys.of(repo, {"root": tmp_path / "root.pem"})
     before = keyids(repo)
     assert rotate(repo, ["timestamp"], away, dry_run=True).roles == ("timestamp",)
     assert keyids(repo) == before

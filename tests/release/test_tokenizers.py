@@ -72,7 +72,7 @@ def test_a_text_is_cut_beside_what_the_tokenizer_adds() -> None:
 
     assert Tokenizing(made(around), 3, "t").tokens(["w1 " * 9])["input_ids"].shape == (1, 3)
     # It would not cut at all.
-    with pytest.raises(InvalidInputError, match="puts 2 tokens around each text"):
+    with pytest.raises(InvalidInputError, match="adds 2 tokens to each text"):
         Tokenizing(made(around), 2, "t")
 
 

@@ -18,7 +18,7 @@ from nobackfill.errors import VerificationError
 from nobackfill.release import manifest, trial
 from nobackfill.release.manifest import space_of
 from nobackfill.release.models import CHUNK, open_upgrade
-from nobackfill.release.publishing.draft import Draft, described
+from nobackfill.release.publishing.draft import Draft, describe_file
 from nobackfill.release.trial import try_release
 from tests.release.crafted import smallest_by_minus_one
 from tests.support import graphs
@@ -274,6 +274,6 @@ def test_probes_that_unpack_to_more_than_they_may_are_refused(first: Draft) -> N
     target = first.files[path]
     np.savez_compressed(target, image=np.zeros((2**17, graphs.SIZE, graphs.SIZE, 64), np.uint8))
     assert target.stat().st_size < 2**20
-    probes = first.manifest.probes.model_copy(update={"file": described(path, target)})
+    probes = first.manifest.probes.model_copy(update={"file": describe_file(path, target)})
     with pytest.raises(VerificationError, match="at most"):
         try_release(first.files, first.manifest.model_copy(update={"probes": probes}))

@@ -26,7 +26,7 @@ from nobackfill.errors import DamagedError, IncompatibleSpaceError, InvalidInput
 from nobackfill.serve import Dual, FunctionItems, Limits, Natives
 from nobackfill.serving import reembedding
 from nobackfill.serving.fusion import OddsLine
-from nobackfill.vectors import normalised
+from nobackfill.vectors import normalise
 from tests.serve.shop import JOINING, MADE, MAP, NewModel, dual, files, loaded
 from tests.support.postgres import Server
 from tests.support.waiting import wait_until
@@ -85,7 +85,7 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
     few of the new one's: the page carries first. Each query meets a gallery without natives."""
     rng = np.random.default_rng(0)
     hidden, weights = rng.normal(size=(1500, 24)), np.linspace(0.1, 2, 24)
-    old, new = (normalised((hidden * one).astype(np.float32)) for one in (weights, weights[::-1]))
+    old, new = (normalise((hidden * one).astype(np.float32)) for one in (weights, weights[::-1]))
     names = [f"item-{row}" for row in range(1500)]
     rows = np.arange(0, 1500, 50)
     asked = Queries(old[rows], new[rows], rows, own=True)

@@ -270,4 +270,4 @@ def sign(repo: Path, files: dict[str, bytes]) -> None:
         (repo / path).parent.mkdir(parents=True, exist_ok=True)
         (repo / path).write_bytes(data)
         targets[path] = TargetFile.from_data(path, data, ["sha256"])
-    put_metadata(repo, next_metadata(ledger, targets, signers_of(Keys.beside(repo), ledger.root)))
+    put_metadata(repo, next_metadata(ledger, targets, signers_of(Keys.of(repo), ledger.root)))

@@ -104,7 +104,7 @@ def files_of(repo: Path, release: int) -> Callable[[], dict[str, tuple[int, str]
 
 def publish_manifest(repo: Path, number: int, text: bytes) -> None:
     """Sign any bytes as the manifest of a release, as somebody who holds the keys can."""
-    ledger, keys = require_ledger(repo), Keys.beside(repo)
+    ledger, keys = require_ledger(repo), Keys.of(repo)
     path = manifest_path(number)
     (repo / path).write_bytes(text)
     targets = {**ledger.targets.targets, path: TargetFile.from_data(path, text, ["sha256"])}

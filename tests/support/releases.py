@@ -27,7 +27,7 @@ from nobackfill.release.manifest import (
     upgrade_path,
 )
 from nobackfill.release.models import open_embedder, open_side_encoder, open_upgrade
-from nobackfill.release.publishing.draft import Draft, described
+from nobackfill.release.publishing.draft import Draft, describe_file
 from tests.support import graphs
 
 # Whether an upgrade reads side-information, and what becomes of it.
@@ -140,7 +140,7 @@ def block_of(manifest: Manifest) -> int:
 
 def published(folder: Path, path: str) -> PublishedFile:
     """The manifest's entry of a file."""
-    return described(path, folder / path)
+    return describe_file(path, folder / path)
 
 
 def _side_encoder(

@@ -160,7 +160,7 @@ def test_a_class_list_names_folders_in_its_order(
         ("a\n../a\n", r"\.\./a"),
         ("a\na\n", "1 of 2 classes are listed twice"),
         ("a\n./a\n", "1 of 2 classes are listed twice"),
-        ("a\na/b\n", "1 of 2 classes lie in another of the list .*a/b"),
+        ("a\na/b\n", "1 of 2 classes lie inside another listed class .*a/b"),
         (".\na\n", "1 of 2 classes are no folders"),
         ("", "expected class folders"),
     ],

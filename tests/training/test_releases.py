@@ -275,7 +275,7 @@ def test_a_file_that_is_no_onnx_is_refused(tmp_path: Path) -> None:
 
 def test_a_key_that_is_not_at_hand_is_named_before_anything_is_measured(tmp_path: Path) -> None:
     repo, usb = tmp_path / "model_repo", tmp_path / "usb" / "targets.pem"
-    begin_publication(repo, Keys.beside(repo, {"targets": usb}))
+    begin_publication(repo, Keys.of(repo, {"targets": usb}))
     # No run is there either, but nobody has looked for it yet.
     result = run_export(repo, 1, "--embedder", tmp_path / "run")
     assert result.exit_code == ConfigurationError.exit_code

@@ -411,7 +411,7 @@ def withdraw(
     from nobackfill.release.publishing import renew
     from nobackfill.release.publishing.metadata import Keys
 
-    keys = Keys.beside(model_repo, None if targets_key is None else {"targets": targets_key})
+    keys = Keys.of(model_repo, None if targets_key is None else {"targets": targets_key})
     news = renew.withdraw(model_repo, number, reason, keys, dry_run, converter=True)
     answer = {"converter": number, "reason": reason, "news": news, "written": news and not dry_run}
     if news:

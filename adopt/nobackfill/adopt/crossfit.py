@@ -35,7 +35,7 @@ from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Moments, in_blocks
 from nobackfill.serving.fusion import Block
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 CONVERTER, CORRECTED = "converter", "corrected"
 
@@ -47,7 +47,7 @@ def corrected(prior: Map, pairs: Pairs) -> Map:
     many it becomes the map of one's own; lambda by leave-one-out, as everywhere.
     """
     rest = left_over(prior, pairs)
-    more = ridge.fit(in_blocks(rest.old, rest.new), left_out=LEFT_OUT)
+    more = ridge.fit(in_blocks(rest.old, rest.new), sample=LEFT_OUT)
     weight = (prior.weight + more.weight).astype(np.float32)
     bias = (prior.bias + more.bias).astype(np.float32)
     facts = {**prior.facts, "own_pairs": str(len(pairs)), "penalty": f"{more.penalty:.3g}"}
@@ -70,7 +70,7 @@ def left_over(prior: Map, pairs: Pairs) -> Pairs:
 def added(prior: Map, old: Vectors, more: Vectors) -> Vectors:
     """The converter's vectors with a correction [n, b] of its linear part."""
     mapped = replace(prior, unit=False)(old) + more
-    return normalised(mapped) if prior.unit else mapped
+    return normalise(mapped) if prior.unit else mapped
 
 
 # The more folds, the nearer is each map to that of all pairs, and the more maps there are: 45 of 10
@@ -173,7 +173,7 @@ def cross_fitted(
     for one, other in combinations(range(folds), 2):
         rows = np.flatnonzero((fold == one) | (fold == other))
         within = [np.flatnonzero(np.isin(queries.rows, rows)) for queries in asked]
-        rest = Solver(whole.without(parts[one]).without(parts[other]))
+        rest = Solver(whole.subtract(parts[one]).subtract(parts[other]))
         maps = rest.maps(chosen, unit, [kind for kind in kinds if kind != RESIDUAL])
         if also is not None and RESIDUAL in kinds:
             others = used[~np.isin(item[used], rows)]

@@ -28,7 +28,7 @@ from nobackfill.serving.fusion import (
     hubs,
     standardised,
 )
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 NEIGHBOURS = 10
 
@@ -310,12 +310,12 @@ def judge(
         "re-embed": native,
     }
     old, mapped, new = (
-        normalised(part[anchors]) if queries.metric == "cosine" else part[anchors]
+        normalise(part[anchors]) if queries.metric == "cosine" else part[anchors]
         for part in (gallery.old, gallery.carried, gallery.new)
     )
     joining = Joining(best[0], *chosen.lines, old, mapped, new, metric=queries.metric)
     if best[1]:
-        joining = replace(joining, crowd=normalised(queries.new[:CROWD]))
+        joining = replace(joining, crowd=normalise(queries.new[:CROWD]))
     return Judgement({name: figures(block) for name, block in ways.items()}, joining, healing)
 
 
@@ -362,7 +362,7 @@ def _anchors(gallery: Gallery, seed: int) -> Ints:
 
 def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
     """[1, g], by some of the queries."""
-    return hubs(gallery.carried, normalised(queries.new[some][:CROWD]))[None]
+    return hubs(gallery.carried, normalise(queries.new[some][:CROWD]))[None]
 
 
 def _ranked(stay: Block, carried: Block) -> Callable[[Block], Block]:

@@ -26,7 +26,7 @@ from nobackfill import ridge
 from nobackfill.durable import write_file
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.ridge import Blocks, Doubles, Floats, Moments, in_blocks
-from nobackfill.vectors import Vectors, check_vectors, normalised
+from nobackfill.vectors import Vectors, check_vectors, normalise
 
 # Of the file; the second has layers, which a reader of the first would pass over.
 FORMAT, LAYERED = 1, 2
@@ -77,7 +77,7 @@ class Map:
         mapped = checked @ self.weight.T + self.bias
         if self.layers:
             mapped = mapped + self._network(checked)
-        return normalised(mapped) if self.unit else mapped
+        return normalise(mapped) if self.unit else mapped
 
     def _network(self, hidden: Vectors) -> Vectors:
         for number, (weight, bias) in enumerate(self.layers):
@@ -232,7 +232,7 @@ class Solver:
     def strength(self, blocks: Blocks, *, together: int = 1) -> Strength:
         """By leave-one-out error on the same pairs, which `blocks` gives. The less of the new
         vectors ridge leaves unexplained, the less is turned."""
-        found = ridge.fit(blocks, together=together, moments=self._moments, left_out=LEFT_OUT)
+        found = ridge.fit(blocks, group=together, moments=self._moments, sample=LEFT_OUT)
         unexplained = found.error / found.spread if found.spread > 0 else 0.0
         return Strength(LESS * found.penalty, min(MOST_TURNED, unexplained))
 

@@ -21,7 +21,7 @@ from nobackfill.errors import InvalidInputError, few
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints
 from nobackfill.ridge import Doubles
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 # Items read at a time.
 WINDOW = 10_000
@@ -177,9 +177,9 @@ def covered(rows: Rows, ids: Sequence[str], seed: int = 0) -> Covered:
     some = rng.permutation(len(rows))[:_FITTED_ON]
 
     def apart(others: Ints) -> float:
-        near = normalised(rows.vectors[others]).T
+        near = normalise(rows.vectors[others]).T
         cosines = [
-            (normalised(rows.vectors[some[first : first + _NEAR_BLOCK]]) @ near).max(1)
+            (normalise(rows.vectors[some[first : first + _NEAR_BLOCK]]) @ near).max(1)
             for first in range(0, len(some), _NEAR_BLOCK)
         ]
         # Rounding leaves an item a little off itself, on either side.

@@ -16,7 +16,7 @@ from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import Metadata, SpaceSpec
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import Pixels, decode, read_file
-from nobackfill.picture_files import is_clutter, is_picture, not_taken
+from nobackfill.picture_files import is_clutter, is_picture, suffix_refusal
 from nobackfill.release.models import no_vector, open_embedder, open_side_encoder
 from nobackfill.vectors import Vectors
 
@@ -88,7 +88,7 @@ def _files(path: Path, found: FoundImages, gallery: Path | None) -> Iterator[str
             if is_clutter(name) or _is_own(folder, name, gallery):
                 found.skipped.append(inside)
             elif not is_picture(name):
-                found.refused[inside] = not_taken(name)
+                found.refused[inside] = suffix_refusal(name)
             else:
                 yield inside
     yield from unreadable

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from nobackfill import durable
-from nobackfill.durable import refusal, refusing_sqlite
+from nobackfill.durable import refusal, translate_sqlite_errors
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -414,7 +414,7 @@ class FileConnections:
     def compact(self, pages: int) -> None:
         """Give free pages back to the file system, so many a transaction. Raises BusyError,
         CannotWriteError."""
-        with self.writer() as writer, refusing_sqlite(self.path):
+        with self.writer() as writer, translate_sqlite_errors(self.path):
             self._access.check_writable()
             free = writer.execute("PRAGMA freelist_count").fetchone()[0]
             for _ in range(0, free, pages):
@@ -522,7 +522,7 @@ def make_empty(path: Path, spec: SpaceSpec | None) -> None:
         raise CannotWriteError(f"{path.parent}: cannot write there ({error.strerror})") from error
     if not has_room(path.parent):
         raise CannotWriteError(f"{path.parent}: no room for a gallery; free some space")
-    with refusing_sqlite(path), contextlib.closing(connect(path)) as connection:
+    with translate_sqlite_errors(path), contextlib.closing(connect(path)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         # Free pages can be given back a few at a time, where VACUUM would copy the file.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")

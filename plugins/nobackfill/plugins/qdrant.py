@@ -38,7 +38,7 @@ from nobackfill.errors import (
     few,
 )
 from nobackfill.extras import extra
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 with extra("qdrant"):
     from qdrant_client import QdrantClient, models
@@ -351,7 +351,7 @@ class QdrantSource:
         vectors = even([value for _, value in found], ids, self._name)
         if self._params.distance == models.Distance.COSINE:
             # A server keeps them so; a folder does, or not once it is opened again.
-            vectors = normalised(vectors)
+            vectors = normalise(vectors)
         return Rows(ids, vectors, [key for key, _ in found])
 
 

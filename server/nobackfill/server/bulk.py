@@ -23,7 +23,7 @@ from nobackfill.errors import (
 )
 from nobackfill.extras import extra, load_plugin
 from nobackfill.images import LARGEST_BYTES, Pixels, read_file
-from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, is_clutter, is_picture, not_taken
+from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, is_clutter, is_picture, suffix_refusal
 from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.release.models import no_vector, read_verified
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, size_of
@@ -417,7 +417,7 @@ def _pictures(names: Iterable[str], refused: dict[str, str]) -> Iterator[str]:
         try:
             picture = _text(name)
             if not is_picture(picture):
-                raise InvalidInputError(not_taken(picture))
+                raise InvalidInputError(suffix_refusal(picture))
             yield picture
         except InvalidInputError as error:
             refused[_shown(name)] = str(error)

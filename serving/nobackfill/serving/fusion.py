@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.metrics.distances import Metric, distances
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 # Candidates of a query from each search, and those of them that are embedded again.
 HITS = 100
@@ -111,7 +111,7 @@ def hubs(vectors: Vectors, crowd: Vectors) -> Block:
     """
     if not len(crowd):
         return np.zeros(len(vectors), np.float32)
-    near = normalised(vectors) @ crowd.T
+    near = normalise(vectors) @ crowd.T
     count = min(NEAREST, len(crowd))
     return np.asarray(np.partition(near, -count, axis=1)[:, -count:].mean(1) / 2, np.float32)
 
@@ -126,8 +126,8 @@ def nearness(
     """Deviations [q, n] by which vectors are nearer to queries [q, d] than anchors on average;
     `less` is taken from the cosines of either."""
     if metric == "cosine":
-        unit = normalised(queries)
-        block = np.concatenate([unit @ normalised(vectors).T, unit @ anchors.T], axis=1)
+        unit = normalise(queries)
+        block = np.concatenate([unit @ normalise(vectors).T, unit @ anchors.T], axis=1)
     else:
         sides = [distances(queries, side, metric) for side in (vectors, anchors)]
         block = -np.concatenate(sides, axis=1).astype(np.float32)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from nobackfill.durable import refusal, refusing_sqlite, transaction
+from nobackfill.durable import refusal, transaction, translate_sqlite_errors
 from nobackfill.errors import CannotWriteError
 
 # A claim is another's after this many seconds, or when its process has ended.
@@ -149,7 +149,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, refusing_sqlite(self._path):
+        with self._lock, translate_sqlite_errors(self._path):
             yield self._connection
 
     @contextmanager

@@ -22,7 +22,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.loopback import is_loopback
-from nobackfill.pace import paced, pool_manager
+from nobackfill.pace import pool_manager, read_paced
 from nobackfill.text import LARGEST_BYTES, read_line
 from nobackfill.vectors import Kind
 
@@ -112,7 +112,7 @@ class UrlItems:
             raise InvalidInputError(f"{name!r}: expected an id that names a file")
         data, end = bytearray(), time.monotonic() + self._timeout
         try:
-            with closing(paced(lambda: self._pieces(url, name), end)) as pieces:
+            with closing(read_paced(lambda: self._pieces(url, name), end)) as pieces:
                 for piece in pieces:
                     data += piece
                     if len(data) > most_bytes:

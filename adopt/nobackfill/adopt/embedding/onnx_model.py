@@ -26,7 +26,7 @@ from nobackfill.release.publishing.declaration import (
     weight_files,
 )
 from nobackfill.text import Tokenizing
-from nobackfill.vectors import Kind, Vectors, check_vectors, normalised
+from nobackfill.vectors import Kind, Vectors, check_vectors, normalise
 
 _TYPES = {"tensor(uint8)": np.uint8, "tensor(float16)": np.float16, "tensor(float)": np.float32}
 
@@ -144,8 +144,8 @@ class OnnxModel:
         file = tokenizer_file(path, self._declared) if self.kind == "text" else None
         self._tokenizer = None if file is None else self._tokenizing(file)
         self.fingerprint = fingerprint(weights, self._declared, file)
-        self._prefix = self._declared.asks_with if queries else self._declared.prefix
-        alike = self.kind == "image" or self._declared.asks_with == self._declared.prefix
+        self._prefix = self._declared.prefix_of_queries if queries else self._declared.prefix
+        alike = self.kind == "image" or self._declared.prefix_of_queries == self._declared.prefix
         self.reads = "" if alike else QUERIES if queries else DOCUMENTS
 
     @property
@@ -174,7 +174,7 @@ class OnnxModel:
             checked = check_vectors(vectors, vectors.shape[1], what=f"output of {self._path}")
         except UnusableRowsError as error:
             raise UnusableItemsError(str(error)) from error
-        return normalised(checked) if self._declared.normalise else checked
+        return normalise(checked) if self._declared.normalise else checked
 
     def _reading(self, given: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
         """Read the declaration, and how the model reads pictures, if it does. Raises

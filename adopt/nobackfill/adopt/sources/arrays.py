@@ -35,7 +35,7 @@ from nobackfill.errors import (
     VerificationError,
     few,
 )
-from nobackfill.vectors import Vectors, normalised
+from nobackfill.vectors import Vectors, normalise
 
 _IDS = "ids.npy"
 
@@ -236,7 +236,7 @@ class MemorySource:
         self._places = {name: row for row, name in enumerate(rows.ids)}
         # Ids and unit vectors, by the name that they were carried under.
         self._searched: dict[str | None, tuple[list[str], Vectors]] = {
-            None: (rows.ids, normalised(rows.vectors))
+            None: (rows.ids, normalise(rows.vectors))
         }
 
     def facts(self) -> Facts:
@@ -264,7 +264,7 @@ class MemorySource:
         if beside is not None and beside not in self._searched:
             assert isinstance(self._source, FileSource)
             rows = read_all(self._source.carried(beside))
-            self._searched[beside] = rows.ids, normalised(rows.vectors)
+            self._searched[beside] = rows.ids, normalise(rows.vectors)
         ids, unit = self._searched[beside]
         if not ids:
             return []

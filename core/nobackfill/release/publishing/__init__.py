@@ -1,6 +1,7 @@
-"""The publisher's side: drafts, keys, renewal, and a look at the whole publication folder.
+"""Publish releases: drafts, keys, renewal, and checks of a whole publication folder.
 
-The functions `publish` and `withdraw` are in the module `publish`; the command is `publication`.
+The functions `publish` and `withdraw` are in the modules `publish` and `renew`; the command is
+`publication`.
 
 >>> from nobackfill.release.publishing import list_releases, verify
 >>> [entry.release for entry in list_releases(model_repo)]
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.release.publishing.draft import Draft as Draft, described as described
+    from nobackfill.release.publishing.draft import Draft as Draft, describe_file as describe_file
     from nobackfill.release.publishing.inspection import (
         PublicationEntry as PublicationEntry,
         Health as Health,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     )
     from nobackfill.release.publishing.metadata import Keys as Keys
     from nobackfill.release.publishing.renew import (
-        Renewed as Renewed,
+        Renewal as Renewal,
         resign as resign,
         rotate as rotate,
     )
@@ -32,10 +33,10 @@ else:
     __getattr__ = offer(
         __name__,
         {
-            "draft": "Draft described",
+            "draft": "Draft describe_file",
             "inspection": "Health PublicationEntry list_releases verify",
             "metadata": "Keys",
             "publish": "drafting",
-            "renew": "Renewed resign rotate",
+            "renew": "Renewal resign rotate",
         },
     )

@@ -1,4 +1,4 @@
-"""`publication`: keys, renewal, withdrawal and verification of a publication folder."""
+"""The command `publication`: keys, renewal, withdrawal and checks of a publication folder."""
 
 import dataclasses
 import json
@@ -21,24 +21,24 @@ from nobackfill.terminal import visible
 from nobackfill.version_option import Version
 
 _EPILOG = """
-Keys that stay offline are made before the first release, and named when something is published:
+Make keys that stay offline before the first release, and name them when you publish:
 
 \b
 publication keys --root-key usb/root.pem --targets-key usb/targets.pem
 python training/export.py ... --targets-key usb/targets.pem
-publication resign                     (monthly; needs neither)
+publication resign                     (monthly; without offline keys)
 publication withdraw 2 --reason "confuses cats" --targets-key usb/targets.pem
 
-Without them the first export makes all four in MODEL_REPO.keys. Devices need 1.root.json of the
-publication folder, and read the folder from a gateway or from any static HTTP host.
+Without offline keys, the first export makes all four keys in MODEL_REPO.keys. Devices need
+1.root.json of the publication folder. They read the folder from a gateway or any static HTTP host.
 
-Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed verification,
-66 nothing published there, 73 cannot write or exists already, 75 another publisher is at work,
+Exit codes: 0 success or nothing to do, 2 wrong usage, 65 invalid data or failed verification,
+66 nothing is published there, 73 cannot write or exists already, 75 another publisher is running,
 78 a key is missing or the configuration is wrong.
 """
 
 app = typer.Typer(
-    help="Keep a publication folder trustworthy: keys, renewal, withdrawal, verification.\n\n"
+    help="Manage the keys and signatures of a publication folder, withdraw releases, check it.\n\n"
     "training/export.py publishes the releases themselves.",
     epilog=_EPILOG,
     rich_markup_mode=None,
@@ -50,23 +50,27 @@ app = typer.Typer(
 Repo = Annotated[Path, typer.Option("--model-repo", help="The publication folder.")]
 RootKey = Annotated[
     Path | None,
-    typer.Option("--root-key", help="The root key.", show_default="MODEL_REPO.keys/root.pem"),
+    typer.Option(
+        "--root-key", help="File of the root key.", show_default="MODEL_REPO.keys/root.pem"
+    ),
 ]
 TargetsKey = Annotated[
     Path | None,
     typer.Option(
-        "--targets-key", help="The targets key.", show_default="MODEL_REPO.keys/targets.pem"
+        "--targets-key",
+        help="File of the targets key.",
+        show_default="MODEL_REPO.keys/targets.pem",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and report, write nothing.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check and report, but write nothing.")]
 
 DEFAULT_REPO = Path("model_repo")
 
 
 @app.callback()
 def options(version: Version = False) -> None:
-    """Options before a command."""
+    """Handle options that come before a command."""
 
 
 @app.command()
@@ -79,18 +83,18 @@ def keys(
 ) -> None:
     """Make the four signing keys and the root metadata of a new publication.
 
-    The root and targets keys go where the options say, an offline medium for instance; the others
-    into MODEL_REPO.keys. Interrupted, it goes on where it was.
+    The options name the files of the root and targets keys, on an offline medium for instance. The
+    other keys go into MODEL_REPO.keys. Run it again if it was interrupted.
     """
-    found = _keys(model_repo, root_key, targets_key)
-    files = {role: str(found.path(role)) for role in ROLES}
+    key_files = _keys(model_repo, root_key, targets_key)
+    files = {role: str(key_files.path(role)) for role in ROLES}
     if dry_run:
         publish.refuse_begun(model_repo)
         _answer(
             as_json, {"keys": files, "written": False}, [f"would make {p}" for p in files.values()]
         )
         return
-    publish.begin_publication(model_repo, found)
+    publish.begin_publication(model_repo, key_files)
     mark = _fingerprint(model_repo)
     _answer(
         as_json,
@@ -109,11 +113,11 @@ def resign(
 ) -> None:
     """Renew the signatures of a publication; run it at least once a month.
 
-    It signs snapshot and timestamp. Root and targets metadata are renewed too when half of their
-    year is over and their keys are at hand.
+    It signs the snapshot and timestamp metadata. It renews root and targets metadata, too, once
+    half of their year is over, if their keys are available.
     """
-    done = renew.resign(model_repo, _keys(model_repo, root_key, targets_key), dry_run)
-    _tell_renewed("signed anew", done, dry_run, as_json)
+    renewal = renew.resign(model_repo, _keys(model_repo, root_key, targets_key), dry_run)
+    _print_renewal("signed again", renewal, dry_run, as_json)
 
 
 @app.command()
@@ -125,7 +129,7 @@ def rotate(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Replace the keys of roles; the old ones count for nothing afterwards.
+    """Replace the keys of roles; readers reject the old keys afterwards.
 
     It needs the root key.
     """
@@ -134,27 +138,27 @@ def rotate(
             f"expected roles among {', '.join(ROLES)}, got {sorted(strangers)}"
         )
     roles = [cast(Role, name) for name in role]
-    done = renew.rotate(model_repo, roles, _keys(model_repo, root_key, targets_key), dry_run)
-    _tell_renewed("given new keys", done, dry_run, as_json)
+    renewal = renew.rotate(model_repo, roles, _keys(model_repo, root_key, targets_key), dry_run)
+    _print_renewal("given new keys", renewal, dry_run, as_json)
 
 
 @app.command()
 def rollout(
     release: Annotated[int, typer.Argument(help="Number of the release.")],
-    share: Annotated[str, typer.Option(help="Share of the devices in percent: 10%.")],
+    share: Annotated[str, typer.Option(help="Share of the devices in percent, such as 10%.")],
     model_repo: Repo = DEFAULT_REPO,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Let a release go to a larger share of the devices.
+    """Offer a release to a larger share of the devices.
 
-    The share only grows; `publication withdraw` takes a release back. A device belongs to a share
-    by a hash of an id that it made itself and that never leaves it.
+    The share can only grow; `publication withdraw` withdraws a release. A device hashes a random id
+    of its own, which never leaves it, to find out whether it belongs to the share.
     """
     part = percent(share)
-    found = _keys(model_repo, None, targets_key)
-    news = renew.roll_out(model_repo, release, part, found, dry_run)
+    key_files = _keys(model_repo, None, targets_key)
+    news = renew.roll_out(model_repo, release, part, key_files, dry_run)
     answer = {"release": release, "share": part, "news": news, "written": news and not dry_run}
     will = "would be" if dry_run and news else "is"
     _answer(as_json, answer, [f"release {release} {will} for {100 * part:g} % of the devices"])
@@ -163,18 +167,18 @@ def rollout(
 @app.command()
 def withdraw(
     number: Annotated[int, typer.Argument(help="Number of the release.")],
-    reason: Annotated[str, typer.Option(help="Why; devices, and who asks for it, are shown it.")],
+    reason: Annotated[str, typer.Option(help="Reason that devices and users are shown.")],
     model_repo: Repo = DEFAULT_REPO,
     targets_key: TargetsKey = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Take a release back: devices follow the newest release that is not withdrawn.
+    """Withdraw a release: devices use the newest release that is not withdrawn.
 
-    `nobackfill converter withdraw` takes a converter back.
+    `nobackfill converter withdraw` withdraws a converter.
     """
-    found = _keys(model_repo, None, targets_key)
-    news = renew.withdraw(model_repo, number, reason, found, dry_run)
+    key_files = _keys(model_repo, None, targets_key)
+    news = renew.withdraw(model_repo, number, reason, key_files, dry_run)
     answer = {"release": number, "reason": reason, "news": news, "written": news and not dry_run}
     if not news:
         line = f"release {number} is withdrawn already, for the same reason"
@@ -187,7 +191,7 @@ def withdraw(
 def verify(
     model_repo: Repo = DEFAULT_REPO,
     release: Annotated[
-        int | None, typer.Option(help="Only this release.", show_default="all")
+        int | None, typer.Option(help="Check only this release.", show_default="all")
     ] = None,
     root: Annotated[
         Path | None,
@@ -197,7 +201,7 @@ def verify(
 ) -> None:
     """Check that a publication can be trusted and used.
 
-    It checks signatures, expiry, every digest, every ONNX file and all golden probes.
+    It checks signatures, expiry dates, every digest, every ONNX file and all golden probes.
     """
     try:
         trusted = None if root is None else root.read_bytes()
@@ -205,8 +209,11 @@ def verify(
         raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
     health = verify_publication(model_repo, trusted, release)
     lines = [f"release {number}: good" for number in health.releases]
-    lines += [f"{role} metadata expires {_day(when)}" for role, when in health.expires.items()]
-    lines += [f"leftover of a killed publish, ignored by all: {name}" for name in health.leftovers]
+    lines += [f"{role} metadata expires {_day(date)}" for role, date in health.expires.items()]
+    lines += [
+        f"leftover of an interrupted publish, readers ignore it: {name}"
+        for name in health.leftovers
+    ]
     answer = {
         "releases": list(health.releases),
         "expires": _days(health.expires),
@@ -233,14 +240,15 @@ def list_command(model_repo: Repo = DEFAULT_REPO, as_json: Json = False) -> None
 
 
 def _keys(repo: Path, root_key: Path | None, targets_key: Path | None) -> Keys:
-    named: dict[Role, Path | None] = {"root": root_key, "targets": targets_key}
-    return Keys.beside(repo, {role: path for role, path in named.items() if path is not None})
+    files: dict[Role, Path | None] = {"root": root_key, "targets": targets_key}
+    return Keys.of(repo, {role: path for role, path in files.items() if path is not None})
 
 
-def _tell_renewed(what: str, done: renew.Renewed, dry_run: bool, as_json: bool) -> None:
-    answer = {"roles": list(done.roles), "expires": _days(done.expires), "written": not dry_run}
-    lines = [f"{'would be ' if dry_run else ''}{what}: {', '.join(done.roles)}"]
-    lines += [f"{role} metadata expires {_day(when)}" for role, when in done.expires.items()]
+def _print_renewal(what: str, renewal: renew.Renewal, dry_run: bool, as_json: bool) -> None:
+    expires = renewal.expires
+    answer = {"roles": list(renewal.roles), "expires": _days(expires), "written": not dry_run}
+    lines = [f"{'would be ' if dry_run else ''}{what}: {', '.join(renewal.roles)}"]
+    lines += [f"{role} metadata expires {_day(date)}" for role, date in expires.items()]
     _answer(as_json, answer, lines)
 
 
@@ -249,11 +257,11 @@ def _fingerprint(repo: Path) -> str:
 
 
 def _days(expires: Mapping[Role, datetime]) -> dict[str, str]:
-    return {role: when.isoformat() for role, when in expires.items()}
+    return {role: date.isoformat() for role, date in expires.items()}
 
 
-def _day(when: datetime) -> str:
-    return f"{when:%Y-%m-%d}"
+def _day(date: datetime) -> str:
+    return f"{date:%Y-%m-%d}"
 
 
 def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> None:
@@ -261,7 +269,7 @@ def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> No
 
 
 def main() -> None:
-    """Run a command; exit codes as in nobackfill.errors."""
+    """Run the command; print an error of ours and exit with its code (nobackfill.errors)."""
     try:
         app()
     except NobackfillError as error:

@@ -1,7 +1,7 @@
-"""What is declared about an ONNX file of others: pooling, prefix, tokenizer, scaling of pixels.
+"""Read declarations about an ONNX model that others exported: pooling, prefix, tokenizer, pixels.
 
-Declared in `NAME.json` beside `NAME.onnx`, or in the files that sentence-transformers, and, of
-pixels, transformers, open_clip and timm export.
+A declaration is `NAME.json` beside `NAME.onnx`. Without it, the files that sentence-transformers
+exports are read; for pixels, the files of transformers, open_clip and timm.
 """
 
 import json
@@ -27,32 +27,42 @@ from nobackfill.release.publishing.preprocessing import (
     read_preprocessing,
 )
 
-# Files beside an ONNX file that usually hold its larger weights: digested wherever they are.
+# Suffixes of files that usually hold the larger weights of an ONNX file: always part of the digest.
 _WEIGHTS = ("_data", ".data")
-# The output of a graph that holds a model of sentence-transformers with all its modules.
-_WHOLE = "sentence_embedding"
-# Outputs whose tokens are pooled here.
+# Output of a graph that contains all modules of a sentence-transformers model.
+_SENTENCE_OUTPUT = "sentence_embedding"
+# Outputs with a vector for each token, which are pooled here.
 _TOKENS = ("token_embeddings", "last_hidden_state")
 _MODULES = "modules.json"
-# Modules that may follow each module of sentence-transformers, if applied here.
+# For each module of sentence-transformers, the modules that may follow it and are applied here.
 _MODULES_AFTER = {
     "": ("Transformer",),
     "Transformer": ("Pooling", "Normalize"),
     "Pooling": ("Normalize",),
 }
-# tokenizer_config.json writes 10**30.
+# Larger limits mean no limit: tokenizer_config.json has 10**30.
 _NO_LIMIT = 1 << 30
 
 
 class Declaration(BaseModel):
-    """What an ONNX file does not say of itself.
+    """Facts about a model that its ONNX file does not contain.
 
-    Texts: `tokenizer` (a file beside), `prefix` put before each (`query_prefix` before those that
-    ask, where it is another), `max_length` in tokens, `pooling` of the tokens' outputs. Images:
-    `size` in pixels (or height and width) where the graph leaves it open; `fit`, `shortest`,
-    `interpolation` and `margin` as in nobackfill.framing.Frame, `shortest` by default the longer
-    side of `size`; pixels are (value / 255 - mean) / std. `output`: its name, None for the first.
-    `normalise`: to norm 1.
+    Attributes:
+        tokenizer: Name of the tokenizer's file, beside the ONNX file or one folder above.
+        prefix: Text that is put before each text.
+        query_prefix: Text that is put before queries instead; None: the same as `prefix`.
+        max_length: Tokens after which a text is truncated.
+        pooling: How the vectors of tokens become one; none: the graph does it.
+        output: Name of the output to use; None: the first.
+        normalise: Whether vectors are scaled to norm 1.
+        size: Sides of the input in pixels, one number or (height, width), where the graph leaves
+            them open.
+        fit: As in nobackfill.framing.Frame.
+        shortest: As in nobackfill.framing.Frame; None: the longer side of `size`.
+        interpolation: As in nobackfill.framing.Frame.
+        margin: As in nobackfill.framing.Frame.
+        mean: Subtracted from value / 255 of each channel.
+        std: Divides the difference.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -64,7 +74,7 @@ class Declaration(BaseModel):
     output: str | None = None
     normalise: bool = True
     size: Side | Size | None = None
-    # Left out where they are what they were before they could be said: fingerprints stay.
+    # Defaults are left out of the JSON: models from before these fields keep their fingerprint.
     fit: Fit = Field("stretch", exclude_if=lambda fit: fit == "stretch")
     shortest: Side | None = Field(None, exclude_if=lambda side: side is None)
     interpolation: Interpolation = Field("bilinear", exclude_if=lambda name: name == "bilinear")
@@ -73,14 +83,22 @@ class Declaration(BaseModel):
     std: Spread = (0.229, 0.224, 0.225)
 
     @property
-    def asks_with(self) -> str:
-        """What is put before texts that ask."""
+    def prefix_of_queries(self) -> str:
+        """Return the text that is put before queries."""
         return self.prefix if self.query_prefix is None else self.query_prefix
 
 
-def tokenizer_file(path: Path, declared: Declaration) -> Path:
-    """The tokenizer of the ONNX file `path`: beside it, or above. Raises NotFoundError."""
-    places = [folder / declared.tokenizer for folder in (path.parent, *path.parent.parents[:1])]
+def tokenizer_file(path: Path, declaration: Declaration) -> Path:
+    """Find the tokenizer of a model, beside its ONNX file or one folder above.
+
+    Args:
+        path: The ONNX file.
+        declaration: Names the tokenizer.
+
+    Raises:
+        NotFoundError: No such file.
+    """
+    places = [folder / declaration.tokenizer for folder in (path.parent, *path.parent.parents[:1])]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise NotFoundError(
@@ -90,25 +108,31 @@ def tokenizer_file(path: Path, declared: Declaration) -> Path:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The ONNX file `path`, and every other file that its tensors name as the place of their data.
+    """List an ONNX file and all files that hold weights of its tensors.
 
-    Raises InvalidInputError for a place outside of its folder, a file that is missing, and for what
-    is no ONNX.
+    Args:
+        path: The ONNX file.
+
+    Returns:
+        The ONNX file first.
+
+    Raises:
+        InvalidInputError: No ONNX, a file outside of the folder, or a missing file.
     """
-    beside = (path.with_name(path.name + end) for end in _WEIGHTS)
-    files = [path, *(one for one in beside if one.is_file())]
+    candidates = (path.with_name(path.name + end) for end in _WEIGHTS)
+    files = [path, *(one for one in candidates if one.is_file())]
     try:
         model = onnx.load(path, load_external_data=False)
     except (OSError, DecodeError) as error:
         raise InvalidInputError(f"{path}: cannot be read as ONNX ({error})") from error
     for place in sorted(set(_locations(model))):
-        inside = PurePosixPath(os.path.normpath(place))
-        if inside.is_absolute() or ".." in inside.parts:
+        relative = PurePosixPath(os.path.normpath(place))
+        if relative.is_absolute() or ".." in relative.parts:
             raise InvalidInputError(
                 f"{path}: expected weights in its own folder, got {place!r}; export it again with "
                 "its data beside it"
             )
-        if not (file := path.parent / inside).is_file():
+        if not (file := path.parent / relative).is_file():
             raise InvalidInputError(f"{path}: its weights {place!r} are not in its folder")
         if file not in files:
             files.append(file)
@@ -116,46 +140,65 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def _locations(part: Message) -> Iterator[str]:
-    """Of each tensor in `part` of a model, wherever it stands, that has its data elsewhere."""
+    """Yield the file name of each tensor in a part of a model that stores its data outside."""
     if isinstance(part, TensorProto):
         if part.data_location == TensorProto.EXTERNAL:
             yield from (one.value for one in part.external_data if one.key == "location")
         return
     for field, value in part.ListFields():
         if field.message_type is not None:
-            for below in value if isinstance(value, Sequence) else (value,):
-                yield from _locations(below)
+            for child in value if isinstance(value, Sequence) else (value,):
+                yield from _locations(child)
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Hex SHA-256 of a file, or of what several hold."""
+    """Return the SHA-256 of a file, or of the digests of several, as hex.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     digests = [sha256_file(file) for file in files]
     return digests[0] if len(digests) == 1 else sha256_bytes("\n".join(digests).encode())
 
 
 def fingerprint(
-    weights: Sequence[Path], declared: Declaration, tokenizer: Path | None = None
+    weights: Sequence[Path], declaration: Declaration, tokenizer: Path | None = None
 ) -> str:
-    """Name a model by everything that determines its vectors: its weight_files, the tokenizer, and
-    what is declared."""
+    """Return a hex digest that names a model by everything that determines its vectors.
+
+    Args:
+        weights: The model's files, see `weight_files`.
+        declaration: The declared facts.
+        tokenizer: The file of its tokenizer, None without one.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     files = [*weights, *(() if tokenizer is None else (tokenizer,))]
     parts = [sha256_file(one) for one in files]
-    parts.append(json.dumps(declared.model_dump(), sort_keys=True))
+    parts.append(json.dumps(declaration.model_dump(), sort_keys=True))
     return sha256_bytes("\n".join(parts).encode())
 
 
-def guess(path: Path, declared: Declaration) -> str:
-    """Sentence for a person if nothing beside the ONNX file `path` says how it makes
-    vectors of texts; empty where something does."""
+def guess(path: Path, declaration: Declaration) -> str:
+    """Describe, for a person, the assumptions about a text model without a declaration.
+
+    Args:
+        path: The ONNX file.
+        declaration: The declaration in use.
+
+    Returns:
+        Empty if a file beside the model declares how it makes vectors.
+    """
     if _declaring_file(path) is not None:
         return ""
     vector = "the graph's own vector"
-    if declared.pooling != "none":
-        vector = f"the {declared.pooling} of its tokens' vectors"
+    if declaration.pooling != "none":
+        vector = f"the {declaration.pooling} of its tokens' vectors"
     return (
-        f"{path}: no file beside the model says how texts become vectors. Assumed: at most "
-        f"{declared.max_length} tokens of a text, {vector}, scaled to norm 1. If the makers did "
-        f"otherwise, write that into {path.with_suffix('.json').name}"
+        f"{path}: no file beside the model declares how texts become vectors. Assumed: at most "
+        f"{declaration.max_length} tokens of a text, {vector}, scaled to norm 1. If the model was "
+        f"trained otherwise, declare that in {path.with_suffix('.json').name}"
     )
 
 
@@ -166,45 +209,60 @@ def _declaring_file(path: Path) -> Path | None:
 
 
 def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
-    """Read the declaration of the ONNX file `path`, which reads texts; `outputs`: names of its
-    graph's.
+    """Read the declaration of an ONNX file that embeds texts.
 
-    A graph with an output `sentence_embedding` holds the whole model: that output is used, and no
-    token is pooled. Raises InvalidInputError for what is declared and not applied here.
+    A graph with an output `sentence_embedding` contains the whole model: that output is used,
+    without pooling. Without a declaration, defaults are returned.
+
+    Args:
+        path: The ONNX file.
+        outputs: Names of the graph's outputs.
+
+    Raises:
+        InvalidInputError: A file cannot be read, or declares something that is not applied here.
     """
     file = _declaring_file(path)
     if file is None:
-        declared = Declaration()
+        declaration = Declaration()
     elif file.name == _MODULES:
-        declared = _of_sentence_transformers(path, file, outputs)
+        declaration = _of_sentence_transformers(path, file, outputs)
     else:
-        declared = _parsed(file, Declaration)
-    if declared.output is None and _WHOLE in outputs[1:]:
-        declared = declared.model_copy(update={"output": _WHOLE, "pooling": "none"})
-    return declared
+        declaration = _parse(file, Declaration)
+    if declaration.output is None and _SENTENCE_OUTPUT in outputs[1:]:
+        declaration = declaration.model_copy(update={"output": _SENTENCE_OUTPUT, "pooling": "none"})
+    return declaration
 
 
 def read_pixels(path: Path) -> tuple[Declaration, Path | None]:
-    """Read the declaration of the ONNX file `path`, which reads images, and its file; None
-    where none does. Raises InvalidInputError."""
+    """Read the declaration of an ONNX file that embeds images.
+
+    Args:
+        path: The ONNX file.
+
+    Returns:
+        The declaration, and the file that holds it; defaults and None where there is none.
+
+    Raises:
+        InvalidInputError: A file cannot be read, or declares something that is not applied here.
+    """
     own = path.with_suffix(".json")
     if own.is_file():
-        return _parsed(own, Declaration), own
+        return _parse(own, Declaration), own
     if (found := read_preprocessing(path)) is None:
         return Declaration(), None
-    file, said = found
-    return Declaration().model_copy(update=dict(said)), file
+    file, preprocessing = found
+    return Declaration().model_copy(update=dict(preprocessing)), file
 
 
-_Parsed = TypeVar("_Parsed", bound=BaseModel)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
-def _parsed_if_there(file: Path, kind: type[_Parsed]) -> _Parsed:
-    return _parsed(file, kind) if file.is_file() else kind()
+def _parse_if_present(file: Path, kind: type[_Model]) -> _Model:
+    return _parse(file, kind) if file.is_file() else kind()
 
 
-def _parsed(file: Path, kind: type[_Parsed]) -> _Parsed:
-    """Raises InvalidInputError that names `file`."""
+def _parse(file: Path, kind: type[_Model]) -> _Model:
+    """Parse a JSON file. Raises InvalidInputError that names the file."""
     try:
         return kind.model_validate_json(file.read_bytes().removeprefix(BOM_UTF8))
     except OSError as error:
@@ -219,11 +277,12 @@ class _Module(BaseModel):
 
 
 class _Modules(RootModel[Annotated[list[_Module], Field(min_length=1)]]):
-    """modules.json."""
+    """The content of modules.json."""
 
 
 class _PoolingConfig(BaseModel):
-    """config.json of a Pooling module: `pooling_mode` since 5.4, before that a flag a mode."""
+    """The config.json of a Pooling module: `pooling_mode` since 5.4, before that a flag for each
+    mode."""
 
     model_config = ConfigDict(extra="allow")
     pooling_mode: str | list[str] | None = None
@@ -245,13 +304,13 @@ class _Modality(BaseModel):
 
 
 class _TransformerConfig(BaseModel):
-    """sentence_bert_config.json: what the Transformer module does with texts."""
+    """The content of sentence_bert_config.json: how the Transformer module reads texts."""
 
     max_seq_length: int | None = Field(None, ge=1)
     do_lower_case: bool = False
     transformer_task: str = "feature-extraction"
     modality_config: dict[str, _Modality] = {}
-    # Each changes what the model reads.
+    # Each of these changes what the model reads.
     processing_kwargs: dict[str, object] | None = None
     processor_kwargs: dict[str, object] | None = None
     tokenizer_args: dict[str, object] | None = None
@@ -259,36 +318,40 @@ class _TransformerConfig(BaseModel):
     document_length: int | None = None
     query_expansion: dict[str, object] | None = None
 
-    def unknown(self, *, whole: bool) -> list[str]:
-        """List settings that nothing here applies; `whole`: the graph makes the vectors."""
+    def unknown(self, *, complete: bool) -> list[str]:
+        """List the settings that are not applied here.
+
+        Args:
+            complete: Whether the graph makes the vectors itself.
+        """
         names = (
             "processing_kwargs", "processor_kwargs", "tokenizer_args", "query_length",
             "document_length", "query_expansion",
         )  # fmt: skip
-        found = [name for name in names if getattr(self, name)]
-        made = self.modality_config.get("text", _Modality()).method_output_name
-        if not whole and made != "last_hidden_state":
-            found.append(f"method_output_name {made}")
-        if not whole and self.transformer_task != "feature-extraction":
-            found.append(f"transformer_task {self.transformer_task}")
-        return found
+        unknown = [name for name in names if getattr(self, name)]
+        output = self.modality_config.get("text", _Modality()).method_output_name
+        if not complete and output != "last_hidden_state":
+            unknown.append(f"method_output_name {output}")
+        if not complete and self.transformer_task != "feature-extraction":
+            unknown.append(f"transformer_task {self.transformer_task}")
+        return unknown
 
 
 class _TokenizerConfig(BaseModel):
-    """tokenizer_config.json. `model_max_length` may be 10**30, which means no limit."""
+    """The content of tokenizer_config.json; a `model_max_length` of 10**30 means no limit."""
 
     model_max_length: float | None = None
     truncation_side: str = "right"
 
 
 class _ModelConfig(BaseModel):
-    """config.json of transformers. XLNet's -1 means no limit."""
+    """The config.json of transformers; -1 means no limit (XLNet)."""
 
     max_position_embeddings: int | None = None
 
 
 class _Prompts(BaseModel):
-    """config_sentence_transformers.json."""
+    """The content of config_sentence_transformers.json."""
 
     prompts: dict[str, str | None] | None = None
     default_prompt_name: str | None = None
@@ -301,84 +364,93 @@ class _Normalizer(BaseModel):
 
 
 class _Tokenizer(BaseModel):
-    """tokenizer.json."""
+    """The content of tokenizer.json."""
 
     normalizer: _Normalizer | None = None
 
 
 def _of_sentence_transformers(path: Path, file: Path, outputs: Sequence[str]) -> Declaration:
-    """Read what modules.json and its files declare for the graph `path`. Raises
-    InvalidInputError for modules, modes and settings that are not applied here."""
-    modules = _parsed(file, _Modules).root
-    whole, own = _WHOLE in outputs, path.with_suffix(".json")
-    export = f"export the whole model, so that its graph has an output {_WHOLE!r}"
+    """Read what modules.json and the files that it names declare.
+
+    Raises InvalidInputError for modules, modes and settings that are not applied here.
+    """
+    modules = _parse(file, _Modules).root
+    complete, own = _SENTENCE_OUTPUT in outputs, path.with_suffix(".json")
+    export = f"export the whole model, so that its graph has an output {_SENTENCE_OUTPUT!r}"
     names = [module.type.rpartition(".")[2] for module in modules]
     pooling: Literal["mean", "cls", "none"] = "none"
     prompt_pooled = True
     for number, (name, module) in enumerate(zip(names, modules, strict=True)):
-        known = name in _MODULES_AFTER.get(names[number - 1] if number else "", ())
-        if not whole and not (known and module.type.startswith("sentence_transformers.")):
+        follows = name in _MODULES_AFTER.get(names[number - 1] if number else "", ())
+        if not complete and not (follows and module.type.startswith("sentence_transformers.")):
             raise _not_applied(file, f"module {module.path or number} ({module.type})", export)
         if name == "Pooling":
             place = file.parent / module.path / "config.json"
-            config = _parsed(place, _PoolingConfig)
+            config = _parse(place, _PoolingConfig)
             modes, prompt_pooled = config.modes(), config.include_prompt
-            if not whole and modes not in (["cls"], ["mean"]):
+            if not complete and modes not in (["cls"], ["mean"]):
                 raise _not_applied(place, f"pooling of {' with '.join(modes)}", export)
             pooling = "cls" if "cls" in modes else "mean" if "mean" in modes else "none"
-    said: dict[str, Any] = {"pooling": pooling, "normalise": "Normalize" in names}
-    if tokens := [name for name in _TOKENS if name in outputs and not whole]:
-        # Left out where it is the first: fingerprints stay.
-        said |= {} if outputs[0] in tokens else {"output": tokens[0]}
+    fields: dict[str, Any] = {"pooling": pooling, "normalise": "Normalize" in names}
+    if tokens := [name for name in _TOKENS if name in outputs and not complete]:
+        # The first output is left out: fingerprints stay as they were.
+        fields |= {} if outputs[0] in tokens else {"output": tokens[0]}
     transformer = file.parent / modules[0].path
-    said["max_length"] = _max_length(transformer, path, whole=whole)
-    return Declaration(**said, **_prefixes(file.parent, own, said, pooled=prompt_pooled))
+    fields["max_length"] = _max_length(transformer, path, complete=complete)
+    return Declaration(**fields, **_prefixes(file.parent, own, fields, pooled=prompt_pooled))
 
 
 def _not_applied(file: Path, what: str, instead: str) -> InvalidInputError:
     return InvalidInputError(f"{file}: {what} is not applied here; {instead}")
 
 
-def _max_length(folder: Path, path: Path, *, whole: bool) -> int:
-    """At how many tokens the model in `folder` cuts texts, as sentence-transformers takes it."""
+def _max_length(folder: Path, path: Path, *, complete: bool) -> int:
+    """Return the number of tokens after which sentence-transformers truncates texts for this
+    model."""
     own = path.with_suffix(".json").name
     declare = f"declare all that makes its vectors in {own} beside the ONNX file"
     places = [place for place in sorted(folder.glob("sentence_*_config.json")) if place.is_file()]
-    config = _parsed(places[0], _TransformerConfig) if places else _TransformerConfig()
-    if unknown := config.unknown(whole=whole):
+    config = _parse(places[0], _TransformerConfig) if places else _TransformerConfig()
+    if unknown := config.unknown(complete=complete):
         raise _not_applied(places[0], ", ".join(unknown), declare)
     if config.do_lower_case and not _lowercases(tokenizer_file(path, Declaration())):
         raise _not_applied(
             places[0], "do_lower_case", "put a normalizer Lowercase into the model's tokenizer.json"
         )
     file = folder / "tokenizer_config.json"
-    tokenizer = _parsed_if_there(file, _TokenizerConfig)
+    tokenizer = _parse_if_present(file, _TokenizerConfig)
     if tokenizer.truncation_side != "right":
         raise _not_applied(file, f"truncation_side {tokenizer.truncation_side}", declare)
     if config.max_seq_length is not None:
         return config.max_seq_length
-    positions = _parsed_if_there(folder / "config.json", _ModelConfig).max_position_embeddings
+    positions = _parse_if_present(folder / "config.json", _ModelConfig).max_position_embeddings
     limits = [one for one in (tokenizer.model_max_length, positions) if one is not None and one > 0]
     if min(limits, default=_NO_LIMIT) >= _NO_LIMIT:
         raise InvalidInputError(
-            f"{folder}: nothing says at how many tokens the model cuts texts; write "
+            f"{folder}: no file declares after how many tokens the model truncates texts; write "
             '{"max_seq_length": 512}, or its own number, into sentence_bert_config.json'
         )
     return int(min(limits))
 
 
 def _lowercases(tokenizer: Path) -> bool:
-    """Whether a tokenizer.json reads capitals as small letters."""
-    normalizer = _parsed(tokenizer, _Tokenizer).normalizer
+    """Tell whether a tokenizer.json converts texts to lower case."""
+    normalizer = _parse(tokenizer, _Tokenizer).normalizer
     steps = [] if normalizer is None else [normalizer, *normalizer.normalizers]
     return any(one.type == "Lowercase" or one.lowercase for one in steps)
 
 
-def _prefixes(folder: Path, own: Path, said: dict[str, Any], *, pooled: bool) -> dict[str, str]:
-    """Prompts before the texts of each role, where the model's makers say so; `pooled`: its tokens
-    are pooled with the text's."""
+def _prefixes(folder: Path, own: Path, fields: dict[str, Any], *, pooled: bool) -> dict[str, str]:
+    """Return the prompts for documents and queries that the model's files declare.
+
+    Args:
+        folder: The model's folder.
+        own: The model's declaration, for the message.
+        fields: The other fields of the declaration, for the message.
+        pooled: Whether tokens of prompts are pooled with those of the text.
+    """
     file = folder / "config_sentence_transformers.json"
-    config = _parsed_if_there(file, _Prompts)
+    config = _parse_if_present(file, _Prompts)
     prompts = config.prompts or {}
     document = prompts.get("document") or prompts.get("passage") or prompts.get("corpus") or ""
     query = prompts.get("query")
@@ -390,10 +462,10 @@ def _prefixes(folder: Path, own: Path, said: dict[str, Any], *, pooled: bool) ->
         )
     default = prompts.get(config.default_prompt_name or "") or document
     if default != document:
-        wanted = json.dumps(said | {"prefix": default})
+        declaration = json.dumps(fields | {"prefix": default})
         raise _not_applied(
             file,
             f"default_prompt_name {config.default_prompt_name}, which encode() alone follows,",
-            f"write {wanted}, or another prefix, into {own}",
+            f"write {declaration}, or another prefix, into {own}",
         )
     return {"prefix": document} | ({} if query is None else {"query_prefix": query})

@@ -1,4 +1,4 @@
-"""A release that is not published yet, and all that must hold before it may be."""
+"""Check a draft, a release that is not published yet, by the rules of releases."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,25 +17,45 @@ from nobackfill.release.trial import try_release
 
 @dataclass(frozen=True)
 class Draft:
-    """A release to publish: its manifest, and the local file of every path the manifest names.
+    """A release to publish.
 
-    A side encoder that was published before (`origin_release` is older) needs no local file.
+    Attributes:
+        manifest: Its manifest.
+        files: The local file of each path that the manifest names. A side encoder that an older
+            release published (`origin_release`) needs none.
     """
 
     manifest: Manifest
     files: Mapping[str, Path]
 
 
-def described(path: str, local: Path) -> PublishedFile:
-    """What a manifest says of a local file that is to be published as `path`."""
+def describe_file(path: str, local: Path) -> PublishedFile:
+    """Return the entry of a manifest for a local file.
+
+    Args:
+        path: The path under which it is to be published.
+        local: The file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
     return PublishedFile(path=path, sha256=sha256_file(local), length=local.stat().st_size)
 
 
 def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -> None:
-    """Check a draft against what is published already.
+    """Check a draft against the published releases.
 
-    In order: gate verdict, the rules of a manifest, predecessors, ONNX files, golden probes. Raises
-    GateFailedError, VerificationError.
+    In order: the verdict of the gate, the rules of a manifest, predecessors, ONNX files, golden
+    probes.
+
+    Args:
+        draft: The release to publish.
+        repo: The publication folder.
+        published: The signed entries of all published files, by path.
+
+    Raises:
+        GateFailedError: The gate failed or did not measure, and the draft is not forced.
+        VerificationError: Any other check failed.
     """
     manifest = draft.manifest
     predecessors = {
@@ -47,11 +67,11 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     parse_manifest(manifest.model_dump_json(), manifest.release)
     for upgrade in manifest.upgrades:
         _check_source(upgrade, predecessors)
-    _check_carried(manifest, predecessors)
+    _check_side_spaces(manifest, predecessors)
     if (twin := twin_of(manifest, predecessors.values())) is not None:
         raise VerificationError(twin)
-    known = {predecessor.space for predecessor in predecessors.values()}
-    if strangers := set(manifest.searches_directly) - known:
+    spaces = {predecessor.space for predecessor in predecessors.values()}
+    if strangers := set(manifest.searches_directly) - spaces:
         raise VerificationError(
             f"release {manifest.release}: searches_directly names spaces that no published release "
             f"has: {few(sorted(strangers))}"
@@ -60,8 +80,17 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
 
 
 def read_manifest(repo: Path, target: TargetFile, release: int) -> Manifest:
-    """The manifest of a published release. Raises VerificationError unless it is the one that was
-    signed, UnfitError."""
+    """Read the manifest of a published release, and check it against its signed digest.
+
+    Args:
+        repo: The publication folder.
+        target: The signed entry of the manifest.
+        release: The number that it must have.
+
+    Raises:
+        VerificationError: It cannot be read or differs from the signed one.
+        UnfitError: This program cannot use it.
+    """
     try:
         data = (repo / target.path).read_bytes()
         target.verify_length_and_hashes(data)
@@ -74,14 +103,14 @@ def _check_gate(manifest: Manifest, *, first: bool) -> None:
     gate = manifest.gate
     if gate.verdict == "first" and not first:
         raise GateFailedError(
-            f"release {manifest.release}: says it is the first, but there are published ones; "
-            "measure it against them"
+            f"release {manifest.release}: its gate says it is the first release, but others are "
+            "published; measure it against them"
         )
     if gate.verdict in ("failed", "not_measured") and not gate.forced:
         raise GateFailedError(
             f"release {manifest.release}: the gate says {gate.verdict} "
-            f"({gate.detail or 'no detail'}); train a better one, or force it and "
-            f"the manifest will say so"
+            f"({gate.detail or 'no detail'}); train a better one, or force it: the manifest will "
+            "record that"
         )
 
 
@@ -89,7 +118,7 @@ def _check_source(upgrade: Upgrade, predecessors: Mapping[int, Manifest]) -> Non
     name = f"upgrade from release {upgrade.from_release}"
     source = predecessors.get(upgrade.from_release)
     if source is None:
-        raise VerificationError(f"{name}: is not published, so nothing can be upgraded from it")
+        raise VerificationError(f"{name}: that release is not published")
     if (upgrade.from_space, upgrade.from_dim) != (source.space, source.embedder.dim):
         raise VerificationError(f"{name}: was made for another space than the published one")
     if not upgrade.reads_side:
@@ -99,19 +128,19 @@ def _check_source(upgrade: Upgrade, predecessors: Mapping[int, Manifest]) -> Non
         raise VerificationError(f"{name}: reads other side-information than the published one")
 
 
-def _check_carried(manifest: Manifest, predecessors: Mapping[int, Manifest]) -> None:
+def _check_side_spaces(manifest: Manifest, predecessors: Mapping[int, Manifest]) -> None:
     encoder = manifest.side_encoder
     for upgrade in manifest.upgrades:
         source = predecessors[upgrade.from_release]
         if upgrade.side == "maps" and encoder is None:
             raise VerificationError(
-                f"release {manifest.release}: an upgrade writes side-information, but there is no "
-                "side encoder whose space it would be in"
+                f"release {manifest.release}: an upgrade writes side-information, but the release "
+                "has no side encoder for it"
             )
         if upgrade.side == "carries" and source.side_space != manifest.side_space:
             raise VerificationError(
-                f"release {manifest.release}: side-information of release {source.release} cannot "
-                "be carried, as the two have different side spaces"
+                f"release {manifest.release}: an upgrade keeps the side-information of release "
+                f"{source.release}, but the two have different side spaces"
             )
     if encoder is None or encoder.origin_release == manifest.release:
         return

@@ -1,4 +1,4 @@
-"""Looking at a publication folder as a whole: what it holds, and whether all of it is right."""
+"""Inspect a publication folder as a whole: list its releases, and check everything in it."""
 
 import tempfile
 from dataclasses import dataclass
@@ -23,8 +23,21 @@ from nobackfill.release.trust.trust import (
 
 @dataclass(frozen=True)
 class PublicationEntry:
-    """One published release: `size` is the bytes of the files it added. `unfit` says why nothing
-    but its number is known, or is None."""
+    """A published release, for a list.
+
+    Attributes:
+        release: Its number.
+        withdrawn: The reason of its withdrawal, None while it is offered.
+        size: Bytes of the files that it added.
+        created: When it was made, ISO 8601.
+        method: The method that trained it.
+        gate: The verdict of the gate.
+        upgrades_from: Releases from which it has an upgrade.
+        space: The id of its space.
+        unfit: Why this program cannot read its manifest, which leaves the other fields empty; or
+            None.
+        share: Share of the devices that it is offered to, 0 to 1.
+    """
 
     release: int
     withdrawn: str | None
@@ -35,13 +48,18 @@ class PublicationEntry:
     upgrades_from: tuple[int, ...] = ()
     space: str = ""
     unfit: str | None = None
-    # Of the devices, that it is for.
     share: float = 1.0
 
 
 @dataclass(frozen=True)
 class Health:
-    """A publication whose signatures, digests, models and probes are right."""
+    """The result of checking a publication without finding an error.
+
+    Attributes:
+        releases: Numbers of the checked releases.
+        expires: When the metadata of each role expires, UTC.
+        leftovers: Files of an interrupted publish.
+    """
 
     releases: tuple[int, ...]
     expires: dict[Role, datetime]
@@ -49,17 +67,28 @@ class Health:
 
 
 def list_releases(repo: Path) -> list[PublicationEntry]:
-    """The published releases, ascending. Raises NotFoundError, VerificationError."""
+    """List the published releases, ascending by number.
+
+    Raises:
+        NotFoundError: Nothing is published in the folder.
+        VerificationError: A signature or digest is wrong.
+    """
     ledger = require_ledger(repo)
     entries = [_entry(repo, ledger, path) for path in ledger.targets.targets]
     return sorted((e for e in entries if e is not None), key=lambda entry: entry.release)
 
 
 def verify(repo: Path, root: bytes | None = None, release: int | None = None) -> Health:
-    """Check a publication as a gateway or device would, from nothing, and run every model's probes.
+    """Check a publication as a new device would, and run the golden probes of every model.
 
-    `root`: the root metadata to trust; None: the folder's own. `release` None: all of them. Raises
-    NotFoundError, VerificationError for the first thing that is wrong.
+    Args:
+        repo: The publication folder.
+        root: The root metadata to trust; None: the folder's own.
+        release: Check only this release; None: all releases and converters.
+
+    Raises:
+        NotFoundError: Nothing is published, or no such release.
+        VerificationError: The first failure that was found.
     """
     with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
         trust = TrustedFolder(repo, Path(temporary), root)
@@ -76,8 +105,8 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
             folder = Path(temporary) / "converters"
             converter_file(trust, read_converter(trust, number, folder), folder)
     ledger = require_ledger(repo)
-    stale = tuple(path.name for path in leftovers(repo, ledger))
-    return Health(numbers, expiries(ledger), stale)
+    unpublished = tuple(path.name for path in leftovers(repo, ledger))
+    return Health(numbers, expiries(ledger), unpublished)
 
 
 def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | None:

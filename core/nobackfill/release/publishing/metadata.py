@@ -1,4 +1,4 @@
-"""The keys and the signed metadata of a publication folder, as its publisher continues them."""
+"""Manage the keys and the signed metadata of a publication folder, for its publisher."""
 
 import re
 import stat
@@ -27,12 +27,11 @@ from nobackfill import durable
 from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
 from nobackfill.release.trust.trust import verified
 
-# Signing keys: ed25519, one PEM file a role, in `<publication folder>.keys/` or where their owner
-# keeps them.
-#
-# The root and targets keys may stay offline: their files are then given where they are needed. The
-# snapshot and timestamp keys are online, as they sign every month. With nothing prepared, the first
-# publish makes all four beside the publication folder: development keys, and it says so.
+# Signing keys: ed25519, one PEM file for each role, in `<publication folder>.keys/` or where their
+# owner stores them.
+# The root and targets keys may stay offline: name their files when they are needed. The snapshot
+# and timestamp keys are online, since they sign every month. Without any preparation, the first
+# publish makes all four in `<publication folder>.keys/` and says so; they are development keys.
 
 Role = Literal["root", "targets", "snapshot", "timestamp"]
 ROLES: tuple[Role, ...] = ("root", "targets", "snapshot", "timestamp")
@@ -40,49 +39,70 @@ ROLES: tuple[Role, ...] = ("root", "targets", "snapshot", "timestamp")
 
 @dataclass(frozen=True)
 class Keys:
-    """Where signing keys are: a folder of ROLE.pem files, and files named one by one.
+    """The files of the signing keys.
 
-    While a key is being rotated its successor lies beside it as ROLE.next.pem; which of the two
-    signs is in the root metadata.
+    During a rotation, the new key lies beside the old one as ROLE.next.pem; the root metadata
+    decides which of the two signs.
+
+    Attributes:
+        folder: Holds ROLE.pem for each role.
+        files: Files of single roles that lie elsewhere.
     """
 
     folder: Path
     files: Mapping[Role, Path] = field(default_factory=dict)
 
     @classmethod
-    def beside(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "Keys":
-        """The keys of a publication folder by default, `<repo>.keys/`, but for `files`."""
+    def of(cls, repo: Path, files: Mapping[Role, Path] | None = None) -> "Keys":
+        """Return the keys of a publication folder: `<repo>.keys/`, except for `files`.
+
+        Args:
+            repo: The publication folder.
+            files: Files of single roles that lie elsewhere.
+        """
         repo = repo.absolute()
         return cls(repo.parent / f"{repo.name}.keys", files or {})
 
     def path(self, role: Role) -> Path:
-        """The key file of a role, whether it exists or not."""
+        """Return the key file of a role, whether it exists or not."""
         return self.files.get(role, self.folder / f"{role}.pem")
 
     def next_path(self, role: Role) -> Path:
-        """Where a role's new key lies while it is being rotated."""
+        """Return the file of a role's new key during a rotation."""
         path = self.path(role)
         return path.with_name(f"{path.name.removesuffix('.pem')}.next.pem")
 
     def create(self) -> dict[Role, CryptoSigner]:
-        """Make the four keys. Those that an interrupted run has made already are kept.
+        """Make the four keys, except those that exist.
 
-        Raises CannotWriteError, ConfigurationError for a file that is no key.
+        Raises:
+            CannotWriteError: A file cannot be written.
+            ConfigurationError: An existing file is no key, or others may read it.
         """
         return {role: _load_or_make(self.path(role)) for role in ROLES}
 
     def complete(self) -> bool:
-        """Whether all four key files are there."""
+        """Check whether all four key files exist."""
         return all(self.path(role).exists() for role in ROLES)
 
     def create_next(self, role: Role) -> CryptoSigner:
-        """Make a role's new key, or go on with the one of an interrupted rotation."""
+        """Make the new key of a role, or return the one of an interrupted rotation.
+
+        Raises:
+            CannotWriteError: The file cannot be written.
+            ConfigurationError: The existing file is no key, or others may read it.
+        """
         return _load_or_make(self.next_path(role))
 
     def find(self, role: Role, root: Root) -> CryptoSigner | None:
-        """The private key that `root` accepts for the role, if it is at hand.
+        """Return the private key of a role that root metadata accepts, None if no file has it.
 
-        Raises ConfigurationError for a file that is no key, or that others may read.
+        Args:
+            role: The role.
+            root: The root metadata.
+
+        Raises:
+            ConfigurationError: A file is no key, or others may read it.
         """
         trusted = root.get_delegated_role(role).keyids
         for path in (self.path(role), self.next_path(role)):
@@ -92,7 +112,15 @@ class Keys:
         return None
 
     def signer(self, role: Role, root: Root) -> CryptoSigner:
-        """Like `find`. Raises ConfigurationError if the key is not at hand."""
+        """Return the private key of a role that root metadata accepts.
+
+        Args:
+            role: The role.
+            root: The root metadata.
+
+        Raises:
+            ConfigurationError: No file has the key, a file is no key, or others may read it.
+        """
         signer = self.find(role, root)
         if signer is None:
             raise ConfigurationError(
@@ -102,7 +130,12 @@ class Keys:
         return signer
 
     def settle(self, role: Role, root: Root) -> None:
-        """Let a rotated key take its predecessor's place, once `root` accepts no other."""
+        """Move the new key of a role over the old one, once root metadata accepts only the new one.
+
+        Args:
+            role: The role.
+            root: The root metadata.
+        """
         following = self.next_path(role)
         trusted = root.get_delegated_role(role).keyids
         if following.exists() and trusted == [_load(following).public_key.keyid]:
@@ -132,7 +165,7 @@ def _load(path: Path) -> CryptoSigner:
     return CryptoSigner(key)
 
 
-# Root and targets keys may lie in a safe; snapshot and timestamp are renewed by machines.
+# Term of validity. Root and targets keys may lie in a safe; machines renew snapshot and timestamp.
 TERM = {
     "root": timedelta(days=365),
     "targets": timedelta(days=365),
@@ -145,7 +178,8 @@ _S = TypeVar("_S", Root, Targets, Snapshot, Timestamp)
 
 @dataclass(frozen=True)
 class MetadataLedger:
-    """The committed metadata, every signature checked; expiry is not: it is renewed from here."""
+    """The committed metadata, with valid signatures. Expiry is not checked, since the publisher
+    renews it."""
 
     root: Root
     root_bytes: bytes
@@ -155,9 +189,16 @@ class MetadataLedger:
 
 
 def read_root(repo: Path) -> tuple[Root, bytes] | None:
-    """The newest root metadata of the chain 1, 2, 3 …, or None before the first.
+    """Read the newest root metadata, following the chain of versions 1, 2, 3 ...
 
-    Raises VerificationError for a chain that breaks.
+    Args:
+        repo: The publication folder.
+
+    Returns:
+        The metadata and its bytes; None before the first version.
+
+    Raises:
+        VerificationError: A version is not signed by its predecessor, or cannot be read.
     """
     data = _read(repo / "1.root.json")
     if data is None:
@@ -173,27 +214,42 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
 
 
 def read_ledger(repo: Path) -> MetadataLedger | None:
-    """The committed metadata; None where nothing ever was. Raises VerificationError."""
-    found = read_root(repo)
+    """Read the committed metadata.
+
+    Args:
+        repo: The publication folder.
+
+    Returns:
+        None where nothing was ever committed.
+
+    Raises:
+        VerificationError: A file is missing, or has a wrong signature or digest.
+    """
+    newest = read_root(repo)
     timestamp_data = _read(repo / "timestamp.json")
     if timestamp_data is None and (repo / "2.snapshot.json").exists():
-        # No killed first publish leaves a second snapshot: somebody lost the file.
+        # An interrupted first publish leaves no second snapshot: the file was lost.
         raise VerificationError(f"{repo / 'timestamp.json'}: is missing; restore it from a mirror")
-    if found is None or timestamp_data is None:
+    if newest is None or timestamp_data is None:
         return None
-    root, root_bytes = found
+    root, root_bytes = newest
     timestamp = verified(Timestamp, timestamp_data, root, "timestamp.json")
     name = f"{timestamp.snapshot_meta.version}.snapshot.json"
-    snapshot_data = _matching(repo, name, timestamp.snapshot_meta)
+    snapshot_data = _read_matching(repo, name, timestamp.snapshot_meta)
     snapshot = verified(Snapshot, snapshot_data, root, name)
     name = f"{snapshot.meta['targets.json'].version}.targets.json"
-    targets_data = _matching(repo, name, snapshot.meta["targets.json"])
+    targets_data = _read_matching(repo, name, snapshot.meta["targets.json"])
     targets = verified(Targets, targets_data, root, name)
     return MetadataLedger(root, root_bytes, timestamp, snapshot, targets)
 
 
 def require_ledger(repo: Path) -> MetadataLedger:
-    """Like `read_ledger`. Raises NotFoundError where nothing was ever committed."""
+    """Read the committed metadata of a folder that must have some.
+
+    Raises:
+        NotFoundError: Nothing was ever committed.
+        VerificationError: A file is missing, or has a wrong signature or digest.
+    """
     ledger = read_ledger(repo)
     if ledger is None:
         raise NotFoundError(f"{repo}: nothing is published here; run training/export.py")
@@ -201,7 +257,11 @@ def require_ledger(repo: Path) -> MetadataLedger:
 
 
 def new_root(signers: dict[Role, Signer]) -> bytes:
-    """The first root metadata, signed by its own root key."""
+    """Make the first root metadata, signed by its own root key.
+
+    Args:
+        signers: The key of each role.
+    """
     root = Root(version=1, expires=_expiry("root"), consistent_snapshot=True)
     for role in ROLES:
         root.add_key(signers[role].public_key, role)
@@ -209,14 +269,20 @@ def new_root(signers: dict[Role, Signer]) -> bytes:
 
 
 def next_root(root: Root, keys: Mapping[Role, list[Key]], signers: list[Signer]) -> bytes:
-    """The root metadata after `root`: renewed, and the roles in `keys` have just those keys."""
+    """Make the root metadata that follows `root`, with a new expiry.
+
+    Args:
+        root: The present root metadata.
+        keys: The new keys of some roles; other roles keep theirs.
+        signers: Keys that sign it.
+    """
     following = Root.from_dict(root.to_dict())
     following.version += 1
     following.expires = _expiry("root")
-    for role, wanted in keys.items():
+    for role, role_keys in keys.items():
         for keyid in list(following.roles[role].keyids):
             following.revoke_key(keyid, role)
-        for key in wanted:
+        for key in role_keys:
             following.add_key(key, role)
     return _signed(following, signers)
 
@@ -226,9 +292,18 @@ def next_metadata(
     targets: dict[str, TargetFile] | None,
     signers: Mapping[Role, Signer],
 ) -> list[tuple[str, bytes]]:
-    """New metadata files in the order in which they must appear; the last one commits.
+    """Make new metadata files, in the order in which they must be written; the last one commits.
 
-    `targets` None: targets metadata stays as it is, snapshot and timestamp are renewed.
+    Args:
+        ledger: The present metadata; None before the first commit.
+        targets: The published files; None: keep the targets metadata, renew snapshot and timestamp.
+        signers: Keys of the roles that sign.
+
+    Returns:
+        Name and content of each file.
+
+    Raises:
+        NotFoundError: Both `ledger` and `targets` are None.
     """
     files: list[tuple[str, bytes]] = []
     if targets is not None:
@@ -259,15 +334,19 @@ def next_metadata(
 
 
 def leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
-    """What a killed publish left behind: names of ours that no committed metadata knows.
+    """List the files that an interrupted publish left: files with our names that no metadata lists.
 
-    Names that are not ours, such as a README, are nobody's leftovers.
+    Other files, such as a README, are not listed.
+
+    Args:
+        repo: The publication folder.
+        ledger: The committed metadata; None before the first commit.
     """
-    known = set() if ledger is None else {path.split("/")[0] for path in ledger.targets.targets}
+    published = set() if ledger is None else {path.split("/")[0] for path in ledger.targets.targets}
     return sorted(
         path
         for path in repo.iterdir()
-        if path.name not in known and _is_leftover(path.name, ledger)
+        if path.name not in published and _is_leftover(path.name, ledger)
     )
 
 
@@ -281,15 +360,15 @@ _VERSIONED = re.compile(r"^(\d+)\.(targets|snapshot)\.json\Z")
 def _is_leftover(name: str, ledger: MetadataLedger | None) -> bool:
     if _MODEL.match(name) or _FILE.match(name):
         return True
-    found = _VERSIONED.match(name)
-    if found is None:
+    match = _VERSIONED.match(name)
+    if match is None:
         return False
-    # Older metadata stays: a reader may be half-way through it.
+    # Older metadata stays: a reader may be reading it.
     current = {
         "targets": ledger.targets.version if ledger else 0,
         "snapshot": ledger.snapshot.version if ledger else 0,
     }
-    return int(found[1]) > current[found[2]]
+    return int(match[1]) > current[match[2]]
 
 
 def _expiry(role: Role) -> datetime:
@@ -312,7 +391,7 @@ def _read(path: Path) -> bytes | None:
         raise VerificationError(f"{path}: cannot be read ({error.strerror})") from error
 
 
-def _matching(repo: Path, name: str, meta: MetaFile) -> bytes:
+def _read_matching(repo: Path, name: str, meta: MetaFile) -> bytes:
     data = _read(repo / name)
     if data is None:
         raise VerificationError(f"{repo / name}: the signed metadata names it, but it is missing")

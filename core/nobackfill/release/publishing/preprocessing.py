@@ -1,4 +1,4 @@
-"""What exports say of the pixels that a model of images reads, in files beside its ONNX file."""
+"""Read how an image model prepares pixels, from files that exporters write beside its ONNX file."""
 
 import re
 from collections.abc import Iterator
@@ -13,30 +13,30 @@ from nobackfill.framing import Fit, Interpolation, Margin
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# Of red, green and blue: what is taken off, and what that is divided by.
+# For red, green and blue: the mean to subtract, and the standard deviation to divide by.
 Channels = tuple[_Finite, _Finite, _Finite]
 Spread = tuple[_Positive, _Positive, _Positive]
 Side = Annotated[int, Field(ge=1, le=4096)]
 # Height and width.
 Size = tuple[Side, Side]
 
-# As numbers of Pillow's, which transformers writes.
+# The numbers are Pillow's; transformers writes them.
 _RESAMPLE: dict[int, Interpolation] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
-# Image processors of transformers whose pixels are made here as they make them, and whether a size
-# of one number is that of both sides; else it is the shortest side's.
+# Image processors of transformers whose pixels are reproduced here. True: a size of one number is
+# the size of both sides; False: of the shortest side.
 _SQUARE = {
     "Beit": True, "Bit": False, "Blip": True, "CLIP": False, "ChineseCLIP": False,
     "ConvNext": False, "DINOv3ViT": True, "Flava": True, "MobileNetV1": False,
     "MobileNetV2": False, "PoolFormer": False, "Pvt": True, "Siglip": True, "ViT": True,
 }  # fmt: skip
-# Endings of their names, by the version and the backend.
+# Suffixes of their names, by version and backend.
 _END = re.compile(r"(FeatureExtractor|ImageProcessor(Fast|Pil)?)\Z")
 _BLACK = (0, (0, 0, 0))
 
 
 class Preprocessing(BaseModel):
-    """How a picture becomes a model's pixels: nobackfill.framing.Frame, and what is taken off
-    values of 0..1 and what they are divided by."""
+    """How a picture becomes a model's pixels: (value / 255 - mean) / std after
+    `nobackfill.framing`."""
 
     size: Size
     fit: Fit
@@ -54,7 +54,7 @@ class _Edges(BaseModel):
 
 
 class _Transformers(BaseModel):
-    """preprocessor_config.json of transformers' image processors."""
+    """The preprocessor_config.json of transformers' image processors."""
 
     image_processor_type: str | None = None
     feature_extractor_type: str | None = None
@@ -80,13 +80,13 @@ class _Transformers(BaseModel):
             raise ValueError(f"expected an image processor of {', '.join(_SQUARE)}, got {name}")
         plain = self.do_resize and self.do_rescale and not (self.do_pad or self.rescale_offset)
         if not plain or not isclose(self.rescale_factor, 1 / 255, rel_tol=1e-3):
-            raise ValueError("expected pictures resized and divided by 255, nothing padded")
+            raise ValueError("expected pictures to be resized and divided by 255, without padding")
         if self.resample not in _RESAMPLE:
             raise ValueError(f"expected resample of {sorted(_RESAMPLE)}, got {self.resample}")
         square = self.default_to_square
         if square is None:
             square = _SQUARE.get(family, False)
-        size, fit, shortest = self._framed(square=square)
+        size, fit, shortest = self._frame(square=square)
         return Preprocessing(
             size=size, fit=fit, shortest=shortest, interpolation=_RESAMPLE[self.resample],
             margin="down" if fit == "crop" else "nearest",
@@ -94,12 +94,12 @@ class _Transformers(BaseModel):
             std=self.image_std if self.do_normalize else (1, 1, 1),
         )  # fmt: skip
 
-    def _framed(self, *, square: bool) -> tuple[Size, Fit, int | None]:
+    def _frame(self, *, square: bool) -> tuple[Size, Fit, int | None]:
         both, shortest = self._sides(self.size)
         if square and isinstance(self.size, int):
             both, shortest = (self.size, self.size), None
         if self.crop_pct is not None and shortest is not None:
-            # ConvNeXT's: larger ones are not cut.
+            # ConvNeXT does not crop larger sizes.
             sides = (shortest, shortest)
             if shortest >= 384:
                 return sides, "stretch", None
@@ -108,19 +108,19 @@ class _Transformers(BaseModel):
             if both is None and isinstance(self.size, int):
                 both = (self.size, self.size)
             if both is None:
-                raise ValueError("expected height and width, or a crop of the middle")
+                raise ValueError("expected height and width, or a crop of the centre")
             return both, "stretch", None
         cut, side = self._sides(self.crop_size if self.crop_size is not None else self.size)
         cut = cut if side is None else (side, side)
         if cut is not None and both == cut:
             return cut, "stretch", None
         if cut is None or shortest is None:
-            raise ValueError("expected the shortest edge and what is cut out of the middle")
+            raise ValueError("expected the shortest edge and the size of a centre crop")
         return cut, "crop", shortest
 
     @staticmethod
     def _sides(size: int | _Edges) -> tuple[Size | None, int | None]:
-        """Height and width, or the shortest edge alone."""
+        """Return height and width, or the shortest edge alone."""
         if isinstance(size, int):
             return None, size
         if size.height is not None and size.width is not None:
@@ -129,7 +129,7 @@ class _Transformers(BaseModel):
 
 
 class _Processor(BaseModel):
-    """processor_config.json of transformers 5: that of its image processor is a part of it."""
+    """The processor_config.json of transformers 5, which contains that of its image processor."""
 
     image_processor: _Transformers | None = None
 
@@ -138,7 +138,7 @@ class _Processor(BaseModel):
 
 
 class _OpenClip(BaseModel):
-    """preprocess_cfg.json, or that part of open_clip_config.json."""
+    """The preprocess_cfg.json of open_clip, or the same part of open_clip_config.json."""
 
     size: Side | Size
     mean: Channels
@@ -153,9 +153,9 @@ class _OpenClip(BaseModel):
         if self.resize_mode != "shortest":
             fit = "pad" if self.resize_mode == "longest" else "stretch"
         if fit == "pad" and self.fill_color not in _BLACK:
-            raise ValueError(f"expected black beside the picture, got {self.fill_color}")
+            raise ValueError(f"expected black padding, got {self.fill_color}")
         if fit == "crop" and size[0] != size[1]:
-            raise ValueError(f"expected a square to be cut out, got {size}")
+            raise ValueError(f"expected a square crop, got {size}")
         return Preprocessing(
             size=size, fit=fit, shortest=max(size) if fit == "crop" else None,
             interpolation=self.interpolation, mean=self.mean, std=self.std,
@@ -163,7 +163,7 @@ class _OpenClip(BaseModel):
 
 
 class _Timm(BaseModel):
-    """`pretrained_cfg` of timm's config.json, or of a model."""
+    """The `pretrained_cfg` of a timm model or of its config.json."""
 
     input_size: tuple[Literal[3], Side, Side]
     mean: Channels
@@ -178,7 +178,7 @@ class _Timm(BaseModel):
         fit: Fit = "stretch" if self.crop_mode == "squash" else "crop"
         if self.crop_mode == "border" or (fit == "stretch" and share < 1) or height != width:
             raise ValueError(
-                f"expected a square out of the middle, or the whole, got crop_mode "
+                f"expected a square centre crop, or no crop, got crop_mode "
                 f"{self.crop_mode}, crop_pct {share:g}, {width} x {height}"
             )
         shortest = floor(height / share) if fit == "crop" else None
@@ -189,24 +189,24 @@ class _Timm(BaseModel):
 
 
 class _OpenClipModel(BaseModel):
-    """open_clip_config.json, whose model says the size where its preprocessing does not."""
+    """The open_clip_config.json, whose model has the size where its preprocessing lacks it."""
 
-    class _Whole(BaseModel):
+    class _Model(BaseModel):
         class _Vision(BaseModel):
             image_size: Side | Size
 
         vision_cfg: _Vision
 
     preprocess_cfg: dict[str, object]
-    model_cfg: _Whole | None = None
+    model_cfg: _Model | None = None
 
     def read(self) -> Preprocessing:
-        whole = {} if self.model_cfg is None else {"size": self.model_cfg.vision_cfg.image_size}
-        return _OpenClip.model_validate(whole | self.preprocess_cfg).read()
+        size = {} if self.model_cfg is None else {"size": self.model_cfg.vision_cfg.image_size}
+        return _OpenClip.model_validate(size | self.preprocess_cfg).read()
 
 
 class _Config(BaseModel):
-    """config.json, which is timm's where it has this key."""
+    """A config.json; with this key it is timm's."""
 
     pretrained_cfg: _Timm | None = None
 
@@ -215,7 +215,7 @@ class _Config(BaseModel):
 
 
 _Kind = type[_Processor | _Transformers | _OpenClip | _OpenClipModel | _Config]
-# In the order in which they are believed.
+# The first file that exists and has a preprocessing wins.
 _FILES: dict[str, _Kind] = {
     "processor_config.json": _Processor,
     "preprocessor_config.json": _Transformers,
@@ -226,31 +226,45 @@ _FILES: dict[str, _Kind] = {
 
 
 def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
-    """What the files beside the ONNX file `path`, or in the folder above, say of its pixels, and
-    which one said it.
+    """Read the preprocessing of an image model from files beside its ONNX file or one folder above.
 
-    Raises InvalidInputError for one that says something else than can be done here.
+    Args:
+        path: The ONNX file.
+
+    Returns:
+        The file that declares it, and the preprocessing; None without such a file.
+
+    Raises:
+        InvalidInputError: A file declares something that is not reproduced here.
     """
-    for file, kind in _found(path):
+    for file, kind in _candidates(path):
         try:
-            said = kind.model_validate_json(file.read_bytes()).read()
+            preprocessing = kind.model_validate_json(file.read_bytes()).read()
         except ValueError as error:
             raise InvalidInputError(
-                f"{file}: cannot be followed ({_first(error)}); say what pixels the model reads in "
+                f"{file}: cannot be applied ({_first(error)}); declare the model's pixels in "
                 f"{path.with_suffix('.json').name} beside it"
             ) from error
-        if said is not None:
-            return file, said
+        if preprocessing is not None:
+            return file, preprocessing
     return None
 
 
 def read_timm(config: dict[str, object]) -> Preprocessing:
-    """Of a timm model's `pretrained_cfg`. Raises ValueError."""
+    """Read the preprocessing from a timm model's `pretrained_cfg`.
+
+    Raises:
+        ValueError: It cannot be reproduced here.
+    """
     return _Timm.model_validate(config).read()
 
 
 def read_open_clip(config: dict[str, object]) -> Preprocessing:
-    """Of an open_clip model's preprocessing. Raises ValueError."""
+    """Read the preprocessing of an open_clip model.
+
+    Raises:
+        ValueError: It cannot be reproduced here.
+    """
     return _OpenClip.model_validate(config).read()
 
 
@@ -262,7 +276,7 @@ def _first(error: ValueError) -> str:
     return f"{place}: {first['msg']}" if place else first["msg"]
 
 
-def _found(path: Path) -> Iterator[tuple[Path, _Kind]]:
+def _candidates(path: Path) -> Iterator[tuple[Path, _Kind]]:
     for folder in (path.parent, path.parent.parent):
         for name, kind in _FILES.items():
             if (folder / name).is_file():

@@ -1,8 +1,9 @@
-"""Publishing: a release becomes visible wholly or not at all.
+"""Publish releases atomically: readers see a release wholly or not at all.
 
-Everything is staged beside the publication folder, model folders are renamed into it, then targets
-and snapshot metadata, and timestamp.json last: its replacement is the commit point. Under the lock,
-whatever no committed metadata names is the leftover of a killed publish and is removed first.
+Everything is staged beside the publication folder. Then model folders are renamed into it, then
+targets and snapshot metadata, and timestamp.json last: replacing it is the commit point. Under the
+lock, files that no committed metadata lists are leftovers of an interrupted publish; they are
+removed first.
 """
 
 import contextlib
@@ -45,25 +46,29 @@ from nobackfill.release.publishing.metadata import (
 )
 from nobackfill.release.trust.trust import for_share, verified
 
-# Where releases are put together: beside the publication folder, as Triton trips over any other
-# folder in it, and on its file system, so that what is complete can be renamed into it.
+# Drafts lie beside the publication folder, because Triton fails on any other folder in it. They lie
+# on its file system, so that finished ones can be renamed into it.
 
 _DRAFT = "draft-"
 _LOCK_SECONDS = 60.0
 
 
 def staging(repo: Path) -> Path:
-    """The folder."""
+    """Return the folder in which releases are staged; it may not exist."""
     return repo.absolute().parent / f"{repo.absolute().name}.staging"
 
 
 def lock_path(repo: Path) -> Path:
-    """The lock of whoever changes the publication, or what is staged for it."""
+    """Return the lock file that protects a publication and its staging folder."""
     return repo.absolute().parent / f"{repo.absolute().name}.lock"
 
 
 def tidy(repo: Path) -> None:
-    """Remove all that is staged but the drafts whose makers live, under the lock."""
+    """Remove everything from the staging folder except drafts in use. Call it under the lock.
+
+    Raises:
+        CannotWriteError: A file cannot be removed.
+    """
     top = staging(repo)
     for path in sorted(top.iterdir()) if top.is_dir() else ():
         if not _in_use(path):
@@ -74,28 +79,34 @@ def tidy(repo: Path) -> None:
 
 @contextlib.contextmanager
 def drafting(repo: Path) -> Iterator[Path]:
-    """A folder to put a release together in, removed at the end; that of a killed maker is removed
-    by the next, or by the next publish.
+    """Provide a folder in which to build a release; remove it at the end of the block.
 
-    Raises BusyError while somebody publishes for long, CannotWriteError.
+    The folder of a killed process is removed by the next call, or by the next publish.
+
+    Args:
+        repo: The publication folder; it may not exist yet.
+
+    Raises:
+        BusyError: Another process publishes for more than a minute.
+        CannotWriteError: The folder cannot be made.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with durable.lock(lock_path(repo), _LOCK_SECONDS):
             tidy(repo)
             folder = staging(repo) / f"{_DRAFT}{uuid.uuid4().hex}"
             durable.make_dir(folder)
-            held.enter_context(durable.lock(folder / "lock"))
+            locks.enter_context(durable.lock(folder / "lock"))
         try:
             yield folder
         finally:
             durable.remove_tree(folder)
-            # Somebody else's publish tidies, too.
+            # A publisher that holds the lock tidies, too.
             with contextlib.suppress(BusyError), durable.lock(lock_path(repo)):
                 tidy(repo)
 
 
 def _in_use(path: Path) -> bool:
-    """Whether a draft's maker holds its lock."""
+    """Tell whether a process holds the lock of a draft."""
     if not path.name.startswith(_DRAFT) or not (path / "lock").exists():
         return False
     try:
@@ -107,9 +118,13 @@ def _in_use(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class PublishedRelease:
-    """What was published, or with dry_run would have been: paths with their bytes.
+    """The result of publishing, or of a dry run.
 
-    `new_keys` names the folder of development keys, where this publish made them.
+    Attributes:
+        release: Number of the release.
+        files: Bytes of each file by its published path.
+        new_keys: The folder of the development keys, if this publish makes them.
+        written: False for a dry run.
     """
 
     release: int
@@ -121,15 +136,27 @@ class PublishedRelease:
 def publish(
     repo: Path, draft: Draft, keys: Keys | None = None, dry_run: bool = False, share: float = 1.0
 ) -> PublishedRelease:
-    """Check, sign and publish a release into `repo` (made if missing); keys None: those beside it.
-    `share`: of the devices that it is for at first, above 0 and at most 1.
+    """Check, sign and publish a release.
 
     Checks digests, spaces, predecessors, the gate's verdict, every ONNX file and the golden probes.
-    Raises AlreadyExistsError (releases are immutable, numbers only grow), GateFailedError,
-    VerificationError, ConfigurationError (a key is missing), BusyError (another publisher),
-    CannotWriteError. After a kill, running it again converges.
+    After an interruption, run it again.
+
+    Args:
+        repo: The publication folder, made if missing.
+        draft: The release.
+        keys: The signing keys; None: those in `<repo>.keys/`, made at the first publish.
+        dry_run: Check everything, write nothing.
+        share: Share of the devices that it is offered to at first, above 0 and at most 1.
+
+    Raises:
+        AlreadyExistsError: The number or a file is published already; releases are immutable.
+        GateFailedError: The release did not pass its gate and is not forced.
+        VerificationError: A check failed.
+        ConfigurationError: A key is missing.
+        BusyError: Another publisher holds the lock.
+        CannotWriteError: The disk fails, or the folder is a mount point.
     """
-    keys = keys or Keys.beside(repo)
+    keys = keys or Keys.of(repo)
     if dry_run:
         ledger = read_ledger(repo)
         files = _checked_files(repo, draft, ledger)
@@ -154,7 +181,12 @@ def publish(
 
 @contextmanager
 def locked(repo: Path) -> Iterator[None]:
-    """Hold the lock of a publication folder that exists. Raises BusyError, CannotWriteError."""
+    """Hold the lock of an existing publication folder during the block.
+
+    Raises:
+        BusyError: Another publisher holds it.
+        CannotWriteError: The folder is a mount point, so that nothing can be renamed into it.
+    """
     folder = repo.absolute()
     with durable.lock(lock_path(repo)):
         if folder.stat().st_dev != folder.parent.stat().st_dev:
@@ -166,7 +198,13 @@ def locked(repo: Path) -> Iterator[None]:
 
 
 def clean(repo: Path) -> MetadataLedger | None:
-    """Remove what a killed publish left, under the lock; the committed metadata."""
+    """Remove leftovers of an interrupted publish, and return the committed metadata. Call it under
+    the lock.
+
+    Raises:
+        VerificationError: The metadata is invalid.
+        CannotWriteError: A file cannot be removed.
+    """
     ledger = read_ledger(repo)
     tidy(repo)
     durable.sweep(repo)
@@ -176,7 +214,16 @@ def clean(repo: Path) -> MetadataLedger | None:
 
 
 def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
-    """Stage metadata files, move them into `repo` in their order, and be done with staging."""
+    """Stage metadata files, rename them into the publication in order, and tidy. Call it under the
+    lock.
+
+    Args:
+        repo: The publication folder.
+        files: Name and content of each file; the last one commits.
+
+    Raises:
+        CannotWriteError: A file cannot be written.
+    """
     durable.make_dir(staging(repo))
     for name, data in files:
         durable.write_file(staging(repo) / name, data)
@@ -186,7 +233,7 @@ def put_metadata(repo: Path, files: list[tuple[str, bytes]]) -> None:
 
 
 def _checked_files(repo: Path, draft: Draft, ledger: MetadataLedger | None) -> dict[str, bytes]:
-    """Every file that the release adds, by published path, once the draft has passed all checks."""
+    """Check a draft, and return each file that its release adds, by published path."""
     manifest = draft.manifest
     published = {} if ledger is None else dict(ledger.targets.targets)
     newest = max((release_of_manifest(path) or 0 for path in published), default=0)
@@ -195,13 +242,13 @@ def _checked_files(repo: Path, draft: Draft, ledger: MetadataLedger | None) -> d
             f"release {manifest.release}: expected a number above {newest}, the newest published; "
             "releases are immutable and numbers only grow"
         )
-    carried = {file.path for file in manifest.files() if _is_published(file, published)}
-    files = {path: repo / path for path in carried} | dict(draft.files)
+    unchanged = {file.path for file in manifest.files() if _is_published(file, published)}
+    files = {path: repo / path for path in unchanged} | dict(draft.files)
     check_draft(Draft(manifest, files), repo, published)
     new = {
         file.path: read_verified(files, file)
         for file in manifest.files()
-        if file.path not in carried
+        if file.path not in unchanged
     }
     new |= {path: text.encode() for path, text in manifest.triton_configs().items()}
     new[manifest_path(manifest.release)] = (manifest.model_dump_json(indent=1) + "\n").encode()
@@ -226,26 +273,56 @@ def _published(
 
 
 def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:
-    """The keys that sign releases. Raises ConfigurationError if one is not at hand."""
+    """Return the keys that sign releases: those of all roles except root.
+
+    Args:
+        keys: The key files.
+        root: The root metadata that must accept them.
+
+    Raises:
+        ConfigurationError: A key is missing.
+    """
     return {role: keys.signer(role, root) for role in ROLES if role != "root"}
 
 
 def check_keys(repo: Path, keys: Keys) -> None:
-    """Raises ConfigurationError if the publication has begun and one of them is not at hand."""
-    if (found := read_root(repo)) is not None:
-        signers_of(keys, found[0])
+    """Check that the keys of a publication that has begun are available.
+
+    Args:
+        repo: The publication folder; before its first publish nothing is checked.
+        keys: The key files.
+
+    Raises:
+        ConfigurationError: A key is missing.
+    """
+    if (root := read_root(repo)) is not None:
+        signers_of(keys, root[0])
 
 
 def refuse_begun(repo: Path) -> None:
-    """Raises AlreadyExistsError if the publication has root metadata."""
+    """Refuse a publication that has root metadata already.
+
+    Raises:
+        AlreadyExistsError: It has.
+    """
     if read_root(repo) is not None:
-        raise AlreadyExistsError(f"{repo}: has its keys already; exchange them with rotate")
+        raise AlreadyExistsError(
+            f"{repo}: has its keys already; replace them with `publication rotate`"
+        )
 
 
 def begin_publication(repo: Path, keys: Keys) -> None:
     """Make the keys and the root metadata of a publication before its first release.
 
-    Raises AlreadyExistsError if it has them, BusyError, ConfigurationError, CannotWriteError.
+    Args:
+        repo: The publication folder, made if missing.
+        keys: The key files; existing ones are used.
+
+    Raises:
+        AlreadyExistsError: The publication has root metadata already.
+        BusyError: Another publisher holds the lock.
+        ConfigurationError: A file is no key.
+        CannotWriteError: A file cannot be written.
     """
     refuse_begun(repo)
     durable.make_dir(repo.absolute())
@@ -255,17 +332,31 @@ def begin_publication(repo: Path, keys: Keys) -> None:
 
 
 def begin(repo: Path, keys: Keys) -> Root:
-    """The publication's root metadata, under the lock; keys and version 1 are made if missing."""
-    found = read_root(repo)
-    if found is None:
+    """Return the root metadata of a publication; make keys and version 1 if missing. Call it under
+    the lock.
+
+    Args:
+        repo: The publication folder.
+        keys: The key files.
+    """
+    newest = read_root(repo)
+    if newest is None:
         first = new_root(dict(keys.create()))
         put_metadata(repo, [("1.root.json", first)])
         return verified(Root, first, None, "1.root.json")
-    return found[0]
+    return newest[0]
 
 
 def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
-    """Stage files to be published, then rename folders and files into the publication."""
+    """Stage files, then rename them and their folders into the publication. Call it under the lock.
+
+    Args:
+        repo: The publication folder.
+        files: Content by published path.
+
+    Raises:
+        CannotWriteError: A file cannot be written.
+    """
     top = staging(repo)
     durable.make_dir(top)
     for path, data in files.items():
@@ -281,15 +372,25 @@ def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
 def publish_converter(
     repo: Path,
     data: bytes,
-    described: Callable[[int, PublishedFile], Converter],
+    describe: Callable[[int, PublishedFile], Converter],
     keys: Keys | None = None,
 ) -> Converter:
-    """Sign and publish an ONNX map under the next number, in `repo` (made if missing).
+    """Sign and publish an ONNX map as a converter under the next number.
 
-    `described` makes the manifest from the number and the file. Raises BusyError, CannotWriteError,
-    ConfigurationError (a key is missing). After a kill, running it again converges.
+    After an interruption, run it again.
+
+    Args:
+        repo: The publication folder, made if missing.
+        data: The ONNX file.
+        describe: Makes the manifest from the number and the entry of the file.
+        keys: The signing keys; None: those in `<repo>.keys/`.
+
+    Raises:
+        BusyError: Another publisher holds the lock.
+        CannotWriteError: A file cannot be written.
+        ConfigurationError: A key is missing.
     """
-    keys = keys or Keys.beside(repo)
+    keys = keys or Keys.of(repo)
     durable.make_dir(repo.absolute())
     with locked(repo):
         ledger = clean(repo)
@@ -297,7 +398,7 @@ def publish_converter(
         number = 1 + max((number_of_converter(path) or 0 for path in targets), default=0)
         path = converter_path(number)
         file = PublishedFile(path=path, sha256=sha256_bytes(data), length=len(data))
-        manifest = described(number, file)
+        manifest = describe(number, file)
         signers = signers_of(keys, begin(repo, keys))
         text = (manifest.model_dump_json(indent=1) + "\n").encode()
         files = {path: data, converter_manifest_path(number): text}

@@ -1,4 +1,4 @@
-"""New metadata of a publication: signed again, with other keys, for a share, or withdrawn."""
+"""Change the metadata of a publication: sign it again, rotate keys, widen a share, withdraw."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -36,15 +36,20 @@ from nobackfill.release.trust.trust import for_share, share_of, withdrawn
 
 
 @dataclass(frozen=True)
-class Renewed:
-    """Which roles were signed anew (with dry_run: would be), and when each expires now."""
+class Renewal:
+    """The roles whose metadata was signed (or would be, in a dry run), and when each role expires.
+
+    Attributes:
+        roles: The roles that were signed.
+        expires: UTC, of all roles.
+    """
 
     roles: tuple[Role, ...]
     expires: Mapping[Role, datetime]
 
 
 def expiries(ledger: MetadataLedger) -> dict[Role, datetime]:
-    """When each role's metadata expires, UTC."""
+    """Return when the metadata of each role expires, UTC."""
     return {
         "root": ledger.root.expires,
         "targets": ledger.targets.expires,
@@ -53,62 +58,84 @@ def expiries(ledger: MetadataLedger) -> dict[Role, datetime]:
     }
 
 
-def resign(repo: Path, keys: Keys | None = None, dry_run: bool = False) -> Renewed:
-    """Sign snapshot and timestamp anew; root and targets too, once half of their term is over and
-    their keys are at hand.
+def resign(repo: Path, keys: Keys | None = None, dry_run: bool = False) -> Renewal:
+    """Sign snapshot and timestamp metadata again.
 
-    Raises NotFoundError, ConfigurationError (an online key is missing), BusyError,
-    CannotWriteError.
+    Root and targets metadata are renewed, too, once half of their term is over, if their keys are
+    available.
+
+    Args:
+        repo: The publication folder.
+        keys: The signing keys; None: those in `<repo>.keys/`.
+        dry_run: Only report.
+
+    Raises:
+        NotFoundError: Nothing is published there.
+        ConfigurationError: The snapshot or timestamp key is missing.
+        BusyError: Another publisher holds the lock.
+        CannotWriteError: A file cannot be written.
     """
-    keys = keys or Keys.beside(repo)
+    keys = keys or Keys.of(repo)
     ledger = require_ledger(repo)
     if dry_run:
-        roles = _due(ledger, keys)
+        roles = _roles_to_sign(ledger, keys)
         for role in roles:
             keys.signer(role, ledger.root)
-        return Renewed(roles, expiries(ledger))
+        return Renewal(roles, expiries(ledger))
     with locked(repo):
         ledger = _clean(repo)
-        roles = _due(ledger, keys)
+        roles = _roles_to_sign(ledger, keys)
         signers: dict[Role, Signer] = {role: keys.signer(role, ledger.root) for role in roles}
         if "root" in roles:
             _put_root(repo, ledger, next_root(ledger.root, {}, [signers["root"]]))
         targets = dict(ledger.targets.targets) if "targets" in roles else None
         put_metadata(repo, next_metadata(ledger, targets, signers))
-        return Renewed(roles, expiries(_clean(repo)))
+        return Renewal(roles, expiries(_clean(repo)))
 
 
 def rotate(
     repo: Path, roles: Collection[Role], keys: Keys | None = None, dry_run: bool = False
-) -> Renewed:
-    """Give roles new keys; the old ones are worth nothing afterwards, and need not be at hand.
+) -> Renewal:
+    """Replace the keys of roles; readers reject the old keys afterwards. The old keys are not
+    needed.
 
-    The root key is needed, as root metadata says which keys count. At every moment what is
-    published is valid: root metadata first accepts old and new keys, then the metadata is signed by
-    the new ones, then root metadata forgets the old ones. Raises ConfigurationError, NotFoundError,
-    BusyError, CannotWriteError. After a kill, running it again converges.
+    Needs the root key, since root metadata lists the keys. The publication is valid at every
+    moment: root metadata first accepts old and new keys, then the new keys sign the metadata, then
+    root metadata drops the old keys. After an interruption, run it again.
+
+    Args:
+        repo: The publication folder.
+        roles: The roles whose keys are replaced.
+        keys: The signing keys; None: those in `<repo>.keys/`.
+        dry_run: Only check and report.
+
+    Raises:
+        ConfigurationError: An unknown role, or a key is missing.
+        NotFoundError: Nothing is published there.
+        BusyError: Another publisher holds the lock.
+        CannotWriteError: A file cannot be written.
     """
-    keys = keys or Keys.beside(repo)
+    keys = keys or Keys.of(repo)
     if not roles or not set(roles) <= set(ROLES):
         raise ConfigurationError(f"expected roles among {', '.join(ROLES)}, got {sorted(roles)}")
     ordered = tuple(role for role in ROLES if role in roles)
     ledger = require_ledger(repo)
     if dry_run:
         keys.signer("root", ledger.root)
-        return Renewed(ordered, expiries(ledger))
+        return Renewal(ordered, expiries(ledger))
     with locked(repo):
         ledger = _clean(repo)
         for role in ROLES:
             keys.settle(role, ledger.root)
         _exchange(repo, ledger, ordered, keys)
-        return Renewed(ordered, expiries(_clean(repo)))
+        return Renewal(ordered, expiries(_clean(repo)))
 
 
 def _exchange(repo: Path, ledger: MetadataLedger, roles: tuple[Role, ...], keys: Keys) -> None:
     root_signer = keys.signer("root", ledger.root)
     new: dict[Role, Signer] = {role: keys.create_next(role) for role in roles}
     both: dict[Role, list[Key]] = {
-        role: _accepted(ledger, role, new[role].public_key) for role in roles if role != "root"
+        role: _add_key(ledger, role, new[role].public_key) for role in roles if role != "root"
     }
     if both:
         if any(len(both[role]) != len(ledger.root.roles[role].keyids) for role in both):
@@ -127,8 +154,8 @@ def _exchange(repo: Path, ledger: MetadataLedger, roles: tuple[Role, ...], keys:
         keys.settle(role, settled.root)
 
 
-def _accepted(ledger: MetadataLedger, role: Role, new: Key) -> list[Key]:
-    """The keys that root metadata accepts for a role, and the new one."""
+def _add_key(ledger: MetadataLedger, role: Role, new: Key) -> list[Key]:
+    """Return the keys that root metadata accepts for a role, and the new one."""
     keys = {keyid: ledger.root.keys[keyid] for keyid in ledger.root.roles[role].keyids}
     return list({**keys, new.keyid: new}.values())
 
@@ -142,10 +169,12 @@ def _clean(repo: Path) -> MetadataLedger:
     return require_ledger(repo)
 
 
-def _due(ledger: MetadataLedger, keys: Keys) -> tuple[Role, ...]:
+def _roles_to_sign(ledger: MetadataLedger, keys: Keys) -> tuple[Role, ...]:
     offline: tuple[Role, ...] = ("root", "targets")
-    due = [role for role in offline if _half_over(ledger, role) and keys.find(role, ledger.root)]
-    return (*due, "snapshot", "timestamp")
+    expiring = [
+        role for role in offline if _half_over(ledger, role) and keys.find(role, ledger.root)
+    ]
+    return (*expiring, "snapshot", "timestamp")
 
 
 def _half_over(ledger: MetadataLedger, role: Role) -> bool:
@@ -156,62 +185,94 @@ def withdraw(
     repo: Path, number: int, reason: str, keys: Keys | None = None, dry_run: bool = False, *,
     converter: bool = False,
 ) -> bool:  # fmt: skip
-    """Take a release, or a converter, back: new metadata that says so, for devices and users to
-    follow. True if it was news.
+    """Withdraw a release or a converter, by new metadata that devices and users follow.
 
-    Its files stay, as galleries may still be in its space. Raises NotFoundError, BusyError,
-    ConfigurationError (a key is missing), CannotWriteError.
+    Its files stay, since galleries may still be in its space.
+
+    Args:
+        repo: The publication folder.
+        number: Number of the release or converter.
+        reason: Shown to devices and users; printable, not empty.
+        keys: The signing keys; None: those in `<repo>.keys/`.
+        dry_run: Only check and report.
+        converter: Withdraw a converter instead of a release.
+
+    Returns:
+        False if it is withdrawn already, for the same reason.
+
+    Raises:
+        PreconditionError: The reason is empty or not printable.
+        NotFoundError: No such release or converter.
+        ConfigurationError: A key is missing.
+        BusyError: Another publisher holds the lock.
+        CannotWriteError: A file cannot be written.
     """
     if not reason.strip() or not reason.isprintable():
         raise PreconditionError(f"expected a reason that devices can show, got {reason!r}")
 
-    def marked(path: str, target: TargetFile) -> TargetFile | None:
+    def mark(path: str, target: TargetFile) -> TargetFile | None:
         if withdrawn(target) == reason:
             return None
         return TargetFile.from_dict({**target.to_dict(), "custom": {"withdrawn": reason}}, path)
 
     path = converter_manifest_path(number) if converter else manifest_path(number)
-    return _mark(repo, path, marked, keys, dry_run)
+    return _mark(repo, path, mark, keys, dry_run)
 
 
 def roll_out(
     repo: Path, release: int, share: float, keys: Keys | None = None, dry_run: bool = False
 ) -> bool:
-    """Let a release go to a share of the devices, above 0 and at most 1, by new metadata that says
-    so. True if it was news.
+    """Offer a release to a share of the devices, by new metadata.
 
-    Shares only grow; one that was published without a share may be given one, and devices that
-    followed it before stay. Raises InvalidInputError, NotFoundError, PreconditionError for a share
-    that is smaller and for a release that was withdrawn, BusyError, ConfigurationError (a key is
-    missing), CannotWriteError.
+    Shares only grow. A release that was published without a share may be given one; devices that
+    use it already keep it.
+
+    Args:
+        repo: The publication folder.
+        release: Number of the release.
+        share: Above 0, at most 1.
+        keys: The signing keys; None: those in `<repo>.keys/`.
+        dry_run: Only check and report.
+
+    Returns:
+        False if it has this share already.
+
+    Raises:
+        InvalidInputError: A share outside of these bounds.
+        NotFoundError: No such release.
+        PreconditionError: The share would shrink, or the release is withdrawn.
+        ConfigurationError: A key is missing.
+        BusyError: Another publisher holds the lock.
+        CannotWriteError: A file cannot be written.
     """
     if not 0 < share <= 1:
         raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")
 
-    def marked(path: str, target: TargetFile) -> TargetFile | None:
+    def mark(path: str, target: TargetFile) -> TargetFile | None:
         return for_share(target, path, share) if _grows(target, release, share) else None
 
-    return _mark(repo, manifest_path(release), marked, keys, dry_run)
+    return _mark(repo, manifest_path(release), mark, keys, dry_run)
 
 
 def _mark(
     repo: Path,
     path: str,
-    marked: Callable[[str, TargetFile], TargetFile | None],
+    mark: Callable[[str, TargetFile], TargetFile | None],
     keys: Keys | None,
     dry_run: bool,
 ) -> bool:
-    """Publish what `marked` makes of a manifest's target; False where that is nothing new."""
-    keys = keys or Keys.beside(repo)
+    """Publish the entry that `mark` makes of a manifest's entry; return False where it returns
+    None."""
+    keys = keys or Keys.of(repo)
     ledger = require_ledger(repo)
-    news = marked(path, _target(ledger, path))
+    news = mark(path, _target(ledger, path))
     if dry_run:
         signers_of(keys, ledger.root)
         return news is not None
     with locked(repo):
         clean(repo)
         ledger = require_ledger(repo)
-        news = marked(path, _target(ledger, path))
+        news = mark(path, _target(ledger, path))
         if news is None:
             return False
         signers = signers_of(keys, ledger.root)
@@ -228,14 +289,15 @@ def _target(ledger: MetadataLedger, path: str) -> TargetFile:
 
 
 def _grows(target: TargetFile, release: int, share: float) -> bool:
-    """Whether this is another share than the release has."""
+    """Tell whether a share differs from the present one. Raises PreconditionError where it may not
+    change."""
     reason = withdrawn(target)
     if reason is not None:
         raise PreconditionError(f"release {release} was withdrawn ({reason}); publish another")
-    now, share = share_of(target), round(share, 6)
-    if target.custom is not None and share < now:
+    present, share = share_of(target), round(share, 6)
+    if target.custom is not None and share < present:
         raise PreconditionError(
-            f"release {release} is for {now:.3g} of the devices, and shares only grow, got "
-            f"{share:.3g}; `publication withdraw {release}` takes it back"
+            f"release {release} is offered to {present:.3g} of the devices and shares only grow, "
+            f"got {share:.3g}; `publication withdraw {release}` withdraws it"
         )
-    return target.custom is None or share != now
+    return target.custom is None or share != present

@@ -48,7 +48,7 @@ from nobackfill.errors import (
     VerificationError,
     few,
 )
-from nobackfill.pace import paced, pool_manager
+from nobackfill.pace import pool_manager, read_paced
 from nobackfill.release.manifest import (
     Converter,
     Manifest,
@@ -419,7 +419,7 @@ class Paced(FetcherInterface):
 
     def _fetch(self, url: str) -> Iterator[bytes]:
         fetched = self._fetcher.fetch_from
-        return paced(lambda: fetched(url, 0), self._end, slow=SlowRetrievalError)
+        return read_paced(lambda: fetched(url, 0), self._end, slow=SlowRetrievalError)
 
 
 PART = ".part"
@@ -462,7 +462,7 @@ def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> N
     block = bytearray()
     url, offset = base_url + target.path, have
     try:
-        for piece in paced(lambda: fetcher.fetch_from(url, offset), slow=SlowRetrievalError):
+        for piece in read_paced(lambda: fetcher.fetch_from(url, offset), slow=SlowRetrievalError):
             block += piece
             if have + len(block) > target.length:
                 durable.remove_tree(part)

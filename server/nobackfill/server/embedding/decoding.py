@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from nobackfill.errors import InvalidInputError, OverloadedError, TooLargeError
 from nobackfill.framing import Frame
-from nobackfill.images import Pixels, checked_header, decode_picture
+from nobackfill.images import Pixels, check_header, decode_picture
 from nobackfill.server.grpc import context
 
 # Costs are in pixels of a plain JPEG, see core/nobackfill/images.py: 7 ns each on one core.
@@ -50,7 +50,7 @@ class Decoding:
         for image in images:
             context.current().check()
             try:
-                header = checked_header(image)
+                header = check_header(image)
                 spent += header.cost * len(sizes)
                 with self._turns.turn(began + _SECONDS * spent, header.cost):
                     found.append({size: decode_picture(header, *size) for size in sizes})
@@ -85,7 +85,7 @@ class Decoding:
 def cheap(image: bytes, size: Size) -> Pixels | None:
     """An encoded image at a size, where that takes a few milliseconds; None where it takes longer,
     and its turn has to come. Raises InvalidInputError."""
-    header = checked_header(image)
+    header = check_header(image)
     return decode_picture(header, *size) if header.cost <= CHEAP else None
 
 
@@ -106,7 +106,7 @@ def too_dear() -> TooLargeError:
 def _costs(images: Sequence[bytes]) -> Iterator[int]:
     for image in images:
         try:
-            yield checked_header(image).cost
+            yield check_header(image).cost
         except InvalidInputError:
             # Refused in its turn, by itself.
             yield 0

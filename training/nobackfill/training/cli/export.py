@@ -246,7 +246,7 @@ def _brought(
 
 def _keys(model_repo: Path, targets_key: Path | None) -> Keys:
     """The signing keys, looked for now and not after minutes of measuring."""
-    keys = Keys.beside(model_repo, {"targets": targets_key} if targets_key else None)
+    keys = Keys.of(model_repo, {"targets": targets_key} if targets_key else None)
     check_keys(model_repo, keys)
     return keys
 

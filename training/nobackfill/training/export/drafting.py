@@ -34,7 +34,7 @@ from nobackfill.release.manifest import (
     upgrade_int8_path,
     upgrade_path,
 )
-from nobackfill.release.publishing.draft import Draft, described
+from nobackfill.release.publishing.draft import Draft, describe_file
 from nobackfill.training.export.onnx_export import export_onnx, quantise
 from nobackfill.training.networks.embedder import ImageEncoder
 from nobackfill.training.networks.transform import UpgradeNetwork as UpgradeModule
@@ -213,7 +213,7 @@ class Release:
 
     def file(self, path: str) -> PublishedFile:
         """What the manifest says of a written file."""
-        return described(path, self.files[path])
+        return describe_file(path, self.files[path])
 
 
 class UpgradeGraph(nn.Module):

@@ -187,7 +187,7 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
         "file": release.file(text_encoder_path(release.number)),
         "inputs": made.inputs,
         "length": declared.max_length,
-        "query_prefix": declared.asks_with,
+        "query_prefix": declared.prefix_of_queries,
         "document_prefix": declared.prefix,
         "pooling": declared.pooling,
     }
@@ -195,7 +195,7 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
         asking = _put(release, queries, "--query-encoder", query_encoder_path(release.number))
         _check_asking(asking, made)
         said["query_file"] = release.file(query_encoder_path(release.number))
-        said["query_prefix"] = asking.declared.asks_with
+        said["query_prefix"] = asking.declared.prefix_of_queries
         release.recipe["query_encoder_sha256"] = digest(asking.weights)
     release.local(tokenizer_path(release.number)).write_bytes(made.tokenizer.read_bytes())
     said["tokenizer"] = release.file(tokenizer_path(release.number))

@@ -45,7 +45,7 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, together: int = 1) 
     if ridge is None:
         _check_paired(x, y)
         rows = in_blocks(x.double().cpu().numpy(), y.double().cpu().numpy())
-        found = fit(rows, together=together)
+        found = fit(rows, group=together)
         parts = [torch.from_numpy(part).to(x.device) for part in (found.weight, found.bias)]
         return AffineMap(*parts)
     xc, yc, shift_x, shift_y = _centred(x, y)

@@ -22,7 +22,7 @@ from numpy._core import multiarray, numeric
 from PIL import Image
 
 from nobackfill.errors import InvalidInputError, NotFoundError
-from nobackfill.images import checked_header, read_file
+from nobackfill.images import check_header, read_file
 from nobackfill.metrics.distances import Metric
 from nobackfill.metrics.ranking import Ints, Ranking, Relevance, rank
 from nobackfill.metrics.retrieval import PerQuery, average_precision_at, mean
@@ -262,7 +262,7 @@ def _paths(folder: Path, names: Sequence[str]) -> list[str]:
 def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) -> None:
     """The box of an image, at its own resolution, without loss."""
     try:
-        header = checked_header(read_file(image))
+        header = check_header(read_file(image))
         with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as whole:
             left, top, right, bottom = map(round, box)
             whole.convert("RGB").crop((left, top, right, bottom)).save(to)
