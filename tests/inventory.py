@@ -363,8 +363,8 @@ def _sqlite() -> dict[str, Any]:
     """Tables, columns, indexes and triggers of the files that the code makes."""
     from nobackfill.client.vault import queue
     from nobackfill.gallery.sqlite_gallery import SqliteGallery
-    from nobackfill.serve.natives import Natives
     from nobackfill.server.healing.ledger import FileLedger
+    from nobackfill.serving.natives import Natives
     from tests.gallery.making import spec
 
     with tempfile.TemporaryDirectory() as name:

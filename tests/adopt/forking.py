@@ -13,7 +13,7 @@ import numpy as np
 from nobackfill.adopt.sources.opening import open_searchable
 from nobackfill.adopt.sources.source import Searchable
 from nobackfill.errors import NobackfillError
-from nobackfill.serve.natives import Natives
+from nobackfill.serving.natives import Natives
 from tests.adopt.stores import MADE
 
 SEARCHES, WORKERS = 60, 3

@@ -21,8 +21,8 @@ from nobackfill.adopt.verdict import Cost, decide
 from nobackfill.errors import InvalidInputError
 from nobackfill.plugins import qdrant
 from nobackfill.serve.dual import Dual
-from nobackfill.serve.natives import Natives, digest
 from nobackfill.serving.fusion import Joining, OddsLine
+from nobackfill.serving.natives import Natives, digest
 from nobackfill.vectors import Vectors
 from tests.adopt.made import world, write_parquet
 from tests.support.postgres import Server

@@ -1,13 +1,15 @@
 """Writes new vectors beside the old ones in the same store, while others write to it.
 
-The rule of a window: read, map, write what is still as it was read. What changed in the meantime is
-still pending. Each window may be repeated anywhere, so a killed run goes on where it was.
+The rule of a window: read, make new vectors, write those whose row is still as it was read. A row
+that changed in the meantime stays pending. Each window may be repeated anywhere, so a killed run
+goes on where it was.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +20,13 @@ from nobackfill.adopt.sources.source import (
     Beside,
     Flippable,
     Multiplied,
+    Rows,
     Source,
     Target,
     Window,
     checked,
 )
-from nobackfill.errors import BusyError, InvalidInputError, VerificationError
+from nobackfill.errors import BusyError, InvalidInputError, VerificationError, few
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
 
@@ -49,19 +52,81 @@ class CarryResult:
     steps: list[str]
 
 
+class VectorMaker(Protocol):
+    """Makes the new vectors of a store's rows, from old vectors or from the items themselves.
+
+    Attributes:
+        window: Rows that one call of `make` gets, about.
+        rows_under_lock: Rows that may be pending when a flip begins to keep everybody else out.
+        missing: Why an item has no new vector, by id, for each item that `make` left out since the
+            last clear().
+    """
+
+    window: int
+    rows_under_lock: int
+    missing: dict[str, str]
+
+    def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
+        """Make the new vectors of pending rows.
+
+        Returns:
+            The rows that have a new vector, and the vectors, float32 [n, dim].
+
+        Raises:
+            InvalidInputError: Old vectors of another dimension, or what the model refuses as a
+                whole.
+        """
+
+    def repeat(self, rows: Rows) -> Vectors | None:
+        """Return the new vectors of rows again, float32 [n, dim], to check what the store holds.
+
+        None where making them again costs as much as the first time.
+        """
+
+
+class MapMaker:
+    """Makes new vectors by a map from the old ones; `name`: the store, in errors."""
+
+    window = rows_under_lock = WINDOW
+
+    def __init__(self, mapping: Map, name: str) -> None:
+        self._mapping, self._name = mapping, name
+        self.missing: dict[str, str] = {}
+
+    def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
+        del window
+        checked(rows, self._mapping.dims[0], self._name)
+        return rows, self._mapping(rows.vectors)
+
+    def repeat(self, rows: Rows) -> Vectors | None:
+        return self._mapping(rows.vectors)
+
+
 def carry(
     source: Source,
     target: Target,
-    mapping: Map,
+    maker: Map | VectorMaker,
     *,
-    window: int = WINDOW,
+    window: int | None = None,
     progress: Callable[[int], None] | None = None,
     flip: bool = False,
 ) -> CarryResult:
-    """Carry every item over and check what was written. `flip`: flip to the new vectors, too.
+    """Write the new vector of every item, and check each that was written.
 
-    Raises InvalidInputError for vectors the map cannot take, AlreadyExistsError where the target
-    was not made by this map, BusyError where others write faster, VerificationError.
+    Args:
+        source: The store.
+        target: Where the new vectors go.
+        maker: A map of the old vectors, or what else makes the new ones.
+        window: Rows of one step; None for the maker's own number.
+        progress: Called with the number of vectors that this run has written.
+        flip: Flip to the new vectors, too.
+
+    Raises:
+        InvalidInputError: Vectors that the map cannot take, items without a new vector, a store
+            that knows no flip.
+        AlreadyExistsError: The target holds vectors of another map or model.
+        BusyError: Others write faster.
+        VerificationError: The store does not hold what was written.
     """
     facts = source.facts()
     beside = source.beside(target)
@@ -70,30 +135,36 @@ def carry(
             f"{facts.name}: expected no --flip, which PostgreSQL and Qdrant know; run the printed "
             "steps"
         )
-    if facts.directions:
-        # As it will be read back.
-        mapping = replace(mapping, unit=True)
+    if isinstance(maker, Map):
+        # A store of directions gives back every vector with norm 1.
+        mapping = replace(maker, unit=True) if facts.directions else maker
+        maker = MapMaker(mapping, facts.name)
+    rows_at_once = maker.window if window is None else window
+    under_lock = min(rows_at_once, maker.rows_under_lock)
     # Vectors written after a flip are the writers' own, in some stores also before it.
     check = not isinstance(beside, Flippable) or not (
         beside.flipped or (flip and beside.put_by_writers)
     )
+    threads = beside.at_once if isinstance(maker, MapMaker) else 1
 
-    def sweep(written: int, first: bool, few: int) -> int:
-        """Carry until a sweep writes no more than `few`."""
+    def sweep(written: int, first: bool, enough: int) -> int:
+        """Carry until a sweep writes no more than `enough`."""
         for _ in range(MOST_SWEEPS):
             before = written
+            maker.missing.clear()
 
             def one(range_: Window, first: bool = first) -> int:
-                return _window(source, beside, mapping, range_, facts.name, first, check)
+                return _window(source, beside, maker, range_, facts.name, first, check)
 
             # Where windows share the processors already, a product that takes them all keeps them
             # waiting.
-            with threadpool_limits(1 if beside.at_once > 1 else None):
-                for count in _at_once(one, source.windows(window), beside.at_once):
+            with threadpool_limits(1 if threads > 1 else None):
+                for count in _at_once(one, source.windows(rows_at_once), threads):
                     written += count
                     if count and progress is not None:
                         progress(written)
-            if written - before <= few:
+            if written - before <= enough:
+                _refuse_missing(facts.name, maker.missing)
                 return written
             first = False
         raise BusyError(
@@ -101,12 +172,12 @@ def carry(
             "are carried; what is done is kept, run it again at a quieter hour"
         )
 
-    written = sweep(0, first=True, few=window if flip else 0)
+    written = sweep(0, first=True, enough=under_lock if flip else 0)
     if flip and isinstance(beside, Flippable) and not beside.flipped:
         beside.build_indexes()
-        written = sweep(written, first=False, few=window)
+        written = sweep(written, first=False, enough=under_lock)
         with beside.flip():
-            written += _window(source, beside, mapping, Window(), facts.name, False, check=False)
+            written += _window(source, beside, maker, Window(), facts.name, False, check=False)
             total, left = beside.count(), beside.left()
         return CarryResult(written, total, left)
     steps = beside.finish()
@@ -133,10 +204,20 @@ def _at_once(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _refuse_missing(name: str, missing: dict[str, str]) -> None:
+    """Raise InvalidInputError that names items without a new vector, if there are any."""
+    if missing:
+        reasons = few(f"{item!r} ({why})" for item, why in missing.items())
+        raise InvalidInputError(
+            f"{name}: {len(missing)} items have an old vector and no new one: {reasons}; the "
+            "others are written. Mend these items or empty their old vectors, and run it again"
+        )
+
+
 def _window(
     source: Source,
     beside: Beside,
-    mapping: Map,
+    maker: VectorMaker,
     range_: Window,
     name: str,
     first: bool,
@@ -144,81 +225,100 @@ def _window(
 ) -> int:
     """Carry what is pending there, and check it; in the first sweep also what was there before."""
     rows = checked(beside.pending(range_), None, name)
-    mapped = np.empty((0, mapping.dims[1]), np.float32)
+    vectors = np.empty((0, 0), np.float32)
     if len(rows):
-        checked(rows, mapping.dims[0], name)
-        mapped = mapping(rows.vectors)
-        beside.write(rows, mapped)
+        rows, vectors = maker.make(rows, range_)
+    if len(rows):
+        beside.write(rows, vectors)
     if check and (len(rows) or first):
-        _verify(source, beside, mapping, range_, rows.ids, mapped)
+        _verify(source, beside, maker, range_, rows.ids, vectors)
     return len(rows)
 
 
 def _verify(
-    source: Source, beside: Beside, mapping: Map, range_: Window, ids: list[str], mapped: Vectors
+    source: Source,
+    beside: Beside,
+    maker: VectorMaker,
+    range_: Window,
+    ids: list[str],
+    vectors: Vectors,
 ) -> None:
-    """Read the new vectors of a window back: `mapped` those of `ids`, of the others the map of what
-    they have. One that is missing is pending, and the next sweep's. Raises VerificationError."""
-    if isinstance(beside, Multiplied) and _same_products(beside, range_, ids, mapped):
+    """Read the new vectors of a window back and compare them.
+
+    `vectors` [n, dim] were written for `ids`; the others are made again, where that is cheap. A
+    vector that is missing is pending, and the next sweep's. Raises VerificationError.
+    """
+    if isinstance(beside, Multiplied) and _same_products(beside, range_, ids, vectors):
         return
     new = beside.read(range_)
     here = np.arange(len(ids))
     if new.ids != ids:
         places = {name: row for row, name in enumerate(ids)}
         here = np.array([places.get(name, -1) for name in new.ids], np.int64)
-    if len(new) and (here >= 0).all() and not _far(mapped[here], new.vectors).any():
+    if len(new) and (here >= 0).all() and not _far(vectors[here], new.vectors).any():
         return
     # Others were there, or somebody has changed an item in between: the window again, whole. Old
     # and new are not read in one moment, and another carrying may fill what has just changed: what
     # is wrong is so twice, with the same vectors.
-    wrong = _wrong(source, beside, mapping, range_)
+    wrong = _wrong(source, beside, maker, range_, ids, vectors)
     if wrong:
-        wrong = dict(wrong.items() & _wrong(source, beside, mapping, range_).items())
+        again = _wrong(source, beside, maker, range_, ids, vectors)
+        wrong = dict(wrong.items() & again.items())
     if wrong:
         raise VerificationError(
             f"{source.facts().name}: {len(wrong)} of {len(beside.read(range_))} new vectors are "
-            f"not what the map gives, the first in {min(wrong)!r}; take them back with --rollback "
-            "and carry again"
+            f"not those that were made, the first in {min(wrong)!r}; take them back with "
+            "--rollback and carry again"
         )
 
 
 def _wrong(
-    source: Source, beside: Beside, mapping: Map, range_: Window
+    source: Source,
+    beside: Beside,
+    maker: VectorMaker,
+    range_: Window,
+    ids: list[str],
+    vectors: Vectors,
 ) -> dict[str, tuple[bytes, bytes]]:
-    """Items of a window, with old and new vectors, whose new ones are not those of the old ones and
-    that are not pending."""
+    """Items of a window, with expected and stored vectors, whose new vector is another one and that
+    are not pending."""
     old, new = source.read(range_), beside.read(range_)
-    places = {name: row for row, name in enumerate(old.ids)}
+    expected = maker.repeat(old) if len(old) else None
+    if expected is None:
+        expected, places = vectors, {name: row for row, name in enumerate(ids)}
+        evidence = vectors
+    else:
+        places, evidence = {name: row for row, name in enumerate(old.ids)}, old.vectors
     there = [row for row, name in enumerate(new.ids) if name in places]
     if not there:
         return {}
     here = np.array([places[new.ids[row]] for row in there], np.int64)
-    far = np.flatnonzero(_far(mapping(old.vectors[here]), new.vectors[there]))
+    differing = np.flatnonzero(_far(expected[here], new.vectors[there]))
     wrong = {
-        new.ids[there[one]]: (old.vectors[here[one]].tobytes(), new.vectors[there[one]].tobytes())
-        for one in far
+        new.ids[there[one]]: (evidence[here[one]].tobytes(), new.vectors[there[one]].tobytes())
+        for one in differing
     }
     pending = set(beside.pending(range_).ids) if wrong else set()
     return {name: pair for name, pair in wrong.items() if name not in pending}
 
 
-def _same_products(beside: Multiplied, range_: Window, ids: list[str], mapped: Vectors) -> bool:
+def _same_products(beside: Multiplied, range_: Window, ids: list[str], vectors: Vectors) -> bool:
     """Whether what is there has the products of what was written with one random vector: another
     vector of a window has another product, and the store sends one number for it."""
     if not ids:
         return False
     rng = np.random.default_rng(len(ids))
-    probe = rng.standard_normal(mapped.shape[1:]).astype(np.float32)
+    probe = rng.standard_normal(vectors.shape[1:]).astype(np.float32)
     there, products = beside.products(range_, probe)
     if there != ids:
         return False
-    bounds = PRODUCTS_DIFFER * np.linalg.norm(mapped, axis=1) * np.linalg.norm(probe)
-    near: NDArray[np.bool_] = np.abs(products - mapped @ probe) <= bounds
-    return bool(near.all())
+    bounds = PRODUCTS_DIFFER * np.linalg.norm(vectors, axis=1) * np.linalg.norm(probe)
+    close: NDArray[np.bool_] = np.abs(products - vectors @ probe) <= bounds
+    return bool(close.all())
 
 
-def _far(expected: Vectors, got: Vectors) -> NDArray[np.bool_]:
+def _far(expected: Vectors, stored: Vectors) -> NDArray[np.bool_]:
     """Rows that differ by more than halves are rounded by, or hold NaN."""
     scale = max(1.0, float(np.abs(expected).max(initial=0)))
-    near = np.abs(expected - got).max(1, initial=0) <= TOLERANCE * scale
-    return np.asarray(~near)
+    close = np.abs(expected - stored).max(1, initial=0) <= TOLERANCE * scale
+    return np.asarray(~close)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,11 @@ from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.framing import Fit, Interpolation
 from nobackfill.terminal import visible
 from nobackfill.version_option import Version
+
+if TYPE_CHECKING:
+    from nobackfill.adopt.carrying import VectorMaker
+    from nobackfill.adopt.maps import Map
+    from nobackfill.adopt.sources.source import Source, Target
 
 FitOption = Annotated[
     Fit | None,
@@ -439,6 +444,31 @@ def carry(
             help="The old model, as `embed --with`.", show_default="the one that the store names"
         ),
     ] = None,
+    new_model: Annotated[
+        str | None,
+        typer.Option(
+            "--with",
+            help="Or re-embed every item: the new model, as `embed --with`. Needs --column or "
+            "--items.",
+        ),
+    ] = None,
+    new_model_name: Annotated[
+        str | None, typer.Option("--model-name", help="The new model's name at an endpoint.")
+    ] = None,
+    vectors: Annotated[
+        Path | None,
+        typer.Option(help="Or use the vectors that `embed` wrote, of items that did not change."),
+    ] = None,
+    natives: Annotated[
+        Path | None, typer.Option(help="Use the vectors that lazy re-embedding keeps, too.")
+    ] = None,
+    column: Annotated[
+        str | None, typer.Option(help="Column of the texts that are re-embedded.")
+    ] = None,
+    items: Annotated[
+        str | None,
+        typer.Option(help="Or a folder of images, or FILE.jsonl, with the ids of the store."),
+    ] = None,
     flip: Annotated[
         bool,
         typer.Option(
@@ -460,12 +490,12 @@ def carry(
     meanwhile. In PostgreSQL a new column has every row updated, which fires the table's UPDATE
     triggers; table:NAME updates none.
     """
-    from nobackfill.adopt import carrying
     from nobackfill.adopt.converters import mapping_for
+    from nobackfill.adopt.embedding.native_vectors import open_contents, open_native_vectors
     from nobackfill.adopt.fitting import VERDICT
     from nobackfill.adopt.maps import NEW_MODEL
     from nobackfill.adopt.sources.opening import open_items
-    from nobackfill.adopt.sources.source import Target, WarningSource
+    from nobackfill.adopt.sources.source import Target
 
     opened = open_items(source, source, key=key, vector=vector)
     if rollback:
@@ -474,6 +504,21 @@ def carry(
         _answer(as_json, {"removed": removed}, [line])
         return
     facts = opened.facts()
+    if new_model is not None or vectors is not None:
+        if mapping is not None or release is not None:
+            raise InvalidInputError("expected a map, or --with and --vectors, not both")
+        contents = open_contents(opened, column, items)
+        native, dim = open_native_vectors(
+            opened,
+            contents,
+            model=new_model,
+            model_name=new_model_name,
+            folder=vectors,
+            natives=natives,
+        )
+        target = Target(to, dim, native.mark(column or ""), native.model, column)
+        _carry_and_answer(opened, target, native, [], flip=flip, as_json=as_json)
+        return
     loaded, said = mapping_for(facts, mapping, release, root, model)
     if (way := loaded.facts.get(VERDICT, "map")) != "map":
         then = "a map alone was not the best way"
@@ -482,16 +527,32 @@ def carry(
         said = [*said, f"the verdict of {mapping} was {way}: {then}"]
     made = loaded.facts.get(NEW_MODEL)
     target = Target(to, loaded.dims[1], loaded.digest, made)
-    if isinstance(opened, WarningSource):
-        for warning in opened.warnings(to):
+    _carry_and_answer(opened, target, loaded, said, flip=flip, as_json=as_json)
+
+
+def _carry_and_answer(
+    source: "Source",
+    target: "Target",
+    maker: "Map | VectorMaker",
+    notes: list[str],
+    *,
+    flip: bool,
+    as_json: bool,
+) -> None:
+    """Write the new vectors and print what was done; `notes`: sentences that come first."""
+    from nobackfill.adopt.carrying import carry as write_vectors
+    from nobackfill.adopt.sources.source import WarningSource
+
+    if isinstance(source, WarningSource):
+        for warning in source.warnings(target.name):
             print(visible(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)
-    done = carrying.carry(opened, target, loaded, progress=_progress(opened.count()), flip=flip)
-    lines = [*said, f"{done.written} written, {done.total} carried and checked"]
+    done = write_vectors(source, target, maker, progress=_progress(source.count()), flip=flip)
+    lines = [*notes, f"{done.written} written, {done.total} carried and checked"]
     lines += [
         "flipped" if flip or not done.steps else "to flip:",
         *(f"  {step}" for step in done.steps),
     ]
-    _answer(as_json, {**asdict(done), "notes": said}, lines)
+    _answer(as_json, {**asdict(done), "notes": notes}, lines)
 
 
 def _tell(line: str) -> None:

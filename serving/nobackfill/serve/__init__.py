@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         DualHit as DualHit,
         Progress as Progress,
     )
-    from nobackfill.serve.natives import Natives as Natives
+    from nobackfill.serving.natives import Natives as Natives
     from nobackfill.serve.reembedding import (
         ColumnItems as ColumnItems,
         SourceReembedding as SourceReembedding,
@@ -40,7 +40,7 @@ else:
         "nobackfill",
         {
             "serve.dual": "Dual DualAnswer DualHit Progress",
-            "serve.natives": "Natives",
+            "serving.natives": "Natives",
             "serve.reembedding": "ColumnItems SourceReembedding",
             "serving.reembedding": "Limits",
             "serving.sources": "FolderItems FunctionItems Items UrlItems",

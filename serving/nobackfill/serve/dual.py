@@ -19,10 +19,10 @@ from nobackfill.adopt.maps import NEW_MODEL, Map, load_map
 from nobackfill.adopt.pairs import judged_by
 from nobackfill.adopt.sources.source import QUERIES, Rows, Searchable, same_model
 from nobackfill.errors import IncompatibleSpaceError, InvalidInputError
-from nobackfill.serve.natives import Natives, digest
 from nobackfill.serve.reembedding import SourceReembedding, versions
 from nobackfill.serving.fusion import HITS, Block, Joining, candidates
 from nobackfill.serving.ledger import today
+from nobackfill.serving.natives import Natives, digest
 from nobackfill.serving.reembedding import EmbeddingCost, Limits
 from nobackfill.serving.sources import Items
 from nobackfill.vectors import Vectors, check_vectors

@@ -7,7 +7,7 @@ import numpy as np
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.sources.source import Rows, Searchable
 from nobackfill.errors import BusyError, InvalidInputError, NotPermittedError, UnavailableError
-from nobackfill.serve.natives import ItemVersion, Natives, digest
+from nobackfill.serving.natives import ItemVersion, Natives, digest
 from nobackfill.serving.reembedding import Limits, Reembedding
 from nobackfill.serving.sources import Items, bounded
 from nobackfill.vectors import Kind, Vectors

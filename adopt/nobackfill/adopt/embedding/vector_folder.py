@@ -1,9 +1,10 @@
 """Items that can be embedded, and the folder of Parquet files that `nobackfill embed` writes.
 
 A run that is interrupted, or an endpoint that gives up, leaves whole files of what was finished;
-the next run embeds the rest.
+the next run embeds the rest. Each vector has a digest of the content that it was made of.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,8 @@ with extra("adopt"):
 
 
 _WINDOW = 1000
+# Column with the digest of each item's content; see content_digest.
+CONTENT = "content"
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,18 @@ def _wanted(
     return ItemList(kind, ids, values)
 
 
+def content_digest(value: str | Path) -> str:
+    """Return a digest of a text, or of the bytes of a file, as 32 hexadecimal digits.
+
+    Raises InvalidInputError where the file cannot be read.
+    """
+    try:
+        data = value.encode() if isinstance(value, str) else value.read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"{value}: cannot be read ({error.strerror})") from error
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def _is_unicode(text: str) -> bool:
     """Whether no half of a character stands alone: JSON's escapes and names of files allow it."""
     try:
@@ -142,14 +157,19 @@ def embed_into(
     sweep(folder)
     done, files = _done(folder, embedder)
     rest = [row for row, name in enumerate(items.ids) if name not in done]
-    run = _Run(items, embedder, batch, refuse)
+    run = EmbeddingRun(items, embedder, batch, refuse)
     for first in range(0, len(rest), PART):
         ids: list[str] = []
+        digests: list[str] = []
         vectors: list[Vectors] = []
+        part = rest[first : first + PART]
+        # Before the model reads a file: one that is replaced meanwhile has another digest.
+        contents = {row: _digest_or_empty(items.values[row]) for row in part}
         started = time.perf_counter()
         try:
-            for rows, made in run.embed(rest[first : first + PART]):
+            for rows, made in run.embed(part):
                 ids += [items.ids[row] for row in rows]
+                digests += [contents[row] for row in rows]
                 vectors.append(made)
                 if progress is not None:
                     progress(run.tried)
@@ -157,12 +177,21 @@ def embed_into(
             # Also of what is interrupted: it may have been paid for.
             if ids:
                 seconds = (time.perf_counter() - started) / len(ids)
-                _write(folder / f"part-{files:05d}.parquet", ids, vectors, embedder, seconds)
+                file = folder / f"part-{files:05d}.parquet"
+                _write(file, ids, digests, vectors, embedder, seconds)
                 files += 1
     return run.made
 
 
-class _Run:
+def _digest_or_empty(value: str | Path) -> str:
+    """The content's digest; empty for a file that cannot be read, which the model will refuse."""
+    try:
+        return content_digest(value)
+    except InvalidInputError:
+        return ""
+
+
+class EmbeddingRun:
     """Batches of one run: an item that the model does not take is looked for in halves."""
 
     def __init__(
@@ -224,13 +253,19 @@ class _Run:
 
 
 def _write(
-    path: Path, ids: list[str], vectors: list[Vectors], embedder: Embedder, seconds: float
+    path: Path,
+    ids: list[str],
+    digests: list[str],
+    vectors: list[Vectors],
+    embedder: Embedder,
+    seconds: float,
 ) -> None:
     metadata = {MODEL: embedder.fingerprint.encode(), SECONDS: f"{seconds:.6g}".encode()}
     if embedder.reads:
         metadata[READS] = embedder.reads.encode()
     joined = np.concatenate(vectors)
-    write_file(path, table_bytes("id", pa.array(ids), "vector", joined, metadata), 0o600)
+    others = {CONTENT: pa.array(digests)}
+    write_file(path, table_bytes("id", pa.array(ids), "vector", joined, metadata, others), 0o600)
 
 
 def _done(folder: Path, embedder: Embedder) -> tuple[set[str], int]:

@@ -9,10 +9,11 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -296,12 +297,17 @@ def _files(folder: Path) -> list[Path]:
 
 
 def table_bytes(
-    key: str, keys: Any, vector: str, vectors: Vectors, metadata: dict[bytes, bytes]
+    key: str,
+    keys: Any,
+    vector: str,
+    vectors: Vectors,
+    metadata: dict[bytes, bytes],
+    others: Mapping[str, Any] = MappingProxyType({}),
 ) -> bytes:
-    """A Parquet file of keys and float32 vectors [n, dim]."""
+    """Encode keys, float32 vectors [n, dim] and other columns by name as a Parquet file."""
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).ravel())
     lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
-    table = pa.table({key: keys, vector: lists}).replace_schema_metadata(metadata)
+    table = pa.table({key: keys, vector: lists, **others}).replace_schema_metadata(metadata)
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     return buffer.getvalue()

@@ -44,7 +44,7 @@ _MOST_NAME = 63
 # schema, so the triggers of a restored table are missing.
 _CHANGED: LiteralString = (
     " UPDATE ON {table} FOR EACH ROW WHEN (NEW.{new} IS NOT NULL AND NEW.{new} {same} OLD.{new} "
-    "AND ((OLD.{old} IS NULL) <> (NEW.{old} IS NULL) OR NOT OLD.{old} {same} NEW.{old}))"
+    "AND ((OLD.{old} IS NULL) <> (NEW.{old} IS NULL) OR NOT OLD.{old} {same} NEW.{old}{content}))"
 )
 _BEFORE: LiteralString = "BEFORE" + _CHANGED
 _AFTER: LiteralString = "AFTER" + _CHANGED
@@ -260,25 +260,27 @@ class PgvectorSource:
                 changes.run("ALTER TABLE {table} ADD COLUMN {new} {type}({dim})", dim=dim, **names)
                 mark = note(nobackfill=target.mark, model=target.model)
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
-            digest = None if flipped else self._watch(changes, target.name)
+            digest = None if flipped else self._watch(changes, target)
         return PgvectorBeside(self, self._table, self._names(target.name), target, flipped, digest)
 
-    def _watch(self, changes: Changes, new: str) -> str | None:
+    def _watch(self, changes: Changes, target: Target) -> str | None:
         """Triggers that empty a vector whose old one changes, made or mended: a writer who knows
         nothing of the new column leaves a vector there that is no longer of the old one. Returns
         their digest."""
-        table, names = self._table, self._names(new)
+        table, names = self._table, self._names(target.name)
         emptying = table.text(" AS t SET {new} = NULL WHERE t.{key} {equals} $1", **names)
         body = table.trigger_body(_BODY, emptying=emptying, **names)
-        name = table.trigger_name(self.vector, new)
+        name = table.trigger_name(self.vector, target.name)
         triggers = {f"{name}_changed": _AFTER}
-        if not table.generated(self.vector):
+        watched = filter(None, (self.vector, target.content))
+        if not any(table.generated(column) for column in watched):
             # Most changes are met before the row is written, which is then written once.
             triggers[name] = _BEFORE
         if table.partitioned:
             triggers[f"{name}_moved"] = _MOVED
         changes.forget_watchers(**names)
-        return changes.watch(body, triggers, **names)
+        content = table.changed_text(target.content)
+        return changes.watch(body, triggers, content=content, **names)
 
     def rollback(self, name: str) -> bool:
         if name.startswith(pgvector_beside.PREFIX):

@@ -80,7 +80,8 @@ def make_table(table: SourceTable, vector: str, target: Target) -> str | None:
             )
         name = table.trigger_name(vector, target.name)
         events = {name + end: event for end, event in _EVENTS.items()}
-        return changes.watch(table.trigger_body(_BODY, **names), events, **names)
+        content = table.changed_text(target.content)
+        return changes.watch(table.trigger_body(_BODY, **names), events, content=content, **names)
 
 
 def _make(
@@ -120,7 +121,7 @@ _EVENTS: dict[str, LiteralString] = {
     "": "AFTER INSERT OR DELETE ON {table} FOR EACH ROW",
     "_changed": "AFTER UPDATE ON {table} FOR EACH ROW "
     "WHEN ((OLD.{old} IS NULL) <> (NEW.{old} IS NULL) OR NOT OLD.{old} {same} NEW.{old} "
-    "OR NOT OLD.{key} {equals} NEW.{key})",
+    "OR NOT OLD.{key} {equals} NEW.{key}{content})",
     "_emptied": "AFTER TRUNCATE ON {table} FOR EACH STATEMENT",
 }
 

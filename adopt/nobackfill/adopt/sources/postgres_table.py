@@ -416,6 +416,22 @@ class SourceTable:
             )
         )
 
+    def changed_text(self, column: str | None) -> sql.Composed:
+        """The rest of a trigger's condition: OR another value in a column, byte by byte.
+
+        Empty for None. Raises InvalidInputError where the table has no such column.
+        """
+        if column is None:
+            return sql.Composed([])
+        if column not in self.columns:
+            raise InvalidInputError(
+                f"{self.name}: no column {column!r}; its columns are {few(self.columns)}"
+            )
+        return sql.SQL(
+            " OR (OLD.{0} IS NULL) <> (NEW.{0} IS NULL) OR NOT "
+            'OLD.{0}::text COLLATE "C" OPERATOR(pg_catalog.=) NEW.{0}::text COLLATE "C"'
+        ).format(sql.Identifier(column))
+
     def indexes(self, column: str, of: sql.Identifier | None = None) -> list[tuple[str, str]]:
         """Operator class and expression of each index that reads a column of this table, its
         partitions, or of another table."""
@@ -648,7 +664,12 @@ class Changes:
         self._connection.execute(statement.encode())
 
     def watch(
-        self, body: str, triggers: Mapping[str, LiteralString], **names: sql.Identifier
+        self,
+        body: str,
+        triggers: Mapping[str, LiteralString],
+        *,
+        content: sql.Composable,
+        **names: sql.Identifier,
     ) -> str | None:
         """Make a trigger function and triggers of the table that call it, in replication, too, if
         they are not there already.
@@ -687,6 +708,7 @@ class Changes:
             self.run(
                 "CREATE TRIGGER {trigger} " + event + " EXECUTE FUNCTION {function}()",
                 trigger=trigger,
+                content=content,
                 **names,
             )
             self.run("ALTER TABLE {table} ENABLE ALWAYS TRIGGER {trigger}", trigger=trigger)

@@ -78,13 +78,15 @@ class Rows:
 @dataclass(frozen=True)
 class Target:
     """Where carried vectors go: a name in the same store, their dimension, and `mark`, the digest
-    of the map that made them: vectors of another map are never mixed in. `model`: the fingerprint
-    of the model in whose space they are, if it is known."""
+    of the map or model that made them: vectors of another one are never mixed in. `model`: the
+    fingerprint of the model in whose space they are, if it is known. `content`: the column that
+    they are made of, where that is not the old vector: a change of it makes a new vector stale."""
 
     name: str
     dim: int
     mark: str
     model: str | None = None
+    content: str | None = None
 
 
 @dataclass(frozen=True)

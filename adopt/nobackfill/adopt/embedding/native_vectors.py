@@ -1,0 +1,329 @@
+"""Native vectors of a store's rows: the new model's own, reused where they exist, else embedded.
+
+A vector is reused only for the content that it was made of. `nobackfill embed` records a digest of
+each item's content; a file of lazy re-embedding (natives.db) records a digest of the old vector.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from nobackfill.adopt.embedding.embedder import Embedder, open_embedder
+from nobackfill.adopt.embedding.vector_folder import (
+    CONTENT,
+    EmbeddingRun,
+    ItemList,
+    content_digest,
+    read_items,
+)
+from nobackfill.adopt.sources.parquet import ParquetSource
+from nobackfill.adopt.sources.source import (
+    QUERIES,
+    Rows,
+    Searchable,
+    Source,
+    Window,
+    same_model,
+)
+from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.serving.natives import Natives, digest
+from nobackfill.vectors import Kind, Vectors, normalised
+
+# Rows of one step: a kill loses the model's work on so many at most.
+WINDOW = 512
+# Rows that a flip may leave for the time when it keeps everybody else out.
+ROWS_UNDER_LOCK = 32
+# Where the model takes none of the first items, and these are so many, the items are not at fault.
+_HOPELESS = 100
+
+
+class Contents(Protocol):
+    """The originals that a model embeds."""
+
+    kind: Kind
+
+    def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
+        """Return the texts, or paths of images, of a window's rows by id, without empty ones."""
+
+
+class ColumnTexts:
+    """Texts in another column of the same store."""
+
+    kind: Kind = "text"
+
+    def __init__(self, source: Source, column: str) -> None:
+        self._source, self._column = source, column
+
+    def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
+        if isinstance(self._source, Searchable):
+            return dict(self._source.texts(rows.ids, self._column))
+        texts = self._source.column(window, self._column)
+        wanted = set(rows.ids)
+        pairs = zip(texts.ids, texts.values, strict=True)
+        return {name: text for name, text in pairs if name in wanted}
+
+
+class ListedContents:
+    """Texts of a file, or images of a folder, under the ids that the store has."""
+
+    def __init__(self, items: ItemList) -> None:
+        self.kind = items.kind
+        self._values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
+
+    def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
+        del window
+        return {name: self._values[name] for name in rows.ids if name in self._values}
+
+
+def open_contents(source: Source, column: str | None, items: str | None) -> Contents:
+    """Open the originals: a column of the store, or a folder of images or a FILE.jsonl.
+
+    Raises InvalidInputError unless one of both is given, or where the store has no such column.
+    """
+    if (column is None) == (items is None):
+        raise InvalidInputError("expected --column NAME or --items PATH: what the model embeds")
+    if items is not None:
+        return ListedContents(read_items(items, column="text"))
+    assert column is not None
+    if column not in (known := source.facts().columns):
+        raise InvalidInputError(
+            f"{source.facts().name}: no column {column!r}; others are {few(known) or 'none'}"
+        )
+    return ColumnTexts(source, column)
+
+
+class VectorFolder:
+    """The folder that `nobackfill embed` wrote, read by id.
+
+    `model`: the fingerprint of the model that made the vectors; `dim`: their dimension. Raises
+    InvalidInputError for a folder of queries' vectors, or one that records no content.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._source = ParquetSource(path)
+        facts = self._source.facts()
+        if self._source.reads().startswith(QUERIES):
+            raise InvalidInputError(f"{path}: expected the items' vectors, got those of queries")
+        if facts.model is None or CONTENT not in facts.columns:
+            raise InvalidInputError(
+                f"{path}: expected a folder of `nobackfill embed` that records the model and the "
+                f"content of each vector (column {CONTENT!r}); embed the items into a new folder"
+            )
+        self.model: str = facts.model
+        self._places: dict[str, tuple[int, int]] = {}
+        self._digests: dict[str, str] = {}
+        self._windows = list(self._source.windows(0))
+        for number, window in enumerate(self._windows):
+            digests = self._source.column(window, CONTENT)
+            self._places |= {name: (number, row) for row, name in enumerate(digests.ids)}
+            self._digests |= dict(zip(digests.ids, digests.values, strict=True))
+        self._loaded: dict[int, Vectors] = {}
+        self.dim = self._part(0).shape[1]
+
+    def get(self, digests: dict[str, str]) -> dict[str, Vectors]:
+        """Return vectors [dim] by id, of those whose content has the digest that is given."""
+        same = [name for name, one in digests.items() if self._digests.get(name) == one]
+        vectors: dict[str, Vectors] = {}
+        for name in same:
+            number, row = self._places[name]
+            vectors[name] = self._part(number)[row]
+        return vectors
+
+    def _part(self, number: int) -> Vectors:
+        """Vectors of one file; some stay in memory, as rows of a window lie close together."""
+        if number not in self._loaded:
+            if len(self._loaded) >= 16:
+                self._loaded.pop(next(iter(self._loaded)))
+            self._loaded[number] = self._source.read(self._windows[number]).vectors
+        return self._loaded[number]
+
+
+class NativeVectorMaker:
+    """Makes the new vectors of rows from their content (see VectorMaker in carrying.py).
+
+    A vector is taken from `folder`, else from `natives`, else `embedder` makes it.
+    """
+
+    window = WINDOW
+    rows_under_lock = ROWS_UNDER_LOCK
+
+    def __init__(
+        self,
+        contents: Contents,
+        *,
+        embedder: Embedder | None = None,
+        folder: VectorFolder | None = None,
+        natives: Natives | None = None,
+        directions: bool = False,
+        batch: int = 32,
+        pause: Callable[[], None] | None = None,
+    ) -> None:
+        """Open what makes native vectors.
+
+        Args:
+            contents: The originals.
+            embedder: The new model; None where only stored vectors are used.
+            folder: Vectors of `nobackfill embed`.
+            natives: Vectors of lazy re-embedding.
+            directions: Bring every vector to norm 1, as the store does.
+            batch: Items that the model gets at a time.
+            pause: Called before each window; it may raise to end the run.
+
+        Raises:
+            InvalidInputError: A model that reads another kind of items, nothing to take vectors
+                from.
+            IncompatibleSpaceError: The folder holds another model's vectors.
+        """
+        models = [
+            one for one in (embedder and embedder.fingerprint, folder and folder.model) if one
+        ]
+        if not models:
+            raise InvalidInputError("expected --with MODEL or --vectors FOLDER")
+        same_model(models[0], models[-1], "--with and --vectors")
+        if embedder is not None and embedder.kind not in (None, contents.kind):
+            raise InvalidInputError(
+                f"this model reads {embedder.kind}s, the items are {contents.kind}s"
+            )
+        self.model: str = models[0]
+        self.missing: dict[str, str] = {}
+        self._contents, self._embedder, self._batch = contents, embedder, batch
+        self._folder, self._natives, self._directions = folder, natives, directions
+        self._pause = pause
+        self._any = False
+
+    def mark(self, column: str) -> str:
+        """Return the digest that names these vectors in the store: of the model and the column."""
+        return hashlib.sha256(f"native\0{self.model}\0{column}".encode()).hexdigest()
+
+    def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
+        """Make native vectors; see VectorMaker."""
+        if self._pause is not None:
+            self._pause()
+        values = self._contents.of(rows, window)
+        self.missing |= {name: "it has no content" for name in rows.ids if name not in values}
+        vectors = self._reused(rows, values)
+        rest = [name for name in rows.ids if name in values and name not in vectors]
+        if rest and self._embedder is None:
+            self.missing |= dict.fromkeys(rest, "no vector of its present content")
+        elif rest:
+            vectors |= self._embedded(rest, values)
+        places = [row for row, name in enumerate(rows.ids) if name in vectors]
+        if not places:
+            return Rows([], np.empty((0, 0), np.float32)), np.empty((0, 0), np.float32)
+        made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
+        return _taken(rows, places), normalised(made) if self._directions else made
+
+    def repeat(self, rows: Rows) -> None:
+        """Return None: to embed an item again costs as much as the first time."""
+        del rows
+
+    def _reused(self, rows: Rows, values: dict[str, str | Path]) -> dict[str, Vectors]:
+        vectors: dict[str, Vectors] = {}
+        if self._natives is not None:
+            known = self._natives.get(rows.ids)
+            for row, name in enumerate(rows.ids):
+                if name in known and known[name].seen == digest(rows.vectors[row]):
+                    vectors[name] = known[name].vector
+        if self._folder is not None:
+            digests = {name: content_digest(value) for name, value in values.items()}
+            vectors |= self._folder.get(digests)
+        return vectors
+
+    def _embedded(self, ids: list[str], values: dict[str, str | Path]) -> dict[str, Vectors]:
+        assert self._embedder is not None
+        contents = [values[name] for name in ids]
+        items = ItemList(self._contents.kind, ids, contents)  # type: ignore[arg-type]
+        run = EmbeddingRun(items, self._embedder, self._batch, self.missing.__setitem__)
+        by_id: dict[str, Vectors] = {}
+        for some, vectors in run.embed(range(len(ids))):
+            by_id |= {ids[row]: vector for row, vector in zip(some, vectors, strict=True)}
+        self._any = self._any or bool(by_id)
+        if not self._any and len(ids) >= _HOPELESS:
+            name = ids[-1]
+            raise InvalidInputError(
+                f"none of the first {len(ids)} items could be embedded, {name!r} for: "
+                f"{self.missing[name]}"
+            )
+        return by_id
+
+
+def open_native_vectors(
+    source: Source,
+    contents: Contents,
+    *,
+    model: str | None = None,
+    model_name: str | None = None,
+    folder: Path | None = None,
+    natives: Path | None = None,
+    pause: Callable[[], None] | None = None,
+) -> tuple[NativeVectorMaker, int]:
+    """Open what makes the native vectors of a store, and find out their dimension.
+
+    Args:
+        source: The store.
+        contents: The originals of its items.
+        model: The new model, as `embed --with` takes it; None to use stored vectors alone.
+        model_name: Its name at an endpoint.
+        folder: Vectors that `nobackfill embed` wrote.
+        natives: The file in which lazy re-embedding keeps vectors.
+        pause: Called before each window; it may raise to end the run.
+
+    Returns:
+        The maker, and the dimension of the vectors.
+
+    Raises:
+        InvalidInputError: No model and no folder, a folder of another kind, or a model that takes
+            no item.
+        IncompatibleSpaceError: Folder, file and model are not of one model.
+        NotFoundError: A file, folder or module is not there.
+    """
+    embedder = None if model is None else open_embedder(model, name=model_name)
+    stored = None if folder is None else VectorFolder(folder)
+    facts = source.facts()
+    fingerprint = embedder.fingerprint if embedder else stored.model if stored else None
+    dim = 0
+    if stored is not None:
+        dim = stored.dim
+    elif embedder is not None:
+        dim = _dimension(source, contents, embedder)
+    known = None
+    if natives is not None and fingerprint is not None:
+        if not natives.is_file():
+            raise NotFoundError(f"{natives}: no such file; lazy re-embedding writes it")
+        known = Natives(natives, fingerprint, dim)
+    made = NativeVectorMaker(
+        contents,
+        embedder=embedder,
+        folder=stored,
+        natives=known,
+        directions=facts.directions,
+        pause=pause,
+    )
+    return made, dim
+
+
+def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
+    """The dimension of what the model makes of the first item that it takes."""
+    for window in source.windows(WINDOW):
+        rows = source.read(window)
+        values = list(contents.of(rows, window).items())
+        for name, value in values[:32]:
+            items = ItemList(contents.kind, [name], [value])  # type: ignore[arg-type]
+            for _, vectors in EmbeddingRun(items, embedder, 1, None).embed([0]):
+                return int(vectors.shape[1])
+    raise InvalidInputError(f"{source.facts().name}: this model takes no item that is there")
+
+
+def _taken(rows: Rows, places: Sequence[int]) -> Rows:
+    """Some of the rows, by their places."""
+    if len(places) == len(rows):
+        return rows
+    return Rows(
+        [rows.ids[row] for row in places],
+        rows.vectors[np.asarray(places, np.int64)],
+        [rows.keys[row] for row in places] if len(rows.keys) else (),
+        [rows.seen[row] for row in places] if len(rows.seen) else (),
+    )
