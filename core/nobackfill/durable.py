@@ -275,6 +275,26 @@ def make_dir(path: Path, mode: int = 0o755) -> None:
         _fsync_dir(path.parent)
 
 
+def refuse_inside(target: Path, source: Path) -> None:
+    """Check that a copy of the folder `source` to `target` does not land in what it copies.
+
+    Links are followed, also those at the top of `source`. A path that does not exist yet counts by
+    the folders above it.
+
+    Raises:
+        ConfigurationError: `target` is `source` or lies below it.
+    """
+    place = target.resolve()
+    folders = [source, *(path for path in source.glob("*") if path.is_symlink())]
+    for folder in folders:
+        for above in (place, *place.parents):
+            if above.exists() and folder.exists() and above.samefile(folder):
+                raise ConfigurationError(
+                    f"{target}: lies inside {folder}, which is to be copied; name a folder outside "
+                    f"{source}"
+                )
+
+
 def replace(source: Path, target: Path) -> None:
     """Move a finished file to a new name, in place of any file there.
 

@@ -15,6 +15,7 @@ from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
     CannotWriteError,
+    ConfigurationError,
     DamagedError,
     NobackfillError,
     NotFoundError,
@@ -24,12 +25,14 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.backup import RESERVE, backup, restore, verify
+from nobackfill.server.cli.main import main
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, StateFile
 from nobackfill.server.storage import Storage
 from nobackfill.server.vault import VaultBlobs
 from tests.server.support import Client, images, running
 from tests.server.test_vault import QUOTA, blob_of, sealed
 from tests.support import crash, disks
+from tests.support.commands import run_here
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +419,39 @@ def test_where_a_restore_may_go(data: Path, tmp_path: Path, kind: str) -> None:
         assert there.is_mount() and names(tmp_path) == before
         assert StateFile(there / "state.json").now.paused == ("g",)
         verify(there)
+
+
+@pytest.mark.parametrize("place", ["inside", "below", "through a link", "behind a linked folder"])
+def test_no_copy_lands_in_what_it_copies(data: Path, tmp_path: Path, place: str) -> None:
+    """A backup in the live folder would be part of the next one; an export, a vault likewise."""
+    (data / "trust").mkdir()
+    (tmp_path / "link").symlink_to(data)
+    (tmp_path / "disk").mkdir()
+    (data / "vault").symlink_to(tmp_path / "disk")
+    target = {
+        "inside": data / "copy",
+        "below": data / "galleries" / "copy" / "copy",
+        "through a link": tmp_path / "link" / "copy",
+        "behind a linked folder": tmp_path / "disk" / "copy",
+    }[place]
+    before = {path: path.read_bytes() for path in data.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigurationError, match=f"{target}: lies inside .*; name a folder out"):
+        backup(data, target)
+    store = f"sqlite:{data}"
+    for words in (
+        ("export", "g", "--from", store, "--out", str(target)),
+        ("move", "--from", store, "--to", f"sqlite:{target}"),
+        ("move", "--from", store, "--to", "postgresql://none", "--to-data", str(target)),
+    ):
+        done = run_here(main, "gateway", "data", *words)
+        assert done.returncode == 78 and "lies inside" in done.stderr, done.stderr
+    assert {path: path.read_bytes() for path in data.rglob("*") if path.is_file()} == before
+    assert not target.exists()
+    # As long as it is beside the folder, its name may begin with the folder's.
+    backup(data, tmp_path / "data-copy")
+    with pytest.raises(ConfigurationError, match="lies inside"):
+        restore(tmp_path / "data-copy", tmp_path / "data-copy" / "again")
+    verify(tmp_path / "data-copy")
 
 
 def test_a_restore_leaves_a_served_folder_alone(data: Path, tmp_path: Path) -> None:

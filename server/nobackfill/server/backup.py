@@ -82,9 +82,10 @@ def backup(data: Path, target: Path) -> Summary:
     Indexes and Triton's files are left out. A backup that fails or is interrupted leaves nothing;
     the next one into the same parent folder removes what killed backups left there.
 
-    Raises NotFoundError for a folder without a gateway's data, AlreadyExistsError, BusyError while
-    another backup is made under this name, CannotWriteError where the disk lacks room for the
-    backup and RESERVE bytes, VerificationError.
+    Raises NotFoundError for a folder without a gateway's data, AlreadyExistsError,
+    ConfigurationError for a target inside `data`, BusyError while another backup is made under this
+    name, CannotWriteError where the disk lacks room for the backup and RESERVE bytes,
+    VerificationError.
     """
     if not (data / _STATE).is_file():
         raise NotFoundError(
@@ -92,6 +93,7 @@ def backup(data: Path, target: Path) -> Summary:
             f"found no {_STATE}; galleries in PostgreSQL are backed up with pg_dump"
         )
     _refuse_taken(target)
+    durable.refuse_inside(target, data)
     _sweep(target.absolute().parent)
     unfinished = target.with_name(f"{durable.TEMPORARY}{target.name}")
     durable.make_dir(unfinished, 0o700)
@@ -221,12 +223,13 @@ def restore(source: Path, data: Path) -> Summary:
     """Make the data folder `data` from a verified backup: a new folder, or one that is empty but
     for lost+found, as a fresh volume is. A link is followed.
 
-    Raises AlreadyExistsError for a folder with something in it, BusyError where a gateway serves
-    it, VerificationError, NotFoundError, CannotWriteError where the disk lacks room; then `data` is
-    as it was.
+    Raises AlreadyExistsError for a folder with something in it, ConfigurationError for a new folder
+    inside the backup, BusyError where a gateway serves it, VerificationError, NotFoundError,
+    CannotWriteError where the disk lacks room; then `data` is as it was.
     """
     data = data.resolve()
     _refuse_full(data)
+    durable.refuse_inside(data, source)
     if not (source / LISTING).is_file():
         raise NotFoundError(f"{source}: expected a complete backup, found no {LISTING}")
     summary, files = verify(source), _listing(source).files

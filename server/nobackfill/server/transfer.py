@@ -187,7 +187,8 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
     """The folders of the vaults that belong to two data folders; None where both are one, or there
     is nothing to carry.
 
-    Raises ConfigurationError where a vault's folder is not known, AlreadyExistsError where another
+    Raises ConfigurationError where a vault's folder is not known, or the target lies inside the
+    source, AlreadyExistsError where another
     gateway has served from the target.
     """
     if source is None:
@@ -205,6 +206,7 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
         )
     if target.resolve() == source.resolve():
         return None
+    durable.refuse_inside(target, source)
     if (target / "trust").exists():
         raise AlreadyExistsError(
             f"{target}: a gateway has served from it, and its vault would be lost; give an empty "

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from nobackfill import durable
 from nobackfill.server.cli.app import Json, app, exit_codes, show
 
 Data = Annotated[Path, typer.Option("--data", envvar="NOBACKFILL_DATA", help="the data folder")]
@@ -100,9 +101,12 @@ def export(
     with exit_codes():
         from nobackfill.errors import NotFoundError
         from nobackfill.server import export as exporting
-        from nobackfill.server.storage import Storage, need_store
+        from nobackfill.server.storage import Storage, folder_of, need_store
 
         need_store(store)
+        folder = folder_of(store, Path())
+        if folder is not None:
+            durable.refuse_inside(out, folder)
         with (
             TemporaryDirectory() as scratch,
             closing(Storage(store, Path(scratch), lock=None)) as storage,
@@ -180,8 +184,10 @@ def move(
         if source == target:
             raise ConfigurationError("expected two stores, got the same twice")
         need_store(source)
-        old = folder_of(source, Path())
-        vaults = vaults_of(from_data or old, to_data or folder_of(target, Path()))
+        old, new = folder_of(source, Path()), folder_of(target, Path())
+        if old is not None and new is not None:
+            durable.refuse_inside(new, old)
+        vaults = vaults_of(from_data or old, to_data or new)
         with TemporaryDirectory() as scratch:
             ended = True
             try:
