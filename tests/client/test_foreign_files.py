@@ -1,5 +1,6 @@
 """Gallery files and paths of other people: each is refused in a sentence, and none is endless."""
 
+import json
 import shutil
 import signal
 import sqlite3
@@ -10,6 +11,7 @@ import pytest
 
 from nobackfill.client.cli.main import run_line
 from nobackfill.client.vault.keys import read_identity
+from nobackfill.client.vault.queue import TABLE
 from nobackfill.errors import ConfigurationError
 from tests.support.commands import run_here
 from tests.support.edge import Setting
@@ -55,7 +57,7 @@ VALUES = {
             ("dim", "0"), ("dim", "-1"), ("dim", "4611686018427387904"), ("dim", "'x'"),
             ("metric", "'no'"), ("number", "-5"), ("space", "x'00'"), ("release", "x'00'"),
             ("side_dim", "-1"),
-            ("release", "-3"),
+            ("release", "-3"), ("release", "4294967296"),
         )
     },
     "deep metadata": f"UPDATE items SET metadata = {_DEEP}",
@@ -139,6 +141,48 @@ def test_values_of_other_kinds_are_named(
         code, said = here(gallery, *command.replace("FOLDER", str(gallery.parent)).split())
         assert code in (0, 65, 66, 69, 78), (what, said)
         assert code == 0 or said, what
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("release", 2**32), ("release", 10_000_000), ("release", -1), ("release", True),
+        ("seconds", 10**400), ("seconds", "NaN"), ("seconds", -1.0), ("seconds", "Infinity"),
+        ("neighbours_kept", 10**400), ("neighbours_kept", 1.5), ("neighbours_kept", "NaN"),
+        ("failure", [1]),
+    ],
+)  # fmt: skip
+def test_a_report_takes_no_number_that_its_message_cannot_hold(
+    setting: Setting, tmp_path: Path, here: Run, key: str, value: object
+) -> None:
+    last = {
+        "release": 2, "probes_passed": True, "seconds": 1.5, "neighbours_kept": 0.5,
+        "failure": "none",
+    }  # fmt: skip
+    written = json.dumps({**last, key: value}).replace('"NaN"', "NaN")
+    written = written.replace('"Infinity"', "Infinity")
+    statement = f"INSERT OR REPLACE INTO state VALUES ('last_sync', '{written}')"
+    gallery = spoiled(setting, tmp_path / "one", statement)
+    code, said = here(gallery, "report", "--to", "grpc://127.0.0.1:1")
+    assert code == 65 and "damaged (state last_sync is not as it was written)" in said, said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "size = -1", "size = 0", "size = 'x'", "size = 1.5", "blob = 5", "blob = '../secret'",
+        "blob_sha256 = x'00'", "blob_sha256 = 'short'", "suffix = 7", "image_sha256 = 1", "key = 3",
+    ],
+)  # fmt: skip
+def test_rows_of_the_vault_that_nobody_wrote_are_named(
+    setting: Setting, tmp_path: Path, here: Run, change: str
+) -> None:
+    table = TABLE.replace("STRICT", "").replace("TEXT", "").replace("INTEGER", "")
+    row = f"'{'a' * 64}', 'x', '{'b' * 64}', '{'c' * 64}', 9, '.png', 'stored', 'k'"
+    made = f"{table}; INSERT INTO vault VALUES ({row})"
+    gallery = spoiled(setting, tmp_path / "one", f"{made}; UPDATE vault SET {change}")
+    code, said = here(gallery, "status")
+    assert code == 65 and "a row of the vault is not as it was written" in said, said
 
 
 def test_rescue_follows_no_link(setting: Setting, tmp_path: Path, here: Run) -> None:

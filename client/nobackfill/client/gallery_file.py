@@ -27,7 +27,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
-from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from nobackfill import durable
@@ -70,20 +69,28 @@ def _is_carried(value: Any) -> bool:
 
 
 def _is_sync(value: Any) -> bool:
-    """Whether a value is what the last sync left for a report."""
-    share = value.get("neighbours_kept") if isinstance(value, dict) else None
+    """Check that a value is what the last sync left, and that a report can hold its numbers."""
+    if not isinstance(value, dict) or not isinstance(value.get("failure"), str):
+        return False
+    share = value.get("neighbours_kept")
     return (
-        isinstance(value, dict)
-        and all(isinstance(value.get(key), kind) for key, kind in _LAST_SYNC.items())
-        and isinstance(share, float | int | type(None))
+        _is_number(value.get("release"), 1, _LARGEST_RELEASE)
+        and isinstance(value["release"], int)
+        and isinstance(value.get("probes_passed"), bool)
+        and _is_number(value.get("seconds"), 0, 1e9)
+        and (share is None or _is_number(share, 0, 1))
         and value["failure"] in get_args(Failure)
     )
 
 
+def _is_number(value: Any, least: float, most: float) -> bool:
+    """Check a number's kind and range. JSON has numbers of any size, and NaN is in no range."""
+    is_number = isinstance(value, float | int) and not isinstance(value, bool)
+    return is_number and least <= value <= most
+
+
 _RELEASE = re.compile(r"[1-9][0-9]{0,6}")
-_LAST_SYNC: dict[str, type | UnionType] = {
-    "release": int, "probes_passed": bool, "seconds": float | int, "failure": str,
-}  # fmt: skip
+_LARGEST_RELEASE = 9_999_999
 
 # Allowed types of values of the state, by key; any value is taken for other keys.
 _KINDS: dict[str, Callable[[Any], bool]] = {

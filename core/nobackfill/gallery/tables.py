@@ -74,7 +74,7 @@ def _is_possible(row: Sequence[Any]) -> bool:
     _, release, dim, metric, _, side_space, side_dim, _, number, _ = row
     dims = 0 < dim <= _MOST_DIMS and 0 <= side_dim <= _MOST_DIMS
     sides = (side_space is None) == (side_dim == 0)
-    return dims and sides and metric in _METRICS and release > 0 and number > 0
+    return dims and sides and metric in _METRICS and 0 < release < 2**32 and number > 0
 
 
 def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:

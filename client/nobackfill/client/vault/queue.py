@@ -8,10 +8,12 @@ A row is written before its upload begins and deleted after its blob is gone, so
 ever sent is forgotten. Digests of images stay here; the vault sees random ids only.
 """
 
+import re
 from dataclasses import dataclass
 from sqlite3 import Connection
 from typing import Literal
 
+from nobackfill.errors import DamagedError
 from nobackfill.gallery.store import Store
 
 State = Literal["sealed", "stored", "removing"]
@@ -23,6 +25,7 @@ _ROWS = (
     "WHERE state = ifnull(?, state) AND item = ifnull(?, item) ORDER BY item, rowid"
 )
 _ROWS_WITHOUT_KEY = _ROWS.replace("state, key", "state, NULL")
+_HEX = re.compile(r"[0-9a-f]{64}")
 # Made by the first image that is sealed.
 TABLE = """
 CREATE TABLE IF NOT EXISTS vault (
@@ -61,7 +64,11 @@ class VaultQueue:
         self._store = store
 
     def entries(self, state: State | None = None, item: str | None = None) -> list[VaultEntry]:
-        """All rows, or those in one state or of one item, by item, the latest last."""
+        """Read all rows, or those in one state or of one item, by item, the latest last.
+
+        Raises:
+            DamagedError: A row holds a value that this program never writes.
+        """
         with self._store.reading() as connection:
             columns = {name for (name,) in connection.execute(_COLUMNS)}
             if not columns:
@@ -69,7 +76,10 @@ class VaultQueue:
             rows = connection.execute(
                 _ROWS if "key" in columns else _ROWS_WITHOUT_KEY, (state, item)
             )
-            return [VaultEntry(*row) for row in rows]
+            entries = [VaultEntry(*row) for row in rows]
+        if not all(map(_is_sound, entries)):
+            raise DamagedError(self._store.path, "a row of the vault is not as it was written")
+        return entries
 
     def obsolete(self) -> list[VaultEntry]:
         """What must leave the vault: rows that say so, and those whose item is gone."""
@@ -118,6 +128,19 @@ class VaultQueue:
         """Delete the row of a blob that is gone from the vault."""
         with self._store.writing() as connection:
             connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
+
+
+def _is_sound(entry: VaultEntry) -> bool:
+    """Check the values of a row: its blob names a file, and its size goes into a message."""
+    texts = (entry.blob, entry.item, entry.image_sha256, entry.blob_sha256, entry.suffix)
+    return (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(entry.key, str | None)
+        and isinstance(entry.size, int)
+        and entry.size > 0
+        and _HEX.fullmatch(entry.blob) is not None
+        and _HEX.fullmatch(entry.blob_sha256) is not None
+    )
 
 
 def _prepare(connection: Connection) -> None:
