@@ -19,9 +19,10 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.cli import canary as canary_commands  # noqa: F401 - adds them to app
+from nobackfill.server.cli import canary as canary_commands
 from nobackfill.server.cli.app import app
 from nobackfill.server.gateway import GatewayServer
+from nobackfill.server.rollout.rollout import Phase
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1 import search_pb2
 from tests.server.canaried import (
@@ -326,6 +327,46 @@ def test_the_command_stops_one(client: Client) -> None:
     assert json.loads(gateway("stop", "2", "--json").splitlines()[-1])["done"]
     wait_for(lambda: client.states()[1] == "ACTIVE")
     assert "canary of release 2 ended" in gateway("watch")
+
+
+def test_a_promotion_between_look_and_stop_is_not_taken_back(
+    client: Client, gateway: GatewayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway decides in one step: whichever of the two comes first wins."""
+
+    def stop() -> Any:
+        return CliRunner().invoke(app, ["canary", "stop", "2", "--server", client.address])
+
+    with refused(PreconditionError, "no canary of release 2"):
+        client.rollback(confirm=True, canary=2)
+    begin(client, pb.Canary(share=0.5))
+    with refused(PreconditionError, "no canary of release 3"):
+        client.rollback(confirm=True, canary=3)
+    assert report(client).state == pb.CANARY_STATE_RUNNING
+    for session in SESSIONS:
+        ask(client, session, 0)
+    look = canary_commands._under_way
+
+    def promoted_after(gateway: Any, number: int) -> pb.Canary:
+        found = look(gateway, number)
+        assert [*client.promote(2)][-1].phase == pb.PHASE_DONE
+        return found
+
+    with monkeypatch.context() as between:
+        between.setattr(canary_commands, "_under_way", promoted_after)
+        done = stop()
+    assert done.exit_code == PreconditionError.exit_code, done.output
+    assert "it was promoted" in done.output
+    assert client.states() == {1: "PREVIOUS", 2: "ACTIVE"}
+    assert client.rollback(confirm=True, to=1).done
+    # Promoted, and not switched yet.
+    begin(client, pb.Canary(share=1.0))
+    ask(client, "any", 0)
+    run = gateway.activations.promote_canary(2)
+    with refused(PreconditionError, "it was promoted"):
+        client.rollback(confirm=True, canary=2, to=1)
+    assert [*run.events()][-1].phase is Phase.DONE
+    assert client.states()[2] == "ACTIVE"
 
 
 def test_what_is_no_canary_is_refused(client: Client) -> None:

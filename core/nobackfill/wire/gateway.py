@@ -115,14 +115,16 @@ class ReleaseCalls(Connection):
         self._again(lambda t: self._releases.ReportSync(report, timeout=t))
 
     def rollback(
-        self, *, confirm: bool = False, to: int = 0
+        self, *, confirm: bool = False, to: int = 0, canary: int = 0
     ) -> release_pb2.RollbackReleaseResponse:
         """Return to the release before, or only count and list what would not be found there.
 
         With `to`, the release that the unconfirmed answer named, a confirmed call goes back no
-        further when it is repeated. Raises PreconditionError, BusyError.
+        further when it is repeated. With `canary`, a release, a confirmed call only ends that
+        release's canary. Raises PreconditionError, also where that canary was promoted or is not
+        under way, and BusyError.
         """
-        request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to)
+        request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to, canary=canary)
         seconds = _CHANGE_SECONDS if confirm else None
         return self._once(
             lambda t: self._releases.RollbackRelease(request, timeout=t), seconds=seconds

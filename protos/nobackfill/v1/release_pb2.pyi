@@ -274,12 +274,14 @@ class ActivateReleaseResponse(_message.Message):
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., message: _Optional[str] = ..., time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class RollbackReleaseRequest(_message.Message):
-    __slots__ = ("confirm", "to_release")
+    __slots__ = ("confirm", "to_release", "canary")
     CONFIRM_FIELD_NUMBER: _ClassVar[int]
     TO_RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CANARY_FIELD_NUMBER: _ClassVar[int]
     confirm: bool
     to_release: int
-    def __init__(self, confirm: _Optional[bool] = ..., to_release: _Optional[int] = ...) -> None: ...
+    canary: int
+    def __init__(self, confirm: _Optional[bool] = ..., to_release: _Optional[int] = ..., canary: _Optional[int] = ...) -> None: ...
 
 class RollbackReleaseResponse(_message.Message):
     __slots__ = ("number", "lost_items", "lost", "done")

@@ -139,7 +139,7 @@ class ReleaseServiceServicer:
     def RollbackRelease(self, request, context):
         """Returns to the release that served before. What exists in the newer space only is counted and
         listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
-        to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
+        to return to, or another than to_release; no such canary), ABORTED (another rollback or retirement is under way).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,7 +60,7 @@ class ReleaseServiceStub:
     RollbackRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]
     """Returns to the release that served before. What exists in the newer space only is counted and
     listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
-    to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
+    to return to, or another than to_release; no such canary), ABORTED (another rollback or retirement is under way).
     """
     ReportSync: _grpc.UnaryUnaryMultiCallable[_release_pb2.ReportSyncRequest, _release_pb2.ReportSyncResponse]
     """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
@@ -101,7 +101,7 @@ class ReleaseServiceAsyncStub(ReleaseServiceStub):
     RollbackRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]  # type: ignore[assignment]
     """Returns to the release that served before. What exists in the newer space only is counted and
     listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
-    to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
+    to return to, or another than to_release; no such canary), ABORTED (another rollback or retirement is under way).
     """
     ReportSync: _aio.UnaryUnaryMultiCallable[_release_pb2.ReportSyncRequest, _release_pb2.ReportSyncResponse]  # type: ignore[assignment]
     """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
@@ -181,7 +181,7 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_release_pb2.RollbackReleaseResponse, _abc.Awaitable[_release_pb2.RollbackReleaseResponse]]:
         """Returns to the release that served before. What exists in the newer space only is counted and
         listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
-        to return to, or another than to_release), ABORTED (another rollback or retirement is under way).
+        to return to, or another than to_release; no such canary), ABORTED (another rollback or retirement is under way).
         """
 
     @_abc_1.abstractmethod

@@ -116,9 +116,10 @@ def promote(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = Fal
 def stop(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """End a canary: the release before answers all callers again."""
     with exit_codes(), asking(server) as gateway:
+        # A gateway of an older version knows nothing of `canary`: these two looks guard it there.
         _under_way(gateway, number)
-        # To the release that was looked at: repeated, this goes back no further.
-        answer = gateway.rollback(confirm=True, to=gateway.rollback().number)
+        before = gateway.rollback().number
+        answer = gateway.rollback(confirm=True, to=before, canary=number)
     show_rollback(answer, as_json)
 
 

@@ -327,6 +327,25 @@ class Activations:
             self._parts.state.revise(promoted)
         return run
 
+    def drop_canary(self, release: int) -> None:
+        """Forget the activation that a canary belongs to, so that no step promotes it any more.
+
+        Raises PreconditionError where it was promoted or is not under way, CannotWriteError.
+        """
+
+        def dropped(now: State) -> Mapping[str, object]:
+            record = now.activation
+            promoted = record is not None and record.canary is not None and record.canary.promoted
+            if now.active == release or (promoted and record and record.release == release):
+                raise PreconditionError(
+                    f"release {release} has no canary to stop: it was promoted, or it answers all "
+                    "callers already; `gateway rollback` returns to the release before"
+                )
+            _canary(now, release)
+            return {"activation": None}
+
+        self._parts.state.revise(dropped)
+
     @contextmanager
     def _leading(self, what: str) -> Iterator[Lead]:
         """Lead an activation that is launched in the block. Raises BusyError where one is under

@@ -65,13 +65,20 @@ class Rollbacks:
         that is away loads them when it comes.
         """
         with self._activations.held():
-            target = self._state.active() if self._again(to) else self._prepare(to)
-            with writes_locked(self._galleries):
-                result = self._state.together(lambda: self._switch(target))
-                old = self._serving.replan()
-            self._serving.settle(old)
-        log.info("rolled back", release=target, lost=result.lost)
-        return result
+            return self._return(self._state.active() if self._again(to) else self._prepare(to))
+
+    def stop_canary(self, release: int) -> Rollback:
+        """End the canary of a release, so that the active one answers all callers again.
+
+        The state decides in one step whether the canary stops or is promoted. Raises
+        PreconditionError where it was promoted or is not under way, and as `do`.
+        """
+        with self._activations.held():
+            target = self._state.active()
+            self._serving.prepare(target)
+            self._activations.drop_canary(release)
+            self._activations.call_off()
+            return self._return(target)
 
     def retire(self) -> list[int]:
         """Drop the spaces and models of every release older than the active one, for good.
@@ -114,6 +121,14 @@ class Rollbacks:
         self._serving.prepare(target)
         self._activations.call_off()
         return target
+
+    def _return(self, target: int) -> Rollback:
+        with writes_locked(self._galleries):
+            result = self._state.together(lambda: self._switch(target))
+            old = self._serving.replan()
+        self._serving.settle(old)
+        log.info("rolled back", release=target, lost=result.lost)
+        return result
 
     def _switch(self, target: int) -> Rollback:
         # The activation may have ended in the meantime, or been called off before its switch.

@@ -253,7 +253,12 @@ class ReleaseService(ReleaseServiceServicer):
         self, request: pb.RollbackReleaseRequest, context: grpc.ServicerContext
     ) -> pb.RollbackReleaseResponse:
         to = request.to_release or None
-        result = self._rollbacks.do(to) if request.confirm else self._rollbacks.plan()
+        if not request.confirm:
+            result = self._rollbacks.plan()
+        elif request.canary:
+            result = self._rollbacks.stop_canary(request.canary)
+        else:
+            result = self._rollbacks.do(to)
         if request.confirm:
             self._audit("roll back", f"to release {result.release}, {result.lost} items not found")
         return pb.RollbackReleaseResponse(
