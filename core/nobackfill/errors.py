@@ -5,6 +5,7 @@ status, for both ends of a call. A message says what was expected, what was foun
 next. It never holds vectors, tokens or image bytes, and `few` shortens its lists.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,24 @@ def few(values: Iterable[object]) -> str:
     listed = [str(value) for value in values]
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return ", ".join(listed[:3]) + more
+
+
+_VERSION = re.compile(r"[0-9][0-9A-Za-z.+!_-]{0,39}")
+
+
+def writer_of(version: object) -> str:
+    """Name the program that wrote what this one cannot read.
+
+    Args:
+        version: The version that stands beside it, as it was read from outside; None without one.
+
+    Returns:
+        "nobackfill 1.2.3, which wrote it", or "the newer nobackfill that wrote it" where no
+        version stands there or it does not look like one.
+    """
+    if isinstance(version, str) and _VERSION.fullmatch(version):
+        return f"nobackfill {version}, which wrote it"
+    return "the newer nobackfill that wrote it"
 
 
 class NobackfillError(Exception):

@@ -6,6 +6,7 @@ import sqlite3
 import struct
 import subprocess
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,10 @@ def test_a_file_is_brought_up_to_date_where_it_is_opened(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("pragma", "said"),
-    [("user_version = 99", "use a newer nobackfill"), ("application_id = 5", "another program")],
+    [
+        ("user_version = 99", f"use nobackfill {version('nobackfill')}, which wrote it"),
+        ("application_id = 5", "another program"),
+    ],
 )
 def test_a_file_of_another_program_or_a_newer_one_is_refused(
     tmp_path: Path, pragma: str, said: str
@@ -95,6 +99,31 @@ def test_a_file_of_another_program_or_a_newer_one_is_refused(
         connection.execute(f"PRAGMA {pragma}")
     connection.close()
     with pytest.raises(VerificationError, match=said):
+        SqliteGallery.open(path)
+
+
+@pytest.mark.parametrize(
+    ("statement", "writer"),
+    [
+        ("UPDATE _sqlite_migrations SET name = '7.1.0rc2' WHERE name LIKE '0%'",
+         "nobackfill 7.1.0rc2, which wrote it"),
+        ("DELETE FROM _sqlite_migrations WHERE migration_set = 'nobackfill'",
+         "the newer nobackfill that wrote it"),
+        ("DROP TABLE _sqlite_migrations", "the newer nobackfill that wrote it"),
+        ("UPDATE _sqlite_migrations SET name = 'x; rm' WHERE migration_set = 'nobackfill'",
+         "the newer nobackfill that wrote it"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_version_that_wrote_the_file(
+    tmp_path: Path, statement: str, writer: str
+) -> None:
+    path = tmp_path / "g.sqlite"
+    make(path)
+    with sqlite3.connect(path) as connection:
+        connection.execute(statement)
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(VerificationError, match=f"got format 99; use {writer}"):
         SqliteGallery.open(path)
 
 

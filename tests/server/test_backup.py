@@ -486,9 +486,15 @@ def test_a_backup_of_a_later_format_is_refused(data: Path, tmp_path: Path) -> No
     backup(data, tmp_path / "backup")
     listing = tmp_path / "backup" / "backup.json"
     listing.write_text(json.dumps(json.loads(listing.read_text()) | {"format": 2}))
-    for command in (verify, lambda folder: restore(folder, tmp_path / "again")):
-        with pytest.raises(VerificationError, match=r"format 1, got format 2; use the newer"):
-            command(tmp_path / "backup")
+    for writer, shown in (
+        ("3.0", "nobackfill 3.0, which wrote it"),
+        (None, "the newer nobackfill"),
+    ):
+        read = json.loads(listing.read_text())
+        listing.write_text(json.dumps(read | {"written_by": writer}))
+        for command in (verify, lambda folder: restore(folder, tmp_path / "again")):
+            with pytest.raises(VerificationError, match=f"format 1, got format 2; use {shown}"):
+                command(tmp_path / "backup")
     assert not (tmp_path / "again").exists()
 
 

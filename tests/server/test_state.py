@@ -2,13 +2,14 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from nobackfill.errors import UnauthenticatedError, VerificationError
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.state import AUDIT, MOST_DEEDS, StateFile
+from nobackfill.server.state import AUDIT, MOST_DEEDS, WRITER, StateFile
 from tests.server.conftest import Stages, publish_stage
 from tests.server.guarded import tokens_file
 from tests.server.support import Client, images, refused, running
@@ -118,8 +119,16 @@ def test_a_newer_versions_state_is_not_called_damaged(
     path = tmp_path / "state.json"
     StateFile(path).change(active=1)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(VerificationError, match=f"newer nobackfill: {unknown}.*start the version"):
+    newer = f"newer nobackfill: {unknown}.*start"
+    with pytest.raises(VerificationError, match=f"{newer} nobackfill {version('nobackfill')}, whi"):
         StateFile(path)
+    path.with_name(WRITER).write_text('{"nobackfill": "9.9.9"}')
+    with pytest.raises(VerificationError, match=f"{newer} nobackfill 9.9.9, which wrote it"):
+        StateFile(path)
+    for odd in ("", "[]", "[" * 10_000, '{"nobackfill": 5}', '{"nobackfill": "odd words"}'):
+        path.with_name(WRITER).write_text(odd)
+        with pytest.raises(VerificationError, match=f"{newer} the newer nobackfill that wrote it"):
+            StateFile(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"active": "one"}))
     with pytest.raises(VerificationError, match="is damaged"):
         StateFile(path)

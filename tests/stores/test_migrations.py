@@ -4,14 +4,21 @@ searched, and taken back. What format 3 adds is in test_journal.py."""
 import json
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import psycopg
 import pytest
 
-from nobackfill.errors import BusyError, ConfigurationError, NotFoundError
+from nobackfill.errors import (
+    BusyError,
+    ConfigurationError,
+    NotFoundError,
+    VerificationError,
+)
 from nobackfill.gallery.filters import Exists, Not, OneOf, Range, TimeRange
 from nobackfill.server.storage import Storage, migrate_database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
@@ -143,5 +150,24 @@ def test_formats_to_which_no_step_leads_are_refused(postgres: Server, tmp_path: 
             migrate_database(url, 9)
         with psycopg.connect(url) as connection:
             connection.execute("UPDATE nobackfill.format SET version = 7")
-        with pytest.raises(ConfigurationError, match="of format 7"):
+        with pytest.raises(ConfigurationError, match=r"of format 7.*use the newer nobackfill that"):
             migrate_database(url, None)
+        with psycopg.connect(url) as connection:
+            connection.execute("UPDATE nobackfill.format SET written_by = '7.5'")
+        with pytest.raises(ConfigurationError, match=r"use nobackfill 7\.5, which wrote it"):
+            migrate_database(url, None)
+
+
+def test_a_newer_state_names_the_version_that_wrote_it(postgres: Server, tmp_path: Path) -> None:
+    with postgres.database() as url:
+        with closing(Storage(url, tmp_path)) as storage:
+            storage.state.change(paused=("g",))
+            with psycopg.connect(url) as connection:
+                query = "SELECT written_by FROM nobackfill.format"
+                assert connection.execute(query).fetchone() == (version("nobackfill"),)
+                connection.execute("UPDATE nobackfill.format SET written_by = '7.5'")
+                connection.execute("""UPDATE nobackfill.gateway SET value = '{"leases": 1}'""")
+            with pytest.raises(VerificationError, match=r"leases.* start nobackfill 7\.5, which"):
+                storage.state.look()
+        with pytest.raises(VerificationError, match=r"leases.* start nobackfill 7\.5, which"):
+            Storage(url, tmp_path)

@@ -10,10 +10,11 @@ because sqlite_utils alone takes a large part of the time in which the edge answ
 """
 
 import sqlite3
+from importlib.metadata import version
 
 from sqlite_utils import Database, Migrations
 
-from nobackfill.gallery.tables import FORMAT
+from nobackfill.gallery.tables import FORMAT, WRITERS
 
 migrations = Migrations("gallery")
 
@@ -64,8 +65,17 @@ def first(database: Database) -> None:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a file up to FORMAT, each step with its record in one transaction."""
+    """Bring a file up to FORMAT, each step with its record in one transaction.
+
+    The version of this program is noted in the file after the last step.
+    """
     migrations.apply(Database(connection))
+    # Beside the steps, where versions that do not know of it pass it over.
+    connection.execute(
+        "INSERT OR REPLACE INTO _sqlite_migrations (migration_set, name, applied_at) "
+        "VALUES (?, ?, datetime())",
+        [WRITERS, version("nobackfill")],
+    )
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found != FORMAT:
         raise sqlite3.DatabaseError(f"the migrations lead to format {found}, expected {FORMAT}")

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from nobackfill.errors import DamagedError, VerificationError
+from nobackfill.errors import DamagedError, VerificationError, writer_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, State, space_of
 from nobackfill.vectors import Metric, Vectors
@@ -174,6 +174,9 @@ def live_labels(
 APPLICATION = 0x6E6F6266
 # Of the tables; PRAGMA user_version of every gallery file. schema.py leads there.
 FORMAT = 1
+# In the table of migrations: a set whose names are the versions that made the file or changed its
+# format, the latest last.
+WRITERS = "nobackfill"
 
 
 def format_of(connection: sqlite3.Connection, path: Path) -> int:
@@ -183,10 +186,20 @@ def format_of(connection: sqlite3.Connection, path: Path) -> int:
     found: int = connection.execute("PRAGMA user_version").fetchone()[0]
     if found > FORMAT:
         raise VerificationError(
-            f"{path}: expected a gallery of format {FORMAT} or older, got format {found}; use a "
-            "newer nobackfill"
+            f"{path}: expected a gallery of format {FORMAT} or older, got format {found}; use "
+            f"{writer_of(_writer(connection))}"
         )
     return found
+
+
+def _writer(connection: sqlite3.Connection) -> object:
+    """Read the version that brought a file to its format; None where it does not say."""
+    query = "SELECT name FROM _sqlite_migrations WHERE migration_set = ? ORDER BY id DESC LIMIT 1"
+    try:
+        row = connection.execute(query, [WRITERS]).fetchone()
+    except sqlite3.DatabaseError:
+        return None
+    return None if row is None else row[0]
 
 
 _COLUMNS = {

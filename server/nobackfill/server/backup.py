@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from nobackfill.errors import (
     NobackfillError,
     NotFoundError,
     VerificationError,
+    writer_of,
 )
 from nobackfill.gallery.connections import (
     BUSY_TIMEOUT_MS,
@@ -41,7 +43,7 @@ from nobackfill.gallery.connections import (
 from nobackfill.gallery.reading import count, load
 from nobackfill.gallery.tables import format_of, read_spaces
 from nobackfill.release.trust.trust import TrustedState
-from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, StateFile
+from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, WRITER, StateFile
 from nobackfill.vectors import check_vectors
 
 Result = TypeVar("Result")
@@ -70,10 +72,11 @@ class Summary:
 
 
 class _Listing(BaseModel):
-    """Digests (SHA-256, hex) by the paths of a backup's files."""
+    """Digests (SHA-256, hex) by the paths of a backup's files, and the version that wrote them."""
 
     format: int
     files: dict[str, str]
+    written_by: str | None = None
 
 
 def backup(data: Path, target: Path) -> Summary:
@@ -110,13 +113,16 @@ def backup(data: Path, target: Path) -> Summary:
         while state != (state := (data / _STATE).read_bytes()):
             _copy_galleries(data, unfinished)
         durable.write_file(unfinished / _STATE, state, 0o600)
+        with suppress(FileNotFoundError):
+            durable.write_file(unfinished / WRITER, (data / WRITER).read_bytes(), 0o600)
         for folder in ("vault", "trust"):
             if (data / folder).is_dir():
                 _copy_tree(data / folder, unfinished / folder)
         _copy_audit(data / AUDIT, unfinished / AUDIT)
         files = {str(path): sha256_file(unfinished / path) for path in _files(unfinished)}
-        listing = _Listing(format=_FORMAT, files=files).model_dump_json(indent=1)
-        durable.write_file(unfinished / LISTING, listing.encode(), 0o600)
+        listing = _Listing(format=_FORMAT, files=files, written_by=version("nobackfill"))
+        content = listing.model_dump_json(indent=1).encode()
+        durable.write_file(unfinished / LISTING, content, 0o600)
         summary = verify(unfinished)
         durable.publish_dir(unfinished, target)
         durable.remove_tree(target / _LOCK)
@@ -309,8 +315,8 @@ def _listing(folder: Path) -> _Listing:
         ) from error
     if found.format != _FORMAT:
         raise VerificationError(
-            f"{path}: expected a backup of format {_FORMAT}, got format {found.format}; use the "
-            "newer nobackfill that wrote it"
+            f"{path}: expected a backup of format {_FORMAT}, got format {found.format}; use "
+            f"{writer_of(found.written_by)}"
         )
     return found
 

@@ -24,6 +24,7 @@ from nobackfill.errors import (
     UnavailableError,
     VerificationError,
     few,
+    writer_of,
 )
 
 log = structlog.get_logger("server.state")
@@ -33,6 +34,9 @@ Result = TypeVar("Result")
 MOST_DEEDS = 1000
 # Beside a state file: a line of JSON for each deed, which nothing but a backup copies.
 AUDIT = "audit.jsonl"
+# Beside it: the version that wrote it, which no key of the state can say, as older versions refuse
+# keys that they do not know.
+WRITER = "written-by.json"
 # Beside it: what a restore has not finished. Without a state file nothing may be served.
 UNFINISHED_RESTORE = f"{durable.TEMPORARY}restore"
 # How pydantic calls a field that a model does not have.
@@ -95,9 +99,9 @@ class State(_StrictState):
     paused: tuple[str, ...] = ()
 
 
-def read_state(content: bytes | str, what: str) -> State:
+def read_state(content: bytes | str, what: str, writer: object = None) -> State:
     """Raises VerificationError for one that is damaged, or that a newer version has written;
-    `what`: where it is."""
+    `what`: where it is; `writer`: the version that stands beside it, if one does."""
     try:
         return State.model_validate_json(content)
     except ValidationError as error:
@@ -108,7 +112,7 @@ def read_state(content: bytes | str, what: str) -> State:
         if len(unknown) == len(wrong):
             raise VerificationError(
                 f"{what} was written by a newer nobackfill: {few(unknown)} is not known to "
-                f"{version('nobackfill')}, which reads format 1; start the version that wrote it"
+                f"{version('nobackfill')}, which reads format 1; start {writer_of(writer)}"
             ) from error
         raise VerificationError(f"{what} is damaged ({error}); restore it from a backup") from error
 
@@ -246,7 +250,7 @@ class StateFile(GatewayState):
         """Raises VerificationError for a damaged file, naming it."""
         self._path = path
         try:
-            now = read_state(path.read_bytes(), str(path))
+            now = read_state(path.read_bytes(), str(path), read_writer(path.with_name(WRITER)))
         except FileNotFoundError:
             now = State()
         except OSError as error:
@@ -255,6 +259,7 @@ class StateFile(GatewayState):
             ) from error
         super().__init__(now)
         self._lock = threading.Lock()
+        self._is_noted = False
         # Room for the state that an activation ends with, on a disk that is full by then.
         self._spare = path.with_name(f"{path.name}.spare")
 
@@ -293,10 +298,20 @@ class StateFile(GatewayState):
             self._now = new
             return new
 
+    def _note_writer(self) -> None:
+        """Let the next reader know which version writes the state. Raises CannotWriteError."""
+        path, own = self._path.with_name(WRITER), version("nobackfill")
+        if not self._is_noted and read_writer(path) != own:
+            durable.write_file(path, json.dumps({"nobackfill": own}).encode() + b"\n", 0o600)
+        self._is_noted = True
+
     def _write(self, content: bytes, *, begins: bool) -> None:
         """`begins`: or goes on; else no activation is under way. Raises CannotWriteError."""
         if begins and not self._spare.exists():
             durable.write_file(self._spare, bytes(len(content) + _SPARE), 0o600)
+        if begins or not self._spare.exists():
+            # Not where an activation ends, which a full disk does not keep from its end.
+            self._note_writer()
         try:
             durable.write_file(self._path, content, 0o600)
         except CannotWriteError:
@@ -305,6 +320,15 @@ class StateFile(GatewayState):
             durable.write_into(self._spare, self._path, content)
         if not begins:
             durable.remove_tree(self._spare)
+
+
+def read_writer(path: Path) -> object:
+    """Read the version that wrote what lies beside this file; None where it does not say."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("nobackfill") if isinstance(found, dict) else None
 
 
 def _is_cut(path: Path) -> bool:

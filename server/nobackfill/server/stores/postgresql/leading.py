@@ -8,6 +8,7 @@ it comes.
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
 from typing import TypeVar
 
 import psycopg
@@ -251,6 +252,11 @@ class News:
 Result = TypeVar("Result")
 
 
+# The version that wrote the row: no key of its value can say it, as older versions refuse keys that
+# they do not know.
+_WRITER = "(SELECT written_by FROM nobackfill.format)"
+
+
 class StateRow(GatewayState):
     """What is said of each method: GatewayState. The row's epoch grows with each change."""
 
@@ -261,31 +267,34 @@ class StateRow(GatewayState):
         self._database = database
         self._seeing = threading.Lock()
         self._epoch = -1
-        query = "SELECT epoch, value FROM nobackfill.gateway"
-        epoch, value = database.read(lambda connection: run(connection, query).fetchone())
-        super().__init__(_state(value))
+        query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway"
+        epoch, value, writer = database.read(lambda c: run(c, query).fetchone())
+        super().__init__(_state(value, writer))
         self._epoch = epoch
 
     def look(self) -> Mapping[str, tuple[int, int]]:
         query = (
-            "SELECT epoch, value, (SELECT coalesce(jsonb_object_agg(name, jsonb_build_array(number,"
-            " epoch)), '{}') FROM nobackfill.galleries) FROM nobackfill.gateway"
+            f"SELECT epoch, value, {_WRITER},"
+            " (SELECT coalesce(jsonb_object_agg(name, jsonb_build_array(number, epoch)), '{}')"
+            " FROM nobackfill.galleries) FROM nobackfill.gateway"
         )
-        epoch, value, marks = self._database.read(lambda c: run(c, query).fetchone())
-        self._see(epoch, _state(value))
+        epoch, value, writer, marks = self._database.read(lambda c: run(c, query).fetchone())
+        self._see(epoch, _state(value, writer))
         return {name: (number, mark) for name, (number, mark) in marks.items()}
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
         def work(connection: Connection) -> tuple[int, State]:
-            query = "SELECT epoch, value FROM nobackfill.gateway FOR UPDATE"
-            epoch, value = run(connection, query).fetchone()
-            now = _state(value)
+            query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway FOR UPDATE"
+            epoch, value, writer = run(connection, query).fetchone()
+            now = _state(value, writer)
             new = State.model_validate({**dict(now), **values_of(now)})
             run(
                 connection,
                 "UPDATE nobackfill.gateway SET value = %s, epoch = epoch + 1",
                 [new.model_dump_json()],
             )
+            if writer != (own := version("nobackfill")):
+                run(connection, "UPDATE nobackfill.format SET written_by = %s", [own])
             tell(connection)
             return epoch + 1, new
 
@@ -353,5 +362,5 @@ class StateRow(GatewayState):
         return [Deed(*row) for row in reversed(found)]
 
 
-def _state(value: str) -> State:
-    return read_state(value, "nobackfill.gateway of the database")
+def _state(value: str, writer: object) -> State:
+    return read_state(value, "nobackfill.gateway of the database", writer)

@@ -1,6 +1,6 @@
 """The tables: a schema `nobackfill` of the database, and one schema for each gallery.
 
-    nobackfill.format(version)                 what this code reads and writes
+    nobackfill.format(version, written_by)     what this code reads and writes; the version that did
     nobackfill.gateway(value, epoch, term)     one row: what gateways remember, and who leads
     nobackfill.galleries(number, name, epoch)
     nobackfill.jobs(gallery, value)            the last upgrade of each gallery
@@ -21,7 +21,7 @@ theirs, with the rows locked.
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from nobackfill.errors import BusyError, ConfigurationError, InvalidInputError
+from nobackfill.errors import BusyError, ConfigurationError, InvalidInputError, writer_of
 from nobackfill.gallery.spec import SpaceSpec, State
 from nobackfill.server.stores.postgresql import database
 from nobackfill.server.stores.postgresql.database import Connection, run
@@ -109,16 +109,25 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     # Of no format: a version that does not know it is not disturbed, nor left with it.
     if to == FORMAT:
         run(connection, database.TABLE)
-    row = run(connection, "SELECT version FROM nobackfill.format").fetchone()
+    # As JSON: versions before this one made no column of the writer.
+    query = "SELECT version, to_jsonb(f) ->> 'written_by' FROM nobackfill.format f"
+    row = run(connection, query).fetchone()
     if row is None:
         run(connection, "INSERT INTO nobackfill.format VALUES (1)")
     found = 1 if row is None else int(row[0])
     if not 1 <= to <= FORMAT or not 1 <= found <= FORMAT:
         raise ConfigurationError(
             f"the database is of format {found}, and nobackfill {version('nobackfill')} knows "
-            f"formats 1 to {FORMAT}; start the newer version that wrote it, whose `gateway "
-            f"data migrate --to {FORMAT}` takes it back"
+            f"formats 1 to {FORMAT}; use {writer_of(None if row is None else row[1])}: its "
+            f"`gateway data migrate --to {FORMAT}` takes the database back"
         )
+    noted = (
+        "SELECT count(*) FROM pg_attribute WHERE attname = 'written_by' AND NOT attisdropped"
+        " AND attrelid = 'nobackfill.format'::regclass"
+    )
+    # Looked at first: the lock of a change that changes nothing makes all gateways wait.
+    if to == FORMAT and not run(connection, noted).fetchone()[0]:
+        run(connection, "ALTER TABLE nobackfill.format ADD COLUMN written_by text")
     if found == to:
         return found
     if not run(
@@ -134,6 +143,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
             run(connection, statement)
     if to < FORMAT:
         run(connection, database.DROP)
+        run(connection, "ALTER TABLE nobackfill.format DROP COLUMN IF EXISTS written_by")
     run(connection, "UPDATE nobackfill.format SET version = %s", [to])
     return 0 if row is None else found
 
