@@ -30,7 +30,7 @@ from nobackfill.adopt.sources.source import (
 )
 from nobackfill.errors import InvalidInputError, NotFoundError, few
 from nobackfill.serving.natives import Natives, digest
-from nobackfill.vectors import Kind, Vectors, normalised
+from nobackfill.vectors import Kind, Vectors, normalise
 
 # Rows of one step: a kill loses the model's work on so many at most.
 WINDOW = 512
@@ -214,7 +214,7 @@ class NativeVectorMaker:
         if not places:
             return Rows([], np.empty((0, 0), np.float32)), np.empty((0, 0), np.float32)
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
-        return _taken(rows, places), normalised(made) if self._directions else made
+        return _taken(rows, places), normalise(made) if self._directions else made
 
     def repeat(self, rows: Rows) -> None:
         """Return None: to embed an item again costs as much as the first time."""
