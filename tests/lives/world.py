@@ -23,7 +23,7 @@ from nobackfill.errors import (
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.publishing.metadata import require_ledger
 from nobackfill.v1 import gallery_pb2, types_pb2
-from nobackfill.wire.connection import translated
+from nobackfill.wire.connection import translate_errors
 from tests.lives.pictures import IMAGES, PICTURES, Pictures
 from tests.server import process
 from tests.server.support import Client, metadata, vectors_of
@@ -108,7 +108,7 @@ class World:
     def ask(self, call: Callable[[Client], T]) -> T:
         """The answer of the gateway. Raises KilledError if it died meanwhile."""
         try:
-            with translated("the gateway"):
+            with translate_errors("the gateway"):
                 return call(self.client)
         except NobackfillError as error:
             # A status that is in no table, UNKNOWN say, is of no class of its own.

@@ -30,7 +30,7 @@ from nobackfill.v1.search_pb2_grpc import SearchServiceStub
 from nobackfill.v1.upgrade_pb2_grpc import UpgradeServiceStub
 from nobackfill.v1.vault_pb2_grpc import VaultServiceStub
 from nobackfill.wire.answers import Answer, Hit
-from nobackfill.wire.connection import translated
+from nobackfill.wire.connection import translate_errors
 from nobackfill.wire.values import to_value
 from tests.support import graphs, releases
 from tests.support.blocks import png
@@ -275,7 +275,7 @@ def refused(
 ) -> Iterator[pytest.ExceptionInfo[NobackfillError]]:
     """What is inside is refused: with an error of just this kind, whose words hold `sentence`. The
     status of a stub is read as Gateway reads it."""
-    with pytest.raises(kind) as caught, translated("the gateway"):
+    with pytest.raises(kind) as caught, translate_errors("the gateway"):
         yield caught
     assert type(caught.value) is kind
     assert sentence in str(caught.value)

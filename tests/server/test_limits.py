@@ -20,7 +20,7 @@ from nobackfill.server.grpc.rpc import OpenStream, Stalls
 from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2
-from nobackfill.wire.connection import translated
+from nobackfill.wire.connection import translate_errors
 from tests.server.guarded import few_watches
 from tests.server.support import Client, ids, images, random_id, refused, running
 from tests.server.test_rules import METHODS
@@ -88,7 +88,7 @@ def test_deep_messages_are_refused(shared: Client) -> None:
         request_serializer=bytes,
         response_deserializer=bytes,
     )
-    with pytest.raises((InvalidInputError, NotFoundError)), translated("the gateway"):
+    with pytest.raises((InvalidInputError, NotFoundError)), translate_errors("the gateway"):
         call(deep, timeout=30)
 
 

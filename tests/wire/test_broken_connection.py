@@ -51,7 +51,7 @@ def test_a_killed_gateway_is_told_in_a_sentence(
         assert next(stream) == b"one"
         process.kill()
         with (
-            pytest.raises(UnavailableError, match="connection broke before the call was answered"),
-            connection.translated(address),
+            pytest.raises(UnavailableError, match="connection broke before the answer"),
+            connection.translate_errors(address),
         ):
             next(stream)

@@ -155,7 +155,7 @@ def test_the_vault(place: Place) -> None:
     gateway = place.gateway
     data = b"age-encryption.org/v1\n" + bytes(1000)
     blob = vault_pb2.Blob(id="0" * 64, size=len(data), sha256=hashlib.sha256(data).hexdigest())
-    assert gateway.put_blob(blob, [data[:400]]) == gateway.held_of_blob(blob) == 400
+    assert gateway.put_blob(blob, [data[:400]]) == gateway.received_bytes(blob) == 400
     with pytest.raises(NotFoundError):
         list(gateway.get_blob(blob.id))
     assert gateway.put_blob(blob, [data[400:700], data[700:]], 400) == len(data)

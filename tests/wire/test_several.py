@@ -59,5 +59,5 @@ def test_that_none_answers_is_said() -> None:
 
 
 def test_an_address_between_commas_is_no_nothing() -> None:
-    with pytest.raises(ConfigurationError, match="several hosts with commas"):
+    with pytest.raises(ConfigurationError, match="several hosts separated by"):
         Gateway(f"{GONE},")

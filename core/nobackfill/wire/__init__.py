@@ -1,11 +1,11 @@
-"""The way into a gateway: addresses, statuses as errors, and the client of all its calls.
+"""Connect to a gateway: addresses, the client of all its calls, and statuses as errors.
 
 >>> from nobackfill.wire import Gateway
 >>> with Gateway(address) as gateway:
 ...     made = gateway.create_gallery("animals")
-...     refused = gateway.put("animals", {"cat": image})
+...     refusals = gateway.put("animals", {"cat": image})
 ...     answer = gateway.search("animals", image=image, k=5)
->>> refused, [hit.id for hit in answer.hits]
+>>> refusals, [hit.id for hit in answer.hits]
 ({}, ['cat'])
 """
 

@@ -1,4 +1,4 @@
-"""What galleries answer, on a gateway and on a device alike."""
+"""Define the answers of galleries, the same on a gateway and on a device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,24 @@ from typing import Generic, TypeVar
 
 from nobackfill.gallery.spec import Metadata
 
-# Encoded JPEG, PNG or WebP: its bytes, or a file.
+# An encoded JPEG, PNG or WebP picture: its bytes, or the path of its file.
 Image = bytes | str | Path
 
 
 @dataclass(frozen=True)
 class Hit:
-    """An item that was found. `distance`: smaller is nearer; `score`: calibrated probability of a
-    match, 0 to 1, None where the release carries no calibration; `release`: whose space its vector
-    lives in; `origin`: native, direct, upgraded, re-embedded or old-model; `beyond_calibration`:
-    hardly a distance as small, or as large, was seen while calibrating; the score is a bound."""
+    """An item of an answer.
+
+    Attributes:
+        id: The id of the item.
+        distance: Distance to the query; smaller is nearer.
+        score: Calibrated probability of a match, 0 to 1; None where the release has no calibration.
+        release: The release whose space the item's vector is in.
+        origin: native, direct, upgraded, re-embedded or old-model.
+        metadata: The item's metadata.
+        beyond_calibration: Whether the calibration hardly saw a distance as small, or as large; the
+            score is then a bound.
+    """
 
     id: str
     distance: float
@@ -28,19 +36,23 @@ class Hit:
     beyond_calibration: bool = False
 
 
-Found = TypeVar("Found", bound=Hit, covariant=True)
+AnyHit = TypeVar("AnyHit", bound=Hit, covariant=True)
 
 
 @dataclass(frozen=True)
-class Answer(Generic[Found]):
-    """Hits of one query, nearest first, and the release and space that it was answered in.
+class Answer(Generic[AnyHit]):
+    """The hits of one query, and the release and space that answered it.
 
-    `space_ends`: when queries in that space are refused; None while no end is announced. `error`:
-    why this one of several queries has no answer; empty where it has one. `request_id`: what a
-    feedback about it names; empty while nobody asks for that.
+    Attributes:
+        hits: Nearest first.
+        release: The release that answered.
+        space: The id of its space.
+        space_ends: When queries in this space will be refused; None while no end is announced.
+        error: Why this one of several queries has no hits; empty where it has some.
+        request_id: Names the answer in a feedback; empty while the gateway collects none.
     """
 
-    hits: Sequence[Found]
+    hits: Sequence[AnyHit]
     release: int
     space: str
     space_ends: datetime | None = None
@@ -49,15 +61,25 @@ class Answer(Generic[Found]):
 
     @property
     def beyond_calibration(self) -> bool:
-        """Whether that is so of every hit: the scores do not tell these hits apart then, and the
-        query or the gallery may be unlike what the release was calibrated on."""
+        """Tell whether all hits are beyond the calibration; False without hits.
+
+        Their scores then do not tell them apart. The query or the gallery may differ from the data
+        of the calibration.
+        """
         return bool(self.hits) and all(hit.beyond_calibration for hit in self.hits)
 
 
 @dataclass(frozen=True)
 class Item:
-    """An item of a gallery. `origin` and `uncertainty` (of an upgrade; larger is less certain) are
-    those of its vector in the active space, None where it has none."""
+    """An item of a gallery.
+
+    Attributes:
+        id: Its id.
+        metadata: Its metadata.
+        origin: How its vector in the active space was made; None where it has none.
+        uncertainty: Uncertainty of the upgrade that made the vector; larger is less certain; None
+            without one.
+    """
 
     id: str
     metadata: Metadata
@@ -67,7 +89,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Status:
-    """How many items a gallery holds, and the release that answers in it."""
+    """The state of a gallery.
+
+    Attributes:
+        items: Number of items.
+        release: The release that answers.
+    """
 
     items: int
     release: int

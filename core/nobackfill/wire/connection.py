@@ -1,7 +1,7 @@
-"""The one way to a gateway: its address, TLS and token, deadlines and retries of its calls.
+"""Open channels to gateways: address, TLS, token, deadlines and retries.
 
-Retries live here and not in a service config: each attempt has a deadline of its own, so a call
-that stalls is dropped and tried again within the caller's overall deadline.
+Retries live here and not in a gRPC service config. Each attempt has a deadline of its own, so that
+a stalled call is dropped and retried within the caller's overall deadline.
 """
 
 import os
@@ -24,47 +24,66 @@ T = TypeVar("T")
 
 
 @contextmanager
-def translated(asked: str) -> Iterator[None]:
-    """Raise gRPC failures inside as errors of our taxonomy."""
+def translate_errors(server: str) -> Iterator[None]:
+    """Raise gRPC errors of the block as errors of this project.
+
+    Args:
+        server: The server or call, for the message.
+
+    Raises:
+        NobackfillError: The class that belongs to the gRPC status.
+    """
     try:
         yield
     except grpc.RpcError as error:
-        raise error_of(error, asked) from error
+        raise error_of(error, server) from error
 
 
-def retried(
-    attempt: Callable[[float], T], asked: str, *, seconds: float = 30.0, each: float = 10.0
+def retry(
+    attempt: Callable[[float], T], server: str, *, seconds: float = 30.0, each: float = 10.0
 ) -> T:
-    """Call `attempt(timeout)` until it answers; for idempotent calls only.
+    """Call a function until it succeeds; for idempotent calls only.
 
-    An attempt gets at most `each` seconds, all of them together `seconds`; pauses grow from 50 ms
-    to 2 s with jitter, so that many clients do not come back at once. Raises the taxonomy's error
-    of the last attempt: at once where asking again cannot help, else when the time is used up.
+    Pauses grow from 50 ms to 2 s, with jitter, so that many clients do not return at the same
+    moment.
+
+    Args:
+        attempt: Makes the call with a timeout in seconds.
+        server: The server or call, for the message.
+        seconds: Longest time of all attempts together.
+        each: Longest time of one attempt.
+
+    Returns:
+        The result of the first attempt that succeeds.
+
+    Raises:
+        NobackfillError: The error of the last attempt: at once if a retry cannot help, otherwise
+            when the time is over.
     """
-    end = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     pause = 0.05
     while True:
         try:
-            return attempt(min(each, max(0.001, end - time.monotonic())))
+            return attempt(min(each, max(0.001, deadline - time.monotonic())))
         except grpc.RpcError as error:
             wait = pause * random.uniform(0.5, 1.5)  # noqa: S311
-            found = error_of(error, asked)
-            if not (transient(found) or _cut(error)) or time.monotonic() + wait >= end:
-                raise found from error
+            failure = error_of(error, server)
+            if not (transient(failure) or _cut(error)) or time.monotonic() + wait >= deadline:
+                raise failure from error
         time.sleep(wait)
         pause = min(2 * pause, 2.0)
 
 
 def _cut(error: grpc.RpcError) -> bool:
-    """Whether a gateway that ends has cut the call: who cancels one here is told so in words."""
-    said = error.details() or ""
-    return error.code() is grpc.StatusCode.CANCELLED and said in ("", "CANCELLED")
+    """Tell whether a stopping gateway cut the call; a deliberate cancellation has a message."""
+    details = error.details() or ""
+    return error.code() is grpc.StatusCode.CANCELLED and details in ("", "CANCELLED")
 
 
-# Several gateways as one channel: calls go to one of them, and to the next once that does not
-# answer. Whoever makes a call again meets another gateway then.
+# Several gateways as one channel: calls go to one of them, and to the next one after it failed. A
+# retry therefore reaches another gateway.
 
-# What a gateway says that ends or is overrun, and what is said of one that is gone or hangs.
+# Statuses of a gateway that stops or is overloaded, and of one that is gone or hangs.
 _LEAVE = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -73,20 +92,24 @@ _LEAVE = (
 
 
 def one_of(channels: Sequence[grpc.Channel]) -> grpc.Channel:
-    """A channel to all of them; closing it closes them."""
+    """Combine several channels into one that fails over; closing it closes all.
+
+    Args:
+        channels: At least one; one channel is returned as it is.
+    """
     return channels[0] if len(channels) == 1 else _Several(channels)
 
 
 class _Several(grpc.Channel):
-    """What is said of each method: grpc.Channel."""
+    """A channel that fails over between several; its methods are those of grpc.Channel."""
 
     def __init__(self, channels: Sequence[grpc.Channel]) -> None:
         self._channels = channels
-        # Many clients with the same list begin at different gateways.
+        # Clients with the same list start at different gateways.
         self.current = random.randrange(len(channels))  # noqa: S311 - no secret
 
     def leave(self, number: int) -> None:
-        """Ask the next from here on, unless another call has left this one already."""
+        """Use the next gateway from now on, unless another call has left this one already."""
         if self.current == number:
             self.current = (number + 1) % len(self._channels)
 
@@ -121,7 +144,7 @@ class _Several(grpc.Channel):
 
 
 class _Method:
-    """One method of a service, of each gateway."""
+    """One method of a service, for each gateway."""
 
     def __init__(self, several: _Several, each: Sequence[Callable[..., Any]]) -> None:
         self._several = several
@@ -135,7 +158,7 @@ class _Method:
             if error.code() in _LEAVE:
                 self._several.leave(number)
             raise
-        # Whether a stream ends well is known when it has ended, which it may have already.
+        # The status of a stream is known when it ends, which may have happened already.
         if isinstance(answer, grpc.Call) and not answer.add_callback(
             lambda: self._ended(number, answer)
         ):
@@ -147,31 +170,34 @@ class _Method:
             self._several.leave(number)
 
 
-# The one way to a gateway: its address, TLS, certificates and a token that never goes without TLS.
-#
-# An address is HOST:PORT or grpc://HOST:PORT, in the clear, or grpcs://HOST:PORT; several gateways
+# Addresses. HOST:PORT or grpc://HOST:PORT is not encrypted, grpcs://HOST:PORT is. Several gateways
 # that share their galleries are HOST:PORT,HOST:PORT and so on after one scheme. With TLS,
-# $NOBACKFILL_CA_FILE may name the authority's certificate (PEM, else the system's),
-# $NOBACKFILL_CERT_FILE and $NOBACKFILL_KEY_FILE this client's own, $NOBACKFILL_TOKEN_FILE a bearer
-# token.
+# $NOBACKFILL_CA_FILE may name the authority's certificate (PEM, by default the system's),
+# $NOBACKFILL_CERT_FILE and $NOBACKFILL_KEY_FILE the client's own, and $NOBACKFILL_TOKEN_FILE a
+# bearer token. A token is never sent without TLS.
 
 _SCHEMES = {"": False, "grpc": False, "grpcs": True}
 _TOKEN = re.compile(rb"[\x21-\x7e]+")
 
 
 def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
-    """A channel to `address`; `tls` goes for one without a scheme. Nothing is sent yet. To several
-    gateways: to one of them, and to the next when that does not answer.
+    """Open a channel to one or several gateways; nothing is sent yet.
 
-    Raises ConfigurationError for another scheme, files that cannot be read, a file that holds no
-    token, and a token without TLS.
+    Args:
+        address: HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT; several hosts are separated by
+            commas, and calls fail over between them.
+        tls: Whether an address without a scheme uses TLS.
+
+    Raises:
+        ConfigurationError: Another scheme, a file that cannot be read, an invalid token, or a token
+            without TLS.
     """
-    scheme, _, listed = address.rstrip("/").rpartition("://")
-    hosts = [host.strip() for host in listed.split(",")]
+    scheme, _, host_list = address.rstrip("/").rpartition("://")
+    hosts = [host.strip() for host in host_list.split(",")]
     if scheme not in _SCHEMES or (len(hosts) > 1 and "" in hosts):
         raise ConfigurationError(
-            "expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, several hosts with commas "
-            f"between, got {address!r}"
+            "expected HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, several hosts separated by "
+            f"commas, got {address!r}"
         )
     options = [
         ("grpc.enable_retries", 0),
@@ -184,7 +210,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     if not (_SCHEMES[scheme] or tls):
         if token is not None:
             raise ConfigurationError(
-                "expected TLS for a bearer token: name the gateway as grpcs://HOST:PORT, "
+                "expected TLS for a bearer token: write the address as grpcs://HOST:PORT, "
                 "or unset NOBACKFILL_TOKEN_FILE"
             )
         return one_of([grpc.insecure_channel(host, options) for host in hosts])
@@ -195,7 +221,7 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
     )
     if token is not None:
         if not _TOKEN.fullmatch(token.strip()):
-            raise ConfigurationError("NOBACKFILL_TOKEN_FILE: expected one token of plain ASCII")
+            raise ConfigurationError("NOBACKFILL_TOKEN_FILE: expected one token of printable ASCII")
         bearer = grpc.access_token_call_credentials(token.decode().strip())
         credentials = grpc.composite_channel_credentials(credentials, bearer)
     return one_of([grpc.secure_channel(host, credentials, options) for host in hosts])
@@ -211,21 +237,24 @@ def _read(variable: str) -> bytes | None:
         raise ConfigurationError(f"{variable}: cannot read {path} ({error.strerror})") from error
 
 
-# A connection to one gateway: what the calls of every service share.
+# The base of every service's calls.
 
-# The trailer of a watch that the gateway ended because of its age: its caller watches again.
+# Trailer of a watch that the gateway ended because of its age: the client watches again.
 WATCH_AGAIN = "x-watch-again"
 
 
 class Connection:
-    """A channel, and how calls go through it; usable from several threads.
+    """A connection to a gateway; usable from several threads.
 
-    `address` is HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT, or several gateways with the same
-    galleries, as HOST:PORT,HOST:PORT: what one does not answer, the next is asked. With TLS (`tls`,
-    or grpcs), certificates and a bearer token come from the variables that
-    `nobackfill.wire.connection` names.
-    `seconds` bounds each call with all its retries; with `retries` False nothing is asked twice.
     Methods raise the errors of nobackfill.errors.
+
+    Args:
+        address: HOST:PORT, grpc://HOST:PORT or grpcs://HOST:PORT. Several gateways with the same
+            galleries are separated by commas; calls fail over between them.
+        tls: Whether an address without a scheme uses TLS. Certificates and a bearer token come from
+            the environment variables that nobackfill.wire.connection names.
+        seconds: Longest time of each call, including its retries.
+        retries: Whether idempotent calls are retried.
     """
 
     def __init__(
@@ -243,45 +272,47 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; calls that run end with UnavailableError."""
+        """Close the connection; calls in progress end with UnavailableError."""
         self._channel.close()
 
-    def _again(self, attempt: Callable[[float], T], *, each: float = 10.0) -> T:
-        """The answer of an idempotent call, that `attempt(timeout)` makes."""
+    def _retry(self, attempt: Callable[[float], T], *, each: float = 10.0) -> T:
+        """Make an idempotent call with `attempt(timeout)`, with retries if they are on."""
         if not self._retries:
-            return self._once(attempt)
-        return retried(attempt, self.address, seconds=self.seconds, each=each)
+            return self._call_once(attempt)
+        return retry(attempt, self.address, seconds=self.seconds, each=each)
 
-    def _once(self, attempt: Callable[[float], T], *, seconds: float | None = None) -> T:
-        """The answer of a call that must not be made twice."""
-        with translated(self.address):
+    def _call_once(self, attempt: Callable[[float], T], *, seconds: float | None = None) -> T:
+        """Make a call that must not be made twice."""
+        with translate_errors(self.address):
             return attempt(self.seconds if seconds is None else seconds)
 
-    def _followed(self, stream: Any, first: Sequence[Any] = ()) -> Iterator[Any]:
-        """Messages of a stream that has begun, after the `first` that were read; leaving off ends
-        it."""
+    def _read_stream(self, stream: Any, first: Sequence[Any] = ()) -> Iterator[Any]:
+        """Yield the messages of a stream, after `first`; cancel the stream when the caller
+        stops."""
         try:
-            with translated(self.address):
+            with translate_errors(self.address):
                 yield from first
                 yield from stream
         finally:
             stream.cancel()
 
-    def _watched(self, begin: Callable[[], Any]) -> Iterator[Any]:
-        """Messages of a watch, which `begin` begins. One that the gateway ends because of its age
-        is begun again, and its first message is passed over where it says nothing new."""
+    def _watch(self, begin: Callable[[], Any]) -> Iterator[Any]:
+        """Yield the messages of a watch; watch again when the gateway ended it because of its age.
+
+        The first message after that is skipped if it repeats the last one.
+        """
         stream, first, last = begin(), list[Any](), None
         while True:
-            for last in self._followed(stream, first):
+            for last in self._read_stream(stream, first):
                 yield last
             if WATCH_AGAIN not in dict(stream.trailing_metadata()):
                 return
-            # Others may have taken its place at the gateway.
-            stream, first = self._again(lambda _seconds: _begun(begin()))
+            # Retry: another watcher may have taken the free place at the gateway.
+            stream, first = self._retry(lambda _seconds: _begin(begin()))
             if first == [last]:
                 first = []
 
 
-def _begun(stream: Any) -> tuple[Any, list[Any]]:
-    """A stream with its first message. Raises grpc.RpcError."""
+def _begin(stream: Any) -> tuple[Any, list[Any]]:
+    """Return a stream and its first message, if it has any. Raises grpc.RpcError."""
     return stream, list(islice(stream, 1))

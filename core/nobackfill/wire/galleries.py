@@ -1,4 +1,4 @@
-"""GalleryService and SearchService: galleries, the items in them, and searches among them."""
+"""Call GalleryService and SearchService: galleries, their items, and searches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC
@@ -29,7 +29,7 @@ FEEDBACK: Mapping[str, search_pb2.FeedbackKind] = {
 
 
 class SearchCalls(Connection):
-    """Searches of a gallery."""
+    """Searches in galleries."""
 
     @cached_property
     def _searches(self) -> SearchServiceStub:
@@ -48,17 +48,29 @@ class SearchCalls(Connection):
         exact: bool = False,
         session: str | None = None,
     ) -> Answer[Hit]:
-        """The `k` (1 to 1000) items of `gallery` nearest to an image, to a text (at most 64 KiB),
-        or to embeddings by space id.
+        """Search the items of a gallery that are nearest to an image, a text or given vectors.
 
-        `where` lets only items pass whose metadata equals the given values, or that pass a filter
-        of nobackfill.gallery.filters: `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",
-        )))))`.
-        `ef` (1 to 4096) candidates at least are looked at, with `exact` all items: that finds more,
-        and takes longer. `session` says whose search it is, where a canary chooses by that. Raises
-        InvalidInputError, TooLargeError, NotFoundError, a PreconditionError with its reason
-        (NoEncoderError: its release embeds no images, or no texts),
-        UnavailableError.
+        Give exactly one of `image`, `text` and `embeddings`.
+
+        Args:
+            gallery: Name of the gallery.
+            image: An encoded picture, or the path of its file.
+            text: At most 64 KiB in UTF-8.
+            embeddings: A float32 vector for each space id.
+            k: Number of hits, 1 to 1000.
+            where: Values that metadata must equal, or a filter of nobackfill.gallery.filters:
+                `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",)))))`.
+            ef: Minimum number of candidates, 1 to 4096; more find more and take longer.
+            exact: Compare all items.
+            session: The user's session, by which a canary may choose.
+
+        Raises:
+            InvalidInputError: An invalid query, filter or parameter.
+            TooLargeError: The query is larger than a gateway accepts.
+            NotFoundError: No such gallery.
+            PreconditionError: The gallery cannot answer such a query now; see its reason.
+                NoEncoderError: its release does not embed images, or texts.
+            UnavailableError: The gateway does not answer.
         """
         request = search_pb2.SearchRequest(
             gallery=gallery,
@@ -69,14 +81,23 @@ class SearchCalls(Connection):
         )
         metadata = None if session is None else (("x-session", session),)
         return _answer(
-            self._again(lambda t: self._searches.Search(request, timeout=t, metadata=metadata))
+            self._retry(lambda t: self._searches.Search(request, timeout=t, metadata=metadata))
         )
 
     def feedback(self, gallery: str, request_id: str, item: str, kind: str) -> bool:
-        """Say what became of an answer: its `item` was clicked, confirmed or rejected.
+        """Report that a user clicked, confirmed or rejected a hit.
 
-        Returns whether that says something about a canary under way. Raises InvalidInputError for
-        another kind, or without a request id.
+        Args:
+            gallery: Name of the gallery.
+            request_id: The `request_id` of the answer.
+            item: Id of the hit.
+            kind: clicked, confirmed or rejected.
+
+        Returns:
+            Whether a running canary counts the feedback.
+
+        Raises:
+            InvalidInputError: Another kind, or no request id.
         """
         if kind not in FEEDBACK:
             raise InvalidInputError(
@@ -85,7 +106,7 @@ class SearchCalls(Connection):
         request = search_pb2.FeedbackRequest(
             gallery=gallery, request_id=request_id, item_id=item, kind=FEEDBACK[kind]
         )
-        return self._again(lambda t: self._searches.Feedback(request, timeout=t)).counted
+        return self._retry(lambda t: self._searches.Feedback(request, timeout=t)).counted
 
     def search_batch(
         self,
@@ -99,9 +120,25 @@ class SearchCalls(Connection):
         ef: int | None = None,
         exact: bool = False,
     ) -> Sequence[Answer[Hit]]:
-        """Like `search`, of at most 256 queries on one snapshot: the images' answers, then the
-        texts', then the embeddings'. A query that is refused alone has its `error` instead of
-        hits."""
+        """Search with at most 256 queries on one snapshot of the gallery.
+
+        Args:
+            gallery: Name of the gallery.
+            images: Encoded pictures, or paths of files.
+            texts: Each of at most 64 KiB in UTF-8.
+            embeddings: For each query, a float32 vector for each space id.
+            k: Number of hits for each query, 1 to 1000.
+            where: As in `search`.
+            ef: As in `search`.
+            exact: As in `search`.
+
+        Returns:
+            The answers to the images, then to the texts, then to the embeddings. A query that is
+            refused by itself has `error` and no hits.
+
+        Raises:
+            NobackfillError: As `search` does, for the batch as a whole.
+        """
         request = search_pb2.SearchBatchRequest(
             gallery=gallery,
             queries=[
@@ -113,14 +150,21 @@ class SearchCalls(Connection):
             filter=to_filter(where),
             accuracy=_accuracy(ef, exact),
         )
-        answer = self._again(lambda t: self._searches.SearchBatch(request, timeout=t))
+        answer = self._retry(lambda t: self._searches.SearchBatch(request, timeout=t))
         return [_answer(response) for response in answer.responses]
 
 
 def image_bytes(image: Image) -> bytes:
-    """An encoded image as it is sent. Raises InvalidInputError for a file that cannot be read,
-    TooLargeError above what a gateway takes; nothing was sent then."""
-    # Loads Pillow: only who sends images does.
+    """Return the bytes of an encoded image, for sending.
+
+    Args:
+        image: The bytes, or the path of a file.
+
+    Raises:
+        InvalidInputError: The file cannot be read, or is larger than a gateway accepts.
+        TooLargeError: The bytes are more than a gateway accepts.
+    """
+    # Loads Pillow, which only callers that send images need.
     from nobackfill.images import LARGEST_BYTES, read_file
 
     if not isinstance(image, bytes):
@@ -183,7 +227,7 @@ def _answer(response: search_pb2.SearchResponse) -> Answer[Hit]:
     )
 
 
-# One message of items: at most so many, and it is sent when it is this large.
+# A message holds at most _ITEMS items, and is sent once it has _BYTES bytes.
 _ITEMS = 100
 _BYTES = 4 * 2**20
 _PAGE = 500
@@ -199,29 +243,43 @@ class GalleryCalls(Connection):
     def create_gallery(
         self, gallery: str, *, exact_distances: bool = False, exist_ok: bool = False
     ) -> gallery_pb2.Gallery:
-        """Make an empty gallery in the active release's space. `exist_ok`: one that is there
-        already is returned as it is. Raises AlreadyExistsError.
+        """Create an empty gallery in the active release's space.
 
-        Not retried: after a lost answer a second try could not tell its own gallery from another's.
+        Not retried: after a lost answer, a retry could not tell its own gallery from another
+        client's.
+
+        Args:
+            gallery: Its name.
+            exact_distances: Answer with exact distances, instead of rounded ones.
+            exist_ok: Return an existing gallery as it is, instead of raising an error.
+
+        Raises:
+            AlreadyExistsError: The gallery exists, and `exist_ok` is False.
         """
         request = gallery_pb2.CreateGalleryRequest(name=gallery, exact_distances=exact_distances)
         try:
-            return self._once(lambda t: self._galleries.CreateGallery(request, timeout=t)).gallery
+            return self._call_once(
+                lambda t: self._galleries.CreateGallery(request, timeout=t)
+            ).gallery
         except AlreadyExistsError:
             if not exist_ok:
                 raise
             return self.get_gallery(gallery)
 
     def get_gallery(self, gallery: str) -> gallery_pb2.Gallery:
-        """One gallery and its spaces. Raises NotFoundError."""
+        """Return a gallery and its spaces.
+
+        Raises:
+            NotFoundError: No such gallery.
+        """
         request = gallery_pb2.GetGalleryRequest(name=gallery)
-        return self._again(lambda t: self._galleries.GetGallery(request, timeout=t)).gallery
+        return self._retry(lambda t: self._galleries.GetGallery(request, timeout=t)).gallery
 
     def list_galleries(self) -> Iterator[gallery_pb2.Gallery]:
-        """All galleries, by name; asked for by page, as thousands are too many for one answer."""
+        """Yield all galleries by name, reading them page by page."""
         request = gallery_pb2.ListGalleriesRequest(page_size=_PAGE)
         while True:
-            answer = self._again(lambda t: self._galleries.ListGalleries(request, timeout=t))
+            answer = self._retry(lambda t: self._galleries.ListGalleries(request, timeout=t))
             yield from answer.galleries
             if not answer.next_page_token:
                 return
@@ -231,23 +289,39 @@ class GalleryCalls(Connection):
         self, gallery: str, *, exact_distances: bool | None = None,
         source: gallery_pb2.ItemSource | None = None, both_models: bool | None = None,
     ) -> gallery_pb2.Gallery:  # fmt: skip
-        """Change whether a gallery answers with distances as they were computed, where its images
-        can be had again (an empty address: nowhere), and whether the model before ranks what was
-        carried, too. None: left as it is."""
+        """Change settings of a gallery; None leaves a setting as it is.
+
+        Args:
+            gallery: Its name.
+            exact_distances: Whether it answers with exact distances.
+            source: Where its originals can be read again; an empty address means nowhere.
+            both_models: Whether the previous model, too, ranks migrated vectors.
+
+        Raises:
+            NotFoundError: No such gallery.
+        """
         request = gallery_pb2.UpdateGalleryRequest(
             name=gallery, exact_distances=exact_distances, source=source, both_models=both_models
         )
-        return self._again(lambda t: self._galleries.UpdateGallery(request, timeout=t)).gallery
+        return self._retry(lambda t: self._galleries.UpdateGallery(request, timeout=t)).gallery
 
     def delete_gallery(self, gallery: str) -> None:
-        """Delete a gallery and all its items. Raises NotFoundError."""
+        """Delete a gallery and all its items.
+
+        Raises:
+            NotFoundError: No such gallery.
+        """
         request = gallery_pb2.DeleteGalleryRequest(name=gallery)
-        self._once(lambda t: self._galleries.DeleteGallery(request, timeout=t))
+        self._call_once(lambda t: self._galleries.DeleteGallery(request, timeout=t))
 
     def status(self, gallery: str) -> Status:
-        """How many items a gallery holds, and which release answers in it. Raises NotFoundError."""
-        found = self.get_gallery(gallery)
-        return Status(found.items, found.release)
+        """Return how many items a gallery holds, and which release answers in it.
+
+        Raises:
+            NotFoundError: No such gallery.
+        """
+        answer = self.get_gallery(gallery)
+        return Status(answer.items, answer.release)
 
     def put(
         self,
@@ -255,10 +329,18 @@ class GalleryCalls(Connection):
         images: Mapping[str, Image],
         metadata: Mapping[str, Mapping[str, Scalar]] | None = None,
     ) -> Mapping[str, str]:
-        """Store images by id; durable when this returns. Returns {id: why it was refused}.
+        """Store images by id; they are durable when this returns.
 
-        An id that exists is replaced, unless it has the very same content. A file that cannot be
-        read, or is larger than a gateway takes, is refused here, unsent.
+        An existing id is replaced, unless its content is the same. A file that cannot be read, or
+        is larger than a gateway accepts, is refused without sending it.
+
+        Args:
+            gallery: Name of the gallery.
+            images: Encoded pictures or paths of files, by id.
+            metadata: Metadata by id; ids that are missing get none.
+
+        Returns:
+            The reason of each refusal, by id; empty if all were stored.
         """
         unsent: dict[str, str] = {}
 
@@ -277,7 +359,17 @@ class GalleryCalls(Connection):
         texts: Mapping[str, str],
         metadata: Mapping[str, Mapping[str, Scalar]] | None = None,
     ) -> Mapping[str, str]:
-        """As `put`, of texts, each of at most 64 KiB: notes, passages of documents."""
+        """Store texts by id, such as notes or passages of documents; they are durable when this
+        returns.
+
+        Args:
+            gallery: Name of the gallery.
+            texts: Each of at most 64 KiB in UTF-8, by id.
+            metadata: Metadata by id; ids that are missing get none.
+
+        Returns:
+            The reason of each refusal, by id; empty if all were stored.
+        """
         unsent: dict[str, str] = {}
 
         def items() -> Iterator[gallery_pb2.PutItem]:
@@ -287,7 +379,7 @@ class GalleryCalls(Connection):
                 except InvalidInputError as error:
                     unsent[name] = str(error)
                     continue
-                yield _noted(item, (metadata or {}).get(name, {}))
+                yield _with_metadata(item, (metadata or {}).get(name, {}))
 
         return {**self.put_items(gallery, items()), **unsent}
 
@@ -295,60 +387,79 @@ class GalleryCalls(Connection):
         self,
         gallery: str,
         items: Iterable[gallery_pb2.PutItem],
-        stored: Callable[[int], object] = lambda count: None,
+        progress: Callable[[int], object] = lambda count: None,
     ) -> Mapping[str, str]:
-        """Store images, texts, or vectors made elsewhere, by id; returns {id: why it was refused}.
+        """Store images, texts, or vectors made elsewhere, by id, in pieces.
 
-        They go in pieces, each of which is durable when `stored(items so far)` is called; putting
-        is idempotent by id, so a piece that broke off is sent again.
+        A piece that failed is sent again: putting is idempotent by id.
+
+        Args:
+            gallery: Name of the gallery.
+            items: Messages of the contract.
+            progress: Called after each durable piece with the number of items stored so far.
+
+        Returns:
+            The reason of each refusal, by id; empty if all were stored.
         """
-        refused: dict[str, str] = {}
+        refusals: dict[str, str] = {}
         count = 0
         for piece in _pieces(items):
             for answer in self._put(gallery_pb2.PutItemsRequest(gallery=gallery, items=piece)):
-                refused.update((error.id, error.message) for error in answer.errors)
+                refusals.update((error.id, error.message) for error in answer.errors)
             count += len(piece)
-            stored(count - len(refused))
-        return refused
+            progress(count - len(refusals))
+        return refusals
 
     def _put(self, piece: gallery_pb2.PutItemsRequest) -> Sequence[gallery_pb2.PutItemsResponse]:
         def attempt(timeout: float) -> Sequence[gallery_pb2.PutItemsResponse]:
             return tuple(self._galleries.PutItems(iter([piece]), timeout=timeout))
 
-        # It may rightly take all the time there is.
-        return self._again(attempt, each=self.seconds)
+        # A piece may take as long as the whole call.
+        return self._retry(attempt, each=self.seconds)
 
     def get(self, gallery: str, id: str) -> Item:
-        """One item. Raises NotFoundError."""
+        """Return an item.
+
+        Raises:
+            NotFoundError: No such gallery or item.
+        """
         request = gallery_pb2.GetItemRequest(gallery=gallery, id=id)
-        return _read(self._again(lambda t: self._galleries.GetItem(request, timeout=t)))
+        return _read(self._retry(lambda t: self._galleries.GetItem(request, timeout=t)))
 
     def list(
         self, gallery: str, *, where: Where | None = None, least_certain: bool = False
     ) -> Iterator[Item]:
-        """Items as they were put, all or those that pass `where`, asked for by page.
+        """Yield items in the order in which they were stored, reading them page by page.
 
-        `least_certain`: those that an upgrade made, the least certain first.
+        Args:
+            gallery: Name of the gallery.
+            where: Values that metadata must equal, or a filter; None for all items.
+            least_certain: Only items that an upgrade migrated, the least certain first.
         """
         request = gallery_pb2.ListItemsRequest(
             gallery=gallery, filter=to_filter(where), page_size=_PAGE
         )
         if least_certain:
             request.order = gallery_pb2.ITEM_ORDER_LEAST_CERTAIN
-        return self._listed(request)
+        return self._read_pages(request)
 
-    def _listed(self, request: gallery_pb2.ListItemsRequest) -> Iterator[Item]:
+    def _read_pages(self, request: gallery_pb2.ListItemsRequest) -> Iterator[Item]:
         while True:
-            answer = self._again(lambda t: self._galleries.ListItems(request, timeout=t))
+            answer = self._retry(lambda t: self._galleries.ListItems(request, timeout=t))
             yield from map(_read, answer.items)
             if not answer.next_page_token:
                 return
             request.page_token = answer.next_page_token
 
     def count(self, gallery: str, *, where: Where | None = None) -> int:
-        """How many items there are, or pass `where`."""
+        """Count the items of a gallery.
+
+        Args:
+            gallery: Name of the gallery.
+            where: Count only items that pass the filter.
+        """
         request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=to_filter(where))
-        return int(self._again(lambda t: self._galleries.CountItems(request, timeout=t)).items)
+        return int(self._retry(lambda t: self._galleries.CountItems(request, timeout=t)).items)
 
     def set_metadata(
         self,
@@ -359,30 +470,51 @@ class GalleryCalls(Connection):
         where: Where | None = None,
         remove: Sequence[str] = (),
     ) -> int:
-        """Add or replace metadata, and remove keys, of items by id or filter; how many have it."""
+        """Add, replace and remove metadata of items.
+
+        Args:
+            gallery: Name of the gallery.
+            values: Values to set, by key.
+            ids: The items.
+            where: A filter that chooses the items.
+            remove: Keys to remove.
+
+        Returns:
+            Number of chosen items.
+        """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
         if where is not None:
             request.filter.CopyFrom(to_filter(where))
         for key, value in values.items():
             fill_value(value, request.set[key])
-        return int(self._again(lambda t: self._galleries.SetMetadata(request, timeout=t)).items)
+        return int(self._retry(lambda t: self._galleries.SetMetadata(request, timeout=t)).items)
 
     def delete(self, gallery: str, ids: Sequence[str] = (), *, where: Where | None = None) -> int:
-        """Delete items by id (at most 10,000) or filter; how many of them existed.
+        """Delete items by id or by filter.
 
-        Not retried: a second try could not count what the first one deleted.
+        Not retried: a retry could not count the items that the first attempt deleted.
+
+        Args:
+            gallery: Name of the gallery.
+            ids: At most 10,000 ids; unknown ids are ignored.
+            where: A filter that chooses the items.
+
+        Returns:
+            Number of deleted items.
         """
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)
         if where is not None:
             request.filter.CopyFrom(to_filter(where))
-        return int(self._once(lambda t: self._galleries.DeleteItems(request, timeout=t)).deleted)
+        return int(
+            self._call_once(lambda t: self._galleries.DeleteItems(request, timeout=t)).deleted
+        )
 
 
 def _item(name: str, image: Image, notes: Mapping[str, Scalar]) -> gallery_pb2.PutItem:
-    return _noted(gallery_pb2.PutItem(id=name, image=image_bytes(image)), notes)
+    return _with_metadata(gallery_pb2.PutItem(id=name, image=image_bytes(image)), notes)
 
 
-def _noted(item: gallery_pb2.PutItem, notes: Mapping[str, Scalar]) -> gallery_pb2.PutItem:
+def _with_metadata(item: gallery_pb2.PutItem, notes: Mapping[str, Scalar]) -> gallery_pb2.PutItem:
     for key, value in notes.items():
         fill_value(value, item.metadata[key])
     return item

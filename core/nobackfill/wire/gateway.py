@@ -1,4 +1,4 @@
-"""The Python client of a gateway: its five services as one class."""
+"""Define `Gateway`, the Python client of a gateway: its five services as one class."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,7 +13,7 @@ from nobackfill.wire.answers import Image
 from nobackfill.wire.connection import Connection
 from nobackfill.wire.galleries import GalleryCalls, SearchCalls, image_bytes
 
-# ReleaseService: what is published, and which release answers.
+# ReleaseService: published releases, and the active one.
 
 ROLLOUTS: Mapping[str, release_pb2.Rollout] = {
     release_pb2.Rollout.Name(number).removeprefix("ROLLOUT_").lower(): number
@@ -24,7 +24,7 @@ ROLLOUTS: Mapping[str, release_pb2.Rollout] = {
         release_pb2.ROLLOUT_CUTOVER,
     )
 }
-# A rollback or a retirement waits for what runs.
+# A rollback or a retirement waits for running work.
 _CHANGE_SECONDS = 600.0
 
 
@@ -36,31 +36,43 @@ class ReleaseCalls(Connection):
         return ReleaseServiceStub(self._channel)
 
     def list_releases(self) -> Sequence[release_pb2.Release]:
-        """What is published, and what the gateway does with each."""
+        """List the published releases, with the state of each at the gateway."""
         request = release_pb2.ListReleasesRequest()
-        return self._again(lambda t: self._releases.ListReleases(request, timeout=t)).releases
+        return self._retry(lambda t: self._releases.ListReleases(request, timeout=t)).releases
 
     def get_release(self, number: int) -> release_pb2.Release:
-        """One release with its manifest. Raises NotFoundError."""
+        """Return a release with its manifest.
+
+        Raises:
+            NotFoundError: No such release.
+        """
         request = release_pb2.GetReleaseRequest(number=number)
-        return self._again(lambda t: self._releases.GetRelease(request, timeout=t)).release
+        return self._retry(lambda t: self._releases.GetRelease(request, timeout=t)).release
 
     def watch_releases(self) -> Iterator[Sequence[release_pb2.Release]]:
-        """The present list at once, then again whenever it changes; without end."""
+        """Yield the list of releases now, and again after each change; without end."""
         request = release_pb2.WatchReleasesRequest()
-        answers = self._watched(lambda: self._releases.WatchReleases(request))
+        answers = self._watch(lambda: self._releases.WatchReleases(request))
         return (answer.releases for answer in answers)
 
     def fetch_file(
         self, path: str, offset: int = 0, *, seconds: float | None = None
     ) -> Iterator[bytes]:
-        """A file of the publication from an offset on, in pieces, within `seconds`.
+        """Yield a file of the publication in pieces.
 
-        Raises NotFoundError, OutOfRangeError, DeadlineError.
+        Args:
+            path: Published path of the file.
+            offset: The first byte.
+            seconds: Longest time of the whole transfer; None: as for other calls.
+
+        Raises:
+            NotFoundError: No such file.
+            OutOfRangeError: The offset lies past the end.
+            DeadlineError: The time is over.
         """
         request = release_pb2.FetchFileRequest(path=path, offset=offset)
         stream = self._releases.FetchFile(request, timeout=seconds or self.seconds)
-        return (answer.chunk for answer in self._followed(stream))
+        return (answer.chunk for answer in self._read_stream(stream))
 
     def activate(
         self,
@@ -71,12 +83,21 @@ class ReleaseCalls(Connection):
         old_space_seconds: int = 0,
         canary: release_pb2.Canary | None = None,
     ) -> Iterator[release_pb2.ActivateReleaseResponse]:
-        """Make a release the one that answers, by rollout direct, dual or cutover; each report.
+        """Make a release the active one, and yield a report for each step.
 
-        With `canary`, a share of the callers meets it first, until it is promoted; called again
-        while it is under way, that changes it. It goes on at the gateway when one stops reading.
-        Raises InvalidInputError for another rollout; the last report of a release that failed is
-        followed by PreconditionError.
+        The activation goes on at the gateway if the caller stops reading. Call it again during a
+        canary to change the canary.
+
+        Args:
+            number: Number of the release.
+            rollout: direct, dual or cutover; unspecified lets the gateway choose.
+            spare_cores: Processor cores to leave to other work.
+            old_space_seconds: How long queries in the old space are still answered.
+            canary: The share of the callers that the release answers first, until it is promoted.
+
+        Raises:
+            InvalidInputError: Another rollout.
+            PreconditionError: The activation failed; raised after the last report.
         """
         if rollout not in ROLLOUTS:
             raise InvalidInputError(
@@ -89,60 +110,81 @@ class ReleaseCalls(Connection):
             old_space_seconds=old_space_seconds,
             canary=canary,
         )
-        return self._reported(number, self._releases.ActivateRelease(request))
+        return self._read_reports(number, self._releases.ActivateRelease(request))
 
     def promote(self, number: int) -> Iterator[release_pb2.ActivateReleaseResponse]:
-        """End the canary of a release well: all queries move to it. Raises PreconditionError where
-        there is none, and after the last report of one that failed."""
+        """End a canary with success: the release answers all queries. Yield a report for each step.
+
+        Args:
+            number: Number of the release.
+
+        Raises:
+            PreconditionError: No such canary; or the activation failed, raised after the last
+                report.
+        """
         request = release_pb2.ActivateReleaseRequest(number=number, promote=True)
-        return self._reported(number, self._releases.ActivateRelease(request))
+        return self._read_reports(number, self._releases.ActivateRelease(request))
 
     def watch_canary(self) -> Iterator[release_pb2.WatchCanaryResponse]:
-        """How the canary goes, a message a second to its end."""
+        """Yield the state of the canary every second, until it ends."""
         request = release_pb2.WatchCanaryRequest()
-        return self._watched(lambda: self._releases.WatchCanary(request))
+        return self._watch(lambda: self._releases.WatchCanary(request))
 
-    def _reported(
+    def _read_reports(
         self, number: int, stream: Iterator[release_pb2.ActivateReleaseResponse]
     ) -> Iterator[release_pb2.ActivateReleaseResponse]:
-        for report in self._followed(stream):
+        for report in self._read_stream(stream):
             yield report
             if report.phase == release_pb2.PHASE_FAILED:
                 raise PreconditionError(f"release {number} is not activated: {report.message}")
 
     def report_sync(self, report: release_pb2.ReportSyncRequest) -> None:
-        """How a device's last sync went. Raises InvalidInputError."""
-        self._again(lambda t: self._releases.ReportSync(report, timeout=t))
+        """Send a summary of a device's last sync to the gateway.
+
+        Raises:
+            InvalidInputError: The report is invalid.
+        """
+        self._retry(lambda t: self._releases.ReportSync(report, timeout=t))
 
     def rollback(
         self, *, confirm: bool = False, to: int = 0, canary: int = 0
     ) -> release_pb2.RollbackReleaseResponse:
-        """Return to the release before, or only count and list what would not be found there.
+        """Return to the previous release, or report only what this would lose.
 
-        With `to`, the release that the unconfirmed answer named, a confirmed call goes back no
-        further when it is repeated. With `canary`, a release, a confirmed call only ends that
-        release's canary. Raises PreconditionError, also where that canary was promoted or is not
-        under way, and BusyError.
+        Args:
+            confirm: Do it. Otherwise count and list the items that would be missing.
+            to: The release that the unconfirmed answer named. With it, a repeated call does not go
+                back further.
+            canary: A release: a confirmed call only ends the canary of this release.
+
+        Raises:
+            PreconditionError: No release to return to, or this canary was promoted or is not
+                running.
+            BusyError: Another change is running.
         """
         request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to, canary=canary)
         seconds = _CHANGE_SECONDS if confirm else None
-        return self._once(
+        return self._call_once(
             lambda t: self._releases.RollbackRelease(request, timeout=t), seconds=seconds
         )
 
     def retire(self) -> Sequence[int]:
-        """Drop spaces and models of every older release, for good; the releases retired."""
+        """Delete spaces and models of all older releases, permanently.
+
+        Returns:
+            The retired releases.
+        """
         request = release_pb2.RetireReleaseRequest()
-        return self._once(
+        return self._call_once(
             lambda t: self._releases.RetireRelease(request, timeout=t), seconds=_CHANGE_SECONDS
         ).retired
 
 
-# UpgradeService: galleries carried into another release's space.
+# UpgradeService: migration of galleries into another release's space.
 
 
 class UpgradeCalls(Connection):
-    """Upgrades, a gallery each."""
+    """Upgrades of single galleries."""
 
     @cached_property
     def _upgrades(self) -> UpgradeServiceStub:
@@ -151,11 +193,17 @@ class UpgradeCalls(Connection):
     def estimate_upgrade(
         self, gallery: str, release: int, *, spare_cores: float = 0.0
     ) -> upgrade_pb2.EstimateUpgradeResponse:
-        """Items, seconds and bytes, measured on a few items; nothing is changed."""
+        """Estimate items, seconds and bytes of an upgrade, from a few items; change nothing.
+
+        Args:
+            gallery: Name of the gallery.
+            release: The target.
+            spare_cores: Processor cores to leave to other work.
+        """
         request = upgrade_pb2.EstimateUpgradeRequest(
             gallery=gallery, release=release, spare_cores=spare_cores
         )
-        return self._once(lambda t: self._upgrades.EstimateUpgrade(request, timeout=t))
+        return self._call_once(lambda t: self._upgrades.EstimateUpgrade(request, timeout=t))
 
     def start_upgrade(
         self,
@@ -166,10 +214,14 @@ class UpgradeCalls(Connection):
         backfill: Mapping[str, Image] | None = None,
         budget: int = 0,
     ) -> upgrade_pb2.UpgradeProgress:
-        """Start, or resume, the upgrade of a gallery to the active release.
+        """Start or resume the upgrade of a gallery to the active release.
 
-        `backfill`: images by id of items to be embedded again, the least certain first, at most
-        `budget` of them (0: all).
+        Args:
+            gallery: Name of the gallery.
+            release: The target.
+            spare_cores: Processor cores to leave to other work.
+            backfill: Images by id of items to re-embed, the least certain first.
+            budget: The largest number of items to re-embed; 0 for all of `backfill`.
         """
         images = [
             upgrade_pb2.BackfillImage(id=name, image=image_bytes(image))
@@ -182,35 +234,39 @@ class UpgradeCalls(Connection):
             backfill=images,
             backfill_budget=budget,
         )
-        return self._once(lambda t: self._upgrades.StartUpgrade(request, timeout=t)).progress
+        return self._call_once(lambda t: self._upgrades.StartUpgrade(request, timeout=t)).progress
 
     def watch_upgrade(self, gallery: str, *, by: str = "") -> Iterator[upgrade_pb2.UpgradeProgress]:
-        """Progress now, then at every chunk, to the end; with the metadata key `by`, the quality of
-        each of its values, too."""
+        """Yield the progress of an upgrade now and after each chunk, until it ends.
+
+        Args:
+            gallery: Name of the gallery.
+            by: A metadata key: report the quality for each of its values, too. Empty: none.
+        """
         request = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by)
-        answers = self._watched(lambda: self._upgrades.WatchUpgrade(request))
+        answers = self._watch(lambda: self._upgrades.WatchUpgrade(request))
         return (answer.progress for answer in answers)
 
     def pause_upgrade(self, gallery: str) -> upgrade_pb2.UpgradeProgress:
-        """Stop after the present chunk; `start_upgrade` resumes."""
+        """Stop an upgrade after the present chunk; `start_upgrade` resumes it."""
         request = upgrade_pb2.PauseUpgradeRequest(gallery=gallery)
-        return self._again(lambda t: self._upgrades.PauseUpgrade(request, timeout=t)).progress
+        return self._retry(lambda t: self._upgrades.PauseUpgrade(request, timeout=t)).progress
 
 
 # VaultService: blobs of ciphertext, in pieces.
 
 
 class VaultCalls(Connection):
-    """Blobs of the vault. A transfer is one try: whoever makes it resumes at what is held."""
+    """Blobs of the vault. Transfers are not retried: callers resume at `received_bytes`."""
 
     @cached_property
     def _vault(self) -> VaultServiceStub:
         return VaultServiceStub(self._channel)
 
-    def held_of_blob(self, blob: vault_pb2.Blob) -> int:
-        """Bytes that the vault has of a blob."""
+    def received_bytes(self, blob: vault_pb2.Blob) -> int:
+        """Return how many bytes of a blob the vault has received."""
         request = vault_pb2.PutBlobRequest(blob=blob)
-        return int(self._again(lambda t: self._vault.PutBlob(iter([request]), timeout=t)).received)
+        return int(self._retry(lambda t: self._vault.PutBlob(iter([request]), timeout=t)).received)
 
     def put_blob(
         self,
@@ -220,9 +276,22 @@ class VaultCalls(Connection):
         *,
         seconds: float | None = None,
     ) -> int:
-        """Send a blob from `offset` on, within `seconds`; bytes that the vault has then.
+        """Send a blob in pieces.
 
-        Raises InvalidInputError, TooLargeError, QuotaExceededError, OutOfRangeError.
+        Args:
+            blob: Id, size and digest of the blob.
+            chunks: Its bytes from `offset` on.
+            offset: Number of bytes that the vault has already.
+            seconds: Longest time of the transfer; None: as for other calls.
+
+        Returns:
+            Number of bytes that the vault has now.
+
+        Raises:
+            InvalidInputError: The bytes differ from the blob's digest.
+            TooLargeError: The blob is larger than the vault accepts.
+            QuotaExceededError: The vault is full for this name.
+            OutOfRangeError: The vault has fewer bytes than `offset`.
         """
 
         def requests() -> Iterator[vault_pb2.PutBlobRequest]:
@@ -234,7 +303,7 @@ class VaultCalls(Connection):
                 first = False
 
         return int(
-            self._once(
+            self._call_once(
                 lambda t: self._vault.PutBlob(requests(), timeout=t), seconds=seconds
             ).received
         )
@@ -242,21 +311,34 @@ class VaultCalls(Connection):
     def get_blob(
         self, blob_id: str, offset: int = 0, *, seconds: float | None = None
     ) -> Iterator[bytes]:
-        """A blob from an offset on, in pieces, within `seconds`. Raises NotFoundError."""
+        """Yield a blob in pieces.
+
+        Args:
+            blob_id: Its id.
+            offset: The first byte.
+            seconds: Longest time of the transfer; None: as for other calls.
+
+        Raises:
+            NotFoundError: No such blob.
+        """
         request = vault_pb2.GetBlobRequest(id=blob_id, offset=offset)
         stream = self._vault.GetBlob(request, timeout=seconds or self.seconds)
-        return (answer.chunk for answer in self._followed(stream))
+        return (answer.chunk for answer in self._read_stream(stream))
 
     def delete_blob(self, blob_id: str) -> None:
-        """Delete a blob; one that is not there is fine."""
+        """Delete a blob; do nothing if it is missing."""
         request = vault_pb2.DeleteBlobRequest(id=blob_id)
         with suppress(NotFoundError):
-            self._again(lambda t: self._vault.DeleteBlob(request, timeout=t))
+            self._retry(lambda t: self._vault.DeleteBlob(request, timeout=t))
 
     def list_blobs(self, page_token: str = "") -> vault_pb2.ListBlobsResponse:
-        """A page of blobs by id, and the token of the next."""
+        """Return a page of blobs by id, and the token of the next page.
+
+        Args:
+            page_token: The token of the page; empty for the first.
+        """
         request = vault_pb2.ListBlobsRequest(page_token=page_token)
-        return self._again(lambda t: self._vault.ListBlobs(request, timeout=t))
+        return self._retry(lambda t: self._vault.ListBlobs(request, timeout=t))
 
 
 class Gateway(SearchCalls, GalleryCalls, ReleaseCalls, UpgradeCalls, VaultCalls):
@@ -268,6 +350,6 @@ class Gateway(SearchCalls, GalleryCalls, ReleaseCalls, UpgradeCalls, VaultCalls)
             for hit in gateway.search("photos", image="query.png", k=5).hits:
                 print(hit.id, hit.distance, hit.score)
 
-    Hits and items come as in nobackfill.wire.answers, as those of a device do; galleries,
-    releases, upgrades and blobs as the contract's messages (nobackfill.v1).
+    Hits and items are those of nobackfill.wire.answers, as on a device. Galleries, releases,
+    upgrades and blobs are messages of the contract (nobackfill.v1).
     """

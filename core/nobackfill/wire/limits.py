@@ -1,8 +1,8 @@
-"""Bounds of the wire contract that both ends keep: a gateway refuses more, a client sends less."""
+"""Define limits of the wire contract; a gateway refuses more, a client sends less."""
 
-# Bytes of a request: an image of the most bytes that images.py reads, and its envelope.
+# Bytes of a request: the largest image that images.py reads, and its envelope.
 LARGEST_REQUEST = 33 * 2**20
-# Bytes of an answer that a client takes.
+# Bytes of an answer that a client accepts.
 LARGEST_ANSWER = 64 * 2**20
 # Hits of a query.
 LARGEST_K = 1000

@@ -1,7 +1,7 @@
-"""The one table of statuses: our error class, its gRPC code, and the reason machines can read.
+"""Map each error class to its gRPC status, and back.
 
-The gateway sends by it, every client understands by it, and the class carries the exit code. No
-two rows share code and reason, so that a client raises the class that the gateway raised.
+The gateway sends statuses by this table, and every client reads them by it. No two rows share code
+and reason, so that a client raises the class that the gateway raised.
 """
 
 import os
@@ -17,8 +17,14 @@ from nobackfill import errors
 
 @dataclass(frozen=True)
 class StatusRow:
-    """`error` travels as `code` with `reason` in its ErrorInfo; `transient`: asked again, the
-    answer may be another."""
+    """A row of the table.
+
+    Attributes:
+        error: The class.
+        code: Its gRPC code.
+        reason: Its reason in ErrorInfo, for programs.
+        transient: Whether a retry may succeed.
+    """
 
     error: type[errors.NobackfillError]
     code: StatusCode
@@ -60,72 +66,86 @@ TABLE = (
 )
 _BY_ERROR = {row.error: row for row in TABLE}
 _BY_STATUS = {(row.code, row.reason): row for row in TABLE}
-# A status with a reason that nobody here knows, or none: the first row of its code.
+# For an unknown or missing reason: the first row of the code.
 _BY_CODE = {row.code: row for row in reversed(TABLE)}
-# What grpc's core says, at either end, of a message above the bound on its bytes.
+# Message of grpc's core, at both ends, for a message above the size limit.
 _ABOVE_BOUND = "message larger than max"
-# How it begins what it says of a connection that was never made, and what it then means.
+# Beginnings of its details for a connection that was never made, and what each cause means.
 _NEVER_CONNECTED = ("failed to connect", "errors resolving")
-# Beginnings of its details for a connection that broke while a call was answered.
+# Beginnings of its details for a connection that broke during a call.
 _BROKEN = ("Stream removed", "Socket closed", "recvmsg:Connection reset")
 _CONNECTING = (
     (
         "CERTIFICATE_VERIFY_FAILED",
-        "its certificate is of no authority that is known here; name the authority's certificate "
-        "(PEM) in NOBACKFILL_CA_FILE",
+        "its certificate comes from an unknown authority; set NOBACKFILL_CA_FILE to the "
+        "authority's certificate (PEM)",
     ),
     (
         "Hostname Verification",
-        "its certificate is another host's; use the name that it was made for",
+        "its certificate is for another host; use the host name in the certificate",
     ),
-    ("handshake failed", "TLS fails there; is the certificate in NOBACKFILL_CERT_FILE its own?"),
+    (
+        "handshake failed",
+        "the TLS handshake failed; check that it accepts the certificate in NOBACKFILL_CERT_FILE",
+    ),
     ("refused", "nothing listens there; start it with `gateway serve`, or check the address"),
-    ("resolving", "no host of that name is known; check the address"),
-    ("Socket closed", "hangs up; does it expect TLS (grpcs://)?"),
-    ("HTTP/2", "no gateway listens there; check the address"),
+    ("resolving", "no host of that name; check the address"),
+    ("Socket closed", "it closed the connection; does it expect TLS (grpcs://)?"),
+    ("HTTP/2", "the server there is no gateway; check the address"),
 )
 
 
 def row_of(error: type[BaseException]) -> StatusRow | None:
-    """The row of the nearest ancestor that has one; None for what is no refusal of ours."""
+    """Return the row of the nearest ancestor of an error class; None if no ancestor has one."""
     return next((_BY_ERROR[kind] for kind in error.__mro__ if kind in _BY_ERROR), None)
 
 
 def transient(error: errors.NobackfillError) -> bool:
-    """Whether the same call may be answered when it is made again."""
+    """Tell whether a retry of the same call may succeed."""
     row = row_of(type(error))
     return row is not None and row.transient
 
 
-def error_of(error: grpc.RpcError, asked: str) -> errors.NobackfillError:
-    """The error of our taxonomy that a gRPC status stands for; `asked` names the server or call."""
+def error_of(error: grpc.RpcError, server: str) -> errors.NobackfillError:
+    """Return the error of this project for a gRPC status.
+
+    Args:
+        error: The error of grpc.
+        server: The server or call, for the message.
+    """
     code = error.code()
     row = _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
     if _is_broken(error):
-        return errors.UnavailableError(f"{asked}: {sentence(error)}")
+        return errors.UnavailableError(f"{server}: {sentence(error)}")
     kind = errors.NobackfillError if row is None else row.error
-    return kind(f"{asked}: {sentence(error)}")
+    return kind(f"{server}: {sentence(error)}")
 
 
 def _is_broken(error: grpc.RpcError) -> bool:
-    """Whether the library, not the gateway, ended a call whose connection broke."""
+    """Tell whether the library, not the gateway, ended the call because its connection broke."""
     codes = (StatusCode.UNKNOWN, StatusCode.UNAVAILABLE)
     return error.code() in codes and (error.details() or "").startswith(_BROKEN)
 
 
 def sentence(error: grpc.RpcError) -> str:
-    """What a failed call says to a person: the server's own words, or what to do about a
-    connection that was never made, in place of the library's lines."""
+    """Explain a failed call to a person.
+
+    Returns:
+        The server's own message; for a connection that failed, the cause and what to do about it.
+    """
     code, details = error.code(), error.details() or error.code().name
     if code is StatusCode.UNAVAILABLE and details.startswith(_NEVER_CONNECTED):
-        return next((said for sign, said in _CONNECTING if sign in details), "cannot be reached")
+        return next(
+            (explanation for sign, explanation in _CONNECTING if sign in details),
+            "cannot be reached",
+        )
     if _is_broken(error):
         return (
-            "the connection broke before the call was answered; the gateway may have ended. "
-            "`gateway status` tells what was done; then try again"
+            "the connection broke before the answer; the gateway may have stopped. "
+            "`gateway status` shows what was done; then try again"
         )
     if code is StatusCode.UNAUTHENTICATED and not os.environ.get("NOBACKFILL_TOKEN_FILE"):
-        return f"{details}; name the file that holds your token in NOBACKFILL_TOKEN_FILE"
+        return f"{details}; set NOBACKFILL_TOKEN_FILE to the file that holds your token"
     return details
 
 
@@ -139,6 +159,6 @@ def _reason(error: grpc.RpcError) -> str:
             if detail.Unpack(info):
                 return str(info.reason)
     except (ValueError, DecodeError):
-        # A server may send anything as its details; the status stands without them.
+        # A server may send anything as details; the status is valid without them.
         pass
     return "TOO_LARGE" if _ABOVE_BOUND in (error.details() or "") else ""

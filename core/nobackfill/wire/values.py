@@ -1,4 +1,4 @@
-"""Values and filters of a gallery as the messages of gRPC carry them, and back."""
+"""Convert metadata values and filters of a gallery to gRPC messages, and back."""
 
 import math
 from collections.abc import Mapping
@@ -37,7 +37,14 @@ Values = MessageMap[str, types.Value]
 
 
 def fill_value(value: MetadataValue, into: types.Value) -> None:
-    """An integer of 64 bits stays exact; a larger one is the float nearest to it."""
+    """Write a metadata value into a message.
+
+    An integer of 64 bits stays exact; a larger one becomes the nearest float.
+
+    Args:
+        value: The value.
+        into: The message, which is changed.
+    """
     if isinstance(value, bool):
         into.flag = value
     elif isinstance(value, str):
@@ -52,19 +59,35 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
 
 
 def to_value(value: MetadataValue) -> types.Value:
-    """Like `fill_value`, as a message of its own."""
-    made = types.Value()
-    fill_value(value, made)
-    return made
+    """Return a metadata value as a message, see `fill_value`."""
+    message = types.Value()
+    fill_value(value, message)
+    return message
 
 
 def from_value(value: types.Value, key: str) -> MetadataValue:
-    """Raises InvalidInputError for an empty value or a number that is not finite."""
+    """Return a message as a metadata value.
+
+    Args:
+        value: The message.
+        key: The key, for the error.
+
+    Raises:
+        InvalidInputError: The message is empty, or a number that is not finite.
+    """
     return list(value.texts.texts) if value.HasField("texts") else from_scalar(value, key)
 
 
 def from_scalar(value: types.Value, key: str) -> Scalar:
-    """Like `from_value`; a list of texts is refused, too."""
+    """Return a message as a single value, no list.
+
+    Args:
+        value: The message.
+        key: The key, for the error.
+
+    Raises:
+        InvalidInputError: The message is empty, a list, or a number that is not finite.
+    """
     kind = value.WhichOneof("kind")
     if kind == "text":
         return value.text
@@ -78,76 +101,90 @@ def from_scalar(value: types.Value, key: str) -> Scalar:
 
 
 def from_metadata(values: Values) -> Metadata:
-    """Metadata as a gateway answers it. Raises InvalidInputError."""
+    """Return metadata from the messages of a gateway.
+
+    Raises:
+        InvalidInputError: A value is empty, or a number that is not finite.
+    """
     return {key: from_value(value, key) for key, value in values.items()}
 
 
 def origin_name(origin: types.Origin) -> Origin | None:
-    """None for one that is not set, or that this version does not know."""
+    """Return the name of an origin; None for one that is unset, or unknown to this version."""
     return _NAMES.get(origin)
 
 
-# No item has this key, so that it lacks it holds of all. A gateway that does not know expressions
-# does not know such a test either, and refuses it rather than answer without a filter.
+# No item has this key, so that its absence is true for all. A gateway that does not know
+# expressions does not know this test either, and refuses the call instead of ignoring the filter.
 NEWER = "\0 this gateway is older than filter expressions: update it"
 _BOUNDS = ("at_least", "less_than", "greater_than", "at_most")
 
 
 def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
-    """Metadata that equals the given values, or a filter. Raises InvalidInputError."""
-    made = types.Filter()
+    """Return values that metadata must equal, or a filter, as a message; None gives an empty one.
+
+    Raises:
+        InvalidInputError: The filter breaks a limit.
+    """
+    message = types.Filter()
     if isinstance(where, Mapping):
-        # Gateways before expressions answer these, too; an expression they would not see.
+        # Gateways before expressions understand conditions, but would ignore an expression.
         for key, value in where.items():
-            made.conditions.add(key=key, equals=to_value(value))
+            message.conditions.add(key=key, equals=to_value(value))
     elif where is not None:
         check(where)
-        made.expression.CopyFrom(to_expression(where))
-        made.conditions.add(key=NEWER, exists=False)
-    return made
+        message.expression.CopyFrom(to_expression(where))
+        message.conditions.add(key=NEWER, exists=False)
+    return message
 
 
-def to_expression(filtered: Filter) -> types.Expression:
-    """The same filter as a message. Raises ValueError for an integer of more than 64 bits."""
-    made = types.Expression()
-    if isinstance(filtered, All | AnyOf):
-        group = made.all if isinstance(filtered, All) else made.any
+def to_expression(condition: Filter) -> types.Expression:
+    """Return a filter as a message.
+
+    Raises:
+        ValueError: An integer has more than 64 bits.
+    """
+    message = types.Expression()
+    if isinstance(condition, All | AnyOf):
+        group = message.all if isinstance(condition, All) else message.any
         group.SetInParent()
-        group.of.extend(map(to_expression, filtered.of))
-    elif isinstance(filtered, Not):
-        # A word of the language: it cannot be an attribute's name in the source.
-        getattr(made, "not").CopyFrom(to_expression(filtered.of))
-    elif isinstance(filtered, Range):
-        made.all.CopyFrom(_ranges(filtered))
+        group.of.extend(map(to_expression, condition.of))
+    elif isinstance(condition, Not):
+        # `not` is a keyword of Python.
+        getattr(message, "not").CopyFrom(to_expression(condition.of))
+    elif isinstance(condition, Range):
+        message.all.CopyFrom(_ranges(condition))
     else:
-        made.condition.key = filtered.key
-        if isinstance(filtered, OneOf):
-            made.condition.one_of.SetInParent()
-            made.condition.one_of.values.extend(map(to_value, filtered.values))
-        elif isinstance(filtered, Exists):
-            made.condition.exists = True
+        message.condition.key = condition.key
+        if isinstance(condition, OneOf):
+            message.condition.one_of.SetInParent()
+            message.condition.one_of.values.extend(map(to_value, condition.values))
+        elif isinstance(condition, Exists):
+            message.condition.exists = True
         else:
-            _times(filtered, made.condition.time_range)
-    return made
+            _times(condition, message.condition.time_range)
+    return message
 
 
-def _ranges(filtered: Range) -> types.Expression.Expressions:
-    """One condition for bounds that are integers, one for others: either way no bound is rounded.
-    A range without any asks for a number."""
-    whole, others = types.Condition(key=filtered.key), types.Condition(key=filtered.key)
+def _ranges(condition: Range) -> types.Expression.Expressions:
+    """Return one condition for integer bounds and one for others, so that no bound is rounded.
+
+    A range without bounds requires a number.
+    """
+    integers, others = types.Condition(key=condition.key), types.Condition(key=condition.key)
     others.range.SetInParent()
     for name in _BOUNDS:
-        bound = getattr(filtered, name)
+        bound = getattr(condition, name)
         if bound is not None:
-            into = whole.integer_range if isinstance(bound, int) else others.range
+            into = integers.integer_range if isinstance(bound, int) else others.range
             setattr(into, name, bound)
-    asked = [one for one in (whole, others) if one.WhichOneof("test")]
-    return types.Expression.Expressions(of=[types.Expression(condition=one) for one in asked])
+    conditions = [one for one in (integers, others) if one.WhichOneof("test")]
+    return types.Expression.Expressions(of=[types.Expression(condition=one) for one in conditions])
 
 
-def _times(filtered: TimeRange, into: types.Condition.TimeRange) -> None:
+def _times(condition: TimeRange, into: types.Condition.TimeRange) -> None:
     into.SetInParent()
     for name in _BOUNDS:
-        bound = getattr(filtered, name)
+        bound = getattr(condition, name)
         if bound is not None:
             getattr(into, name).FromMicroseconds(bound)

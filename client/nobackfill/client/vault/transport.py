@@ -35,7 +35,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
     """Upload the ciphertext `source`; the number of bytes that were still to be sent."""
-    held = first = gateway.held_of_blob(blob)
+    held = first = gateway.received_bytes(blob)
     standstills = 0
     while held < blob.size:
         try:
@@ -43,7 +43,7 @@ def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
         except NobackfillError as error:
             if not transient(error):
                 raise
-            answer = gateway.held_of_blob(blob)
+            answer = gateway.received_bytes(blob)
         standstills = 0 if answer > held else standstills + 1
         if standstills == _STANDSTILLS:
             raise UnavailableError(

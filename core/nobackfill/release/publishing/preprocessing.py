@@ -191,14 +191,14 @@ class _Timm(BaseModel):
 class _OpenClipModel(BaseModel):
     """The open_clip_config.json, whose model has the size where its preprocessing lacks it."""
 
-    class _Model(BaseModel):
+    class _VisionTower(BaseModel):
         class _Vision(BaseModel):
             image_size: Side | Size
 
         vision_cfg: _Vision
 
     preprocess_cfg: dict[str, object]
-    model_cfg: _Model | None = None
+    model_cfg: _VisionTower | None = None
 
     def read(self) -> Preprocessing:
         size = {} if self.model_cfg is None else {"size": self.model_cfg.vision_cfg.image_size}
