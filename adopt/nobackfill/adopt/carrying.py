@@ -23,6 +23,7 @@ from nobackfill.adopt.sources.source import (
     Rows,
     Source,
     Target,
+    WarningSource,
     Window,
     checked,
 )
@@ -123,12 +124,14 @@ def carry(
 
     Raises:
         InvalidInputError: Vectors that the map cannot take, items without a new vector, a store
-            that knows no flip.
+            that knows no flip, or that cannot flip (before anything is written).
         AlreadyExistsError: The target holds vectors of another map or model.
         BusyError: Others write faster.
         VerificationError: The store does not hold what was written.
     """
     facts = source.facts()
+    if flip and isinstance(source, WarningSource) and (obstacles := source.obstacles(target)):
+        raise InvalidInputError(f"{facts.name}: cannot flip: {'; '.join(obstacles)}")
     beside = source.beside(target)
     if flip and not isinstance(beside, Flippable):
         raise InvalidInputError(

@@ -544,7 +544,9 @@ def _carry_and_answer(
     from nobackfill.adopt.sources.source import WarningSource
 
     if isinstance(source, WarningSource):
-        for warning in source.warnings(target.name):
+        # With --flip they are an error.
+        obstacles = [] if flip else source.obstacles(target)
+        for warning in [*source.warnings(target.name), *obstacles]:
             print(visible(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)
     done = write_vectors(source, target, maker, progress=_progress(source.count()), flip=flip)
     lines = [*notes, f"{done.written} written, {done.total} carried and checked"]

@@ -28,17 +28,19 @@ with extra("adopt"):
     from nobackfill.adopt.sources import pgvector_beside
     from nobackfill.adopt.sources.pgvector_beside import (
         METRICS,
+        MOST_NAME,
         PgvectorBeside,
         PgvectorTable,
         before,
+        column_obstacles,
+        table_obstacles,
     )
+    from nobackfill.adopt.sources.postgres_dependents import column_properties
     from nobackfill.adopt.sources.postgres_table import Changes, SourceTable, note
 
 _SIGNS: Mapping[SearchMetric, LiteralString] = {
     "cosine": "<=>", "squared_l2": "<->", "inner_product": "<#>", "l1": "<+>",
 }  # fmt: skip
-# PostgreSQL cuts longer names off.
-_MOST_NAME = 63
 # When a new vector is emptied. The first two conditions tell what carrying itself writes without
 # reading an old vector. IS DISTINCT FROM would not do: a dump of it does not name the operator's
 # schema, so the triggers of a restored table are missing.
@@ -229,12 +231,24 @@ class PgvectorSource:
             f"{', '.join(triggers)}; --to {pgvector_beside.PREFIX}NAME updates no row"
         ]
 
+    def obstacles(self, target: Target) -> list[str]:
+        if target.name.startswith(pgvector_beside.PREFIX):
+            return table_obstacles(self._table)
+        if self._flipped(target):
+            return []
+        return column_obstacles(self._table, self.vector, target)
+
+    def _flipped(self, target: Target) -> bool:
+        """Tell whether a flip gave the target's name to vectors of its map."""
+        name = target.name
+        return self.vector == before(name) and self._table.said(name).get("carried") == target.mark
+
     def beside(self, target: Target) -> Beside:
         self._table.every_row_is_seen()
         name = target.name.removeprefix(pgvector_beside.PREFIX)
-        if len(name.encode("utf-8", "surrogateescape")) > _MOST_NAME:
+        if len(name.encode("utf-8", "surrogateescape")) > MOST_NAME:
             raise InvalidInputError(
-                f"--to: expected at most {_MOST_NAME} bytes, which is what PostgreSQL keeps of a "
+                f"--to: expected at most {MOST_NAME} bytes, which is what PostgreSQL keeps of a "
                 f"name, got {name!r}"
             )
         if name != target.name:
@@ -245,10 +259,7 @@ class PgvectorSource:
             # Also one that somebody else has made since the table was looked at.
             there = made is not None or target.name in self._table.columns
             # After a flip, rows are filled that have no new vector.
-            flipped = (
-                self.vector == before(target.name)
-                and self._table.said(target.name).get("carried") == target.mark
-            )
+            flipped = self._flipped(target)
             if there and made != target.mark and not flipped:
                 raise AlreadyExistsError(
                     f"{self._table.name}: column {target.name!r} exists already and was not made "
@@ -260,6 +271,10 @@ class PgvectorSource:
                 changes.run("ALTER TABLE {table} ADD COLUMN {new} {type}({dim})", dim=dim, **names)
                 mark = note(nobackfill=target.mark, model=target.model)
                 changes.run("COMMENT ON COLUMN {table}.{new} IS {mark}", mark=mark, **names)
+                dims = self._table.dim(self.vector), target.dim
+                here = self._table.text("{here}")
+                for step in column_properties(self._table, self.vector, here, target.name, dims):
+                    changes.run_text(step)
             digest = None if flipped else self._watch(changes, target)
         return PgvectorBeside(self, self._table, self._names(target.name), target, flipped, digest)
 

@@ -27,12 +27,15 @@ with extra("adopt"):
     from psycopg import sql
 
     from nobackfill.adopt.sources.postgres_dependents import (
-        Moves,
+        cluster_mark,
+        column_properties,
         dependents,
         grants,
         index_definitions,
         moves,
+        one_line,
         owner,
+        row_indexes,
         security,
     )
     from nobackfill.adopt.sources.postgres_table import (
@@ -45,6 +48,8 @@ with extra("adopt"):
 
 # `--to table:NAME`.
 PREFIX = "table:"
+# PostgreSQL cuts longer names off.
+MOST_NAME = 63
 
 
 def make_table(table: SourceTable, vector: str, target: Target) -> str | None:
@@ -71,7 +76,7 @@ def make_table(table: SourceTable, vector: str, target: Target) -> str | None:
             )
         there = table.triggers(names["function"])
         if made is None:
-            _make(changes, names, target, mark)
+            _make(changes, table, vector, names, target, mark)
         elif len(there.states) != len(_EVENTS) or "D" in there.states + there.partition_states:
             raise AlreadyExistsError(
                 f"{table.name}: nothing has emptied what is stale in table "
@@ -85,20 +90,32 @@ def make_table(table: SourceTable, vector: str, target: Target) -> str | None:
 
 
 def _make(
-    changes: Changes, names: dict[str, sql.Identifier], target: Target, mark: dict[str, str]
+    changes: Changes,
+    table: SourceTable,
+    vector: str,
+    names: dict[str, sql.Identifier],
+    target: Target,
+    mark: dict[str, str],
 ) -> None:
     dim = sql.SQL(str(int(target.dim)))
+    # No foreign key leads from a table that is logged to one that is not.
+    kind = sql.SQL("UNLOGGED TABLE" if table.unlogged else "TABLE")
     # As a query's, the key's column has the type and the collation of the old one.
-    changes.run("CREATE TABLE {beside} AS SELECT {key} FROM {table} WITH NO DATA", **names)
+    query: LiteralString = "CREATE {kind} {beside} AS SELECT {key} FROM {table} WITH NO DATA"
+    changes.run(query, kind=kind, **names)
     changes.run("ALTER TABLE {beside} ADD PRIMARY KEY ({key})", **names)
     changes.run("ALTER TABLE {beside} ADD COLUMN {old} {type}({dim})", dim=dim, **names)
     # All but what is emptied later is passed over.
     changes.run("CREATE INDEX {empty_name} ON {beside} ({key}) WHERE {old} IS NULL", **names)
     mark_and_model = note(model=target.model, **mark)
     changes.run("COMMENT ON TABLE {beside} IS {mark}", mark=mark_and_model, **names)
-    if target.model:
-        said = note(model=target.model)
+    comment = table.comment(vector)
+    if target.model or comment:
+        said = note(comment, model=target.model)
         changes.run("COMMENT ON COLUMN {beside}.{old} IS {said}", said=said, **names)
+    dims = table.dim(vector), target.dim
+    for step in column_properties(table, vector, names["beside"].as_string(), vector, dims):
+        changes.run_text(step)
     changes.owned("TABLE", names["beside"])
 
 
@@ -295,8 +312,7 @@ class PgvectorBeside:
         return self._source.filled(self._target.name)
 
     def build_indexes(self) -> None:
-        if left := self._moves().left:
-            raise InvalidInputError(f"{self._table.name}: {_left(self._source.vector, left)}")
+        refuse_flip(self._table, column_obstacles(self._table, self._source.vector, self._target))
         if len(self._table.valid_indexes(self._target.name)) < len(self._indexes()):
             for statement in self._indexes():
                 self._table.run_alone(statement)
@@ -310,16 +326,13 @@ class PgvectorBeside:
     def finish(self) -> list[str]:
         if self.flipped:
             return []
-        if left := self._moves().left:
-            return [*self._indexes(), _left(self._source.vector, left)]
+        if obstacles := column_obstacles(self._table, self._source.vector, self._target):
+            return [*self._indexes(), *obstacles]
         return [
             *self._indexes(),
             "switch the queries to the new model; " + HOW,
             f"BEGIN; {'; '.join(self._flip())}; COMMIT",
         ]
-
-    def _moves(self) -> Moves:
-        return moves(self._table, self._source.vector, self._dims)
 
     @property
     def _dims(self) -> tuple[int | None, int]:
@@ -338,14 +351,12 @@ class PgvectorBeside:
         """Statements of one transaction."""
         text, names = self._table.text, self._names
         kept = sql.Identifier(before(self._source.vector))
-        moved = self._moves()
-        demands = text(
-            "ALTER TABLE {table} ALTER COLUMN {old} DROP NOT NULL, ALTER COLUMN {new} SET NOT NULL",
-            **names,
-        )
+        old, here = self._source.vector, text("{here}")
+        moved = moves(self._table, old, self._dims)
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless_watched(self._table, names["function"], self._triggers),
+            *self._table.finding_pgvector(),
             unless(
                 self._table,
                 "EXISTS (SELECT FROM {table} WHERE {old} IS NOT NULL AND {new} IS NULL)",
@@ -355,13 +366,19 @@ class PgvectorBeside:
             text("DROP FUNCTION {function}() CASCADE", **names),
             # From now on it is the source's own: the next model's map reads it. By this map, rows
             # are filled that have no new vector.
-            text(
-                "COMMENT ON COLUMN {table}.{new} IS {said}",
-                said=note(model=self._target.model, carried=self._target.mark),
-                **names,
+            one_line(
+                text(
+                    "COMMENT ON COLUMN {table}.{new} IS {said}",
+                    said=note(
+                        self._table.comment(old),
+                        model=self._target.model,
+                        carried=self._target.mark,
+                    ),
+                    **names,
+                )
             ),
-            # From then on a writer sets one of both columns.
-            *([demands] if self._table.demands(self._source.vector) else []),
+            *column_properties(self._table, old, here, self._target.name, self._dims),
+            # A writer sets one of both columns after the flip: NOT NULL moves, too.
             *moved.before,
             text("ALTER TABLE {table} RENAME COLUMN {old} TO {kept}", kept=kept, **names),
             text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
@@ -375,23 +392,62 @@ class PgvectorBeside:
                 "JOIN pg_proc p ON p.oid = tgfoid WHERE t.oid = objid "
                 "AND starts_with(proname, 'nobackfill_')))",
                 "something new depends on the old vectors: run nobackfill carry again",
-                relation=text("{here}"),
-                kept=before(self._source.vector),
+                relation=here,
+                kept=before(old),
             ),
+            *cluster_mark(self._table, old, self._dims),
         ]
 
 
-def _left(column: str, left: list[str]) -> str:
-    """Why nothing flips."""
-    return (
-        f"a flip would leave these with the old vectors of {column}: {few(left)}; drop them, carry "
-        "again and flip, and make them anew for the new vectors"
-    )
+def column_obstacles(table: SourceTable, column: str, target: Target) -> list[str]:
+    """Name in sentences what keeps new vectors from taking the place of a column; none if they can.
+
+    The new column need not exist yet: a carry with --flip looks before it writes the first row.
+    """
+    obstacles = table.obstacles(column)
+    if table.has_column(before(column)):
+        obstacles.append(
+            f"a flip would name the old vectors {before(column)!r}, as another column of the table "
+            "is named; rename that column, or drop it if an earlier flip left it and nothing "
+            "reads it"
+        )
+    if indexes := row_indexes(table):
+        obstacles.append(
+            f"these indexes read whole rows, and would keep what they read of the old vectors: "
+            f"{few(indexes)}; drop them, and build them again after the flip"
+        )
+    moved = moves(table, column, (table.dim(column), target.dim))
+    if moved.left:
+        obstacles.append(
+            f"a flip would leave these with the old vectors of {column}: {few(moved.left)}; drop "
+            "them, carry again and flip, and make them anew for the new vectors"
+        )
+    if moved.hindrances:
+        obstacles.append(f"these objects prevent a flip: {few(moved.hindrances)}")
+    return obstacles
+
+
+def table_obstacles(table: SourceTable) -> list[str]:
+    """Name in sentences what keeps a table of new vectors from a foreign key to `table`."""
+    if table.referable():
+        return []
+    return [
+        f"key {table.key!r} is unique by a deferrable constraint alone, which no foreign key may "
+        "reference: make it NOT DEFERRABLE, or carry into a column (--to NAME)"
+    ]
+
+
+def refuse_flip(table: SourceTable, obstacles: list[str]) -> None:
+    """Raise InvalidInputError if there are obstacles."""
+    if obstacles:
+        raise InvalidInputError(f"{table.name}: cannot flip: {'; '.join(obstacles)}")
 
 
 def before(column: str) -> str:
-    """Name of the old vectors once the new ones have theirs."""
-    return f"{column}_before"
+    """Return the name of the old vectors after a flip: COLUMN_before, in at most 63 bytes."""
+    end = b"_before"
+    start = column.encode("utf-8", "surrogateescape")[: MOST_NAME - len(end)]
+    return (start.decode("utf-8", "ignore").encode() + end).decode()
 
 
 def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names: object) -> str:
@@ -401,7 +457,7 @@ def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names:
         sentence=f"{table.name}: {sentence}",
         **names,
     )
-    return table.text("DO {body}", body=body)
+    return one_line(table.text("DO {body}", body=one_line(body)))
 
 
 def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> str:
@@ -575,6 +631,8 @@ class PgvectorTable:
     def finish(self) -> list[str]:
         if self.flipped:
             return []
+        if obstacles := table_obstacles(self._table):
+            return [self._index(), *obstacles]
         with self._table.connected() as changes:
             # Of rows that went without a word to the trigger, as with a partition.
             changes.run(
@@ -617,6 +675,7 @@ class PgvectorTable:
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless_watched(self._table, names["function"], self._triggers),
+            *self._table.finding_pgvector(),
             unless(
                 self._table,
                 "EXISTS (SELECT FROM {table} t LEFT JOIN {beside} b ON b.{key} = t.{key} "

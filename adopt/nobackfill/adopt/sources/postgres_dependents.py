@@ -15,8 +15,10 @@ with extra("adopt"):
 
     from nobackfill.adopt.sources.postgres_table import SourceTable
 
-# A literal, a quoted name, or a line's end.
-_LINES = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\s*\n\s*")
+# Numbers of an old and a new vector that fit into a page, of 8 kB, with the rest of their row.
+_PAGE_DIMS = 1500
+# A literal, with or without escapes, a quoted name, or a line's end.
+_LINES = re.compile(r"\bE?'(?:[^']|'')*'|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\s*\n\s*")
 
 
 def grants(
@@ -107,21 +109,28 @@ def one_line(statement: str) -> str:
 
     def flat(found: re.Match[str]) -> str:
         part = found[0]
+        if part[0].isspace():
+            return " "
         if part.startswith("'") and "\n" in part:
-            return "E" + part.replace("\\", "\\\\").replace("\n", "\\n")
-        return part if part[0] in "'\"" else " "
+            part = "E" + part.replace("\\", "\\\\")
+        return part.replace("\n", "\\n") if part.startswith("E") else part
 
     return _LINES.sub(flat, statement)
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Statements for before and after another column takes a column's name: they make what depends
-    on the one depend on the other. `left`: what no statement moves, in PostgreSQL's words."""
+    """Statements that make what depends on one column depend on the column that takes its name.
+
+    `before` and `after`: statements to run before and after the columns are renamed. `left`:
+    objects that no statement moves, in PostgreSQL's words. `hindrances`: objects because of which
+    a statement would fail, each with the reason.
+    """
 
     before: list[str]
     after: list[str]
     left: list[str]
+    hindrances: list[str]
 
 
 def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Moves:
@@ -134,6 +143,7 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
     # A type of the old length; none is where it stays.
     parts["sized"] = "a^" if dims[0] == dims[1] else rf"\m(vector|halfvec|bit)\({dims[0]}\)"
     parts["oids"] = [oid for oid, _ in direct]
+    parts["properties"] = _PROPERTIES
     views = table.described(_VIEWS, **parts)
     parts["views"] = [view for view, *_ in views]
     found = [table.described(query, **parts) for query in _ON_THE_TABLE]
@@ -147,6 +157,8 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
     creates += [create for rows in too for _, _, create in rows]
     here = table.text("{here}")
     creates += grants(table, here, here, [column], whole=False)
+    parts["made"] = [oid for rows in (*found, *too) for oid, drop, _ in rows if drop]
+    creates += [comment for (comment,) in table.described(_COMMENTS, **parts)]
     others = [name for (name,) in table.described(_OTHER_VECTORS, **parts)]
 
     def clear(create: str | None) -> bool:
@@ -163,6 +175,11 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
         [what for oid, what in direct if oid not in known]
         + [f"view {name}" for _, rule, name, *_ in views if rule not in known | set(parts["oids"])]
         + [what for (what,) in table.described(_ON_VIEWS_ALONE, **parts)],
+        [
+            what
+            for query in (_ROWS_ELSEWHERE, _FOREIGN)
+            for (what,) in table.described(query, **parts)
+        ],
     )
 
 
@@ -189,10 +206,94 @@ def dependents(table: SourceTable, column: str) -> list[tuple[int, str]]:
     )
 
 
+def column_properties(
+    table: SourceTable, column: str, relation: str, new: str, dims: tuple[int | None, int]
+) -> list[str]:
+    """Write statements that give a new column the storage, compression and statistics settings.
+
+    Args:
+        table: The table with the old vectors.
+        column: Name of the old column.
+        relation: The relation of the new column, quoted, with its schema.
+        new: Name of the new column.
+        dims: Dimensions of the old vectors (None: not declared) and of the new ones.
+
+    Returns:
+        One statement for each setting that is not the default. PLAIN storage becomes MAIN where a
+        row of both vectors may be longer than a page.
+    """
+    found = table.described(
+        "SELECT format('ALTER TABLE %s ALTER COLUMN %I SET %s', {relation}, {new}, property) "
+        "FROM pg_attribute JOIN pg_type t ON t.oid = atttypid, {properties} "
+        "WHERE attrelid = {oid} AND attname = {column} AND property <> ''",
+        properties=_PROPERTIES,
+        relation=relation,
+        new=new,
+        oid=table.oid,
+        column=column,
+    )
+    statements = [statement for (statement,) in found]
+    if (dims[0] or dims[1]) + dims[1] > _PAGE_DIMS:
+        statements = [re.sub(r"STORAGE PLAIN\Z", "STORAGE MAIN", one) for one in statements]
+    return statements
+
+
+def cluster_mark(table: SourceTable, column: str, dims: tuple[int | None, int]) -> list[str]:
+    """Write a statement that marks the new column's index for CLUSTER as the old column's index.
+
+    Args:
+        table: The table with the old vectors.
+        column: Name of the old column, which the new one has when the statement runs.
+        dims: Dimensions of the old vectors (None: not declared) and of the new ones.
+
+    Returns:
+        One statement for a transaction that ends after it, as it sets the search path. No statement
+        where no index of the column has the mark. Without an equal index it changes nothing.
+    """
+    found = table.described(
+        "SELECT pg_get_indexdef(indexrelid) FROM pg_index WHERE indrelid = {oid} "
+        "AND indisclustered AND EXISTS (SELECT FROM pg_depend JOIN pg_attribute "
+        "ON attrelid = refobjid AND attnum = refobjsubid WHERE classid = 'pg_class'::regclass "
+        "AND objid = indexrelid AND refobjid = indrelid AND attname = {column})",
+        oid=table.oid,
+        column=column,
+    )
+    statements = []
+    for (definition,) in found:
+        body = table.text(
+            "DECLARE one record; BEGIN SET LOCAL search_path = pg_catalog; "
+            "FOR one IN SELECT indrelid::regclass AS here, relname FROM pg_index "
+            "JOIN pg_class c ON c.oid = indexrelid WHERE indrelid = {here_text}::regclass "
+            "AND right(pg_get_indexdef(indexrelid), {length}) = {using} LIMIT 1 LOOP "
+            "EXECUTE format('ALTER TABLE %s CLUSTER ON %I', one.here, one.relname); "
+            "END LOOP; END",
+            here_text=table.text("{here}"),
+            using=(using := _resized(definition[definition.index(" USING ") :], dims)),
+            length=len(using),
+        )
+        statements.append(one_line(table.text("DO {body}", body=body)))
+    return statements
+
+
+def row_indexes(table: SourceTable) -> list[str]:
+    """Name the indexes of a table and its partitions whose expression reads whole rows."""
+    found = table.described(
+        "SELECT indexrelid::regclass::text FROM pg_index WHERE (indrelid = {oid} OR indrelid IN "
+        "(SELECT relid FROM pg_partition_tree({oid}::oid::regclass))) AND concat("
+        "pg_get_expr(indexprs, indrelid), pg_get_expr(indpred, indrelid)) ~ {whole} ORDER BY 1",
+        oid=table.oid,
+        whole=r"\.\*",
+    )
+    return [name for (name,) in found]
+
+
 def index_definitions(
     table: SourceTable, old: str, new: str, dims: tuple[int | None, int]
 ) -> list[str]:
-    """Statements that build for one column the indexes that another one has, options and all."""
+    """Statements that build for one column the indexes that another one has, options and all. None
+    where an index reads whole rows."""
+    if row_indexes(table):
+        return []
     shape = sql.Identifier("pg_temp", "nobackfill_shape")
     with table.connected() as changes, changes.attempt():
         changes.run("SET LOCAL search_path = pg_catalog")
@@ -258,9 +359,17 @@ CASE WHEN own THEN format('ALTER TABLE %s ADD CONSTRAINT %I %s', of, conname,
 pg_get_constraintdef(oid)) END
 FROM pg_constraint, LATERAL (SELECT conrelid::regclass, coninhcount = 0) t (of, own)
 WHERE oid = ANY({oids}::oid[]) AND contype = 'c'""",
+    # From PostgreSQL 18 on NOT NULL has a name, and holds for new rows alone where it is NOT VALID.
     """
-SELECT oid, format('DROP STATISTICS %I.%I', stxnamespace::regnamespace, stxname),
-pg_get_statisticsobjdef(oid) FROM pg_statistic_ext WHERE oid = ANY({oids}::oid[])""",
+SELECT c.oid, format('ALTER TABLE %s ALTER COLUMN %I DROP NOT NULL', of, attname),
+coalesce(format('ALTER TABLE %s ADD CONSTRAINT %I ', of, conname) || pg_get_constraintdef(c.oid),
+format('ALTER TABLE %s ALTER COLUMN %I SET NOT NULL', of, attname))
+FROM pg_attribute LEFT JOIN pg_constraint c ON conrelid = attrelid AND contype = 'n'
+AND conkey = ARRAY[attnum], LATERAL (SELECT attrelid::regclass) t (of)
+WHERE attname = {column} AND attnotnull AND CASE WHEN attrelid = {oid} THEN true
+ELSE attrelid IN (SELECT relid FROM pg_partition_tree({oid}::oid::regclass)) AND
+coalesce(coninhcount = 0, NOT (SELECT whole.attnotnull FROM pg_attribute whole
+WHERE whole.attrelid = {oid} AND whole.attname = {column})) END""",
     """
 SELECT oid, NULL, format('ALTER POLICY %I ON %s%s%s', polname, polrelid::regclass,
 ' USING (' || pg_get_expr(polqual, polrelid) || ')',
@@ -268,6 +377,13 @@ SELECT oid, NULL, format('ALTER POLICY %I ON %s%s%s', polname, polrelid::regclas
 FROM pg_policy WHERE oid = ANY({oids}::oid[])""",
 )
 _ON_VIEWS_TOO: tuple[LiteralString, ...] = (
+    """
+SELECT oid, format('DROP STATISTICS %s', name), concat_ws('; ', pg_get_statisticsobjdef(oid),
+format('ALTER STATISTICS %s OWNER TO %I', name, pg_get_userbyid(stxowner)),
+CASE WHEN stxstattarget >= 0 THEN format('ALTER STATISTICS %s SET STATISTICS %s', name,
+stxstattarget) END)
+FROM pg_statistic_ext, format('%I.%I', stxnamespace::regnamespace, stxname) name
+WHERE oid = ANY({oids}::oid[]) OR stxrelid = ANY({views}::oid[])""",
     """
 SELECT oid, format('DROP RULE %I ON %s', rulename, ev_class::regclass),
 concat(rtrim(pg_get_ruledef(oid), ';'), CASE WHEN ev_enabled <> 'O' THEN
@@ -286,6 +402,13 @@ WHERE NOT tgisinternal AND (oid = ANY({oids}::oid[]) OR tgrelid = ANY({views}::o
 SELECT oid, NULL, pg_get_functiondef(oid) FROM pg_proc
 WHERE oid = ANY({oids}::oid[]) AND prokind IN ('f', 'p')""",
 )
+# What ALTER COLUMN SETs where it is not the default, of a pg_attribute with its pg_type `t`.
+_PROPERTIES = sql.SQL("""unnest(ARRAY[
+CASE WHEN attstorage <> typstorage THEN 'STORAGE ' || CASE attstorage WHEN 'p' THEN 'PLAIN'
+WHEN 'm' THEN 'MAIN' WHEN 'e' THEN 'EXTERNAL' ELSE 'EXTENDED' END END,
+'COMPRESSION ' || CASE attcompression WHEN 'p' THEN 'pglz' WHEN 'l' THEN 'lz4' END,
+CASE WHEN attstattarget >= 0 THEN 'STATISTICS ' || attstattarget END,
+'(' || array_to_string(attoptions, ', ') || ')']) property""")
 # Views of the column and of what is computed of it, and views of these, in an order in which they
 # can be made: oid, its rule, its name, statements as above. Default privileges give nobody a view
 # that they had not. A materialized view is filled by REFRESH, which runs as its owner: CREATE would
@@ -305,9 +428,10 @@ WITH RECURSIVE read (view, rule, depth) AS (
 )
 SELECT view, max(rule), view::regclass::text, format('DROP %s %s', kind, view::regclass),
 concat_ws('; ',
-  format('CREATE %s %s%s AS %s%s', kind, view::regclass,
-    ' WITH (' || array_to_string(reloptions, ', ') || ')', rtrim(pg_get_viewdef(view), ';'),
-    CASE relkind WHEN 'm' THEN ' WITH NO DATA' END),
+  format('CREATE %s %s%s%s AS %s%s', kind, view::regclass,
+    ' WITH (' || array_to_string(reloptions, ', ') || ')',
+    (SELECT format(' TABLESPACE %I', spcname) FROM pg_tablespace s WHERE s.oid = reltablespace),
+    rtrim(pg_get_viewdef(view), ';'), CASE relkind WHEN 'm' THEN ' WITH NO DATA' END),
   format('ALTER TABLE %s OWNER TO %I', view::regclass, pg_get_userbyid(relowner)),
   format('REVOKE ALL ON %s FROM %s', view::regclass, concat_ws(', ', 'PUBLIC', (SELECT
     string_agg(DISTINCT quote_ident(pg_get_userbyid(grantee)), ', ') FROM pg_default_acl,
@@ -319,16 +443,79 @@ concat_ws('; ',
   (SELECT string_agg(format('ALTER TABLE %s ALTER COLUMN %I SET DEFAULT %s', view::regclass,
     attname, pg_get_expr(adbin, adrelid)), '; ') FROM pg_attrdef JOIN pg_attribute
     ON attrelid = adrelid AND attnum = adnum WHERE adrelid = view),
-  (SELECT string_agg(pg_get_indexdef(indexrelid), '; ') FROM pg_index WHERE indrelid = view),
+  (SELECT string_agg(format('ALTER TABLE %s ALTER COLUMN %I SET %s', view::regclass, attname,
+    property), '; ') FROM pg_attribute JOIN pg_type t ON t.oid = atttypid, {properties}
+    WHERE attrelid = view AND attnum > 0 AND NOT attisdropped AND property <> ''),
+  (SELECT string_agg(concat_ws('; ', pg_get_indexdef(indexrelid), CASE WHEN indisclustered THEN
+    format('ALTER TABLE %s CLUSTER ON %I', view::regclass, relname) END,
+    'COMMENT ON INDEX ' || indexrelid::regclass || ' IS '
+    || quote_literal(obj_description(indexrelid, 'pg_class'))), '; ')
+    FROM pg_index JOIN pg_class i ON i.oid = indexrelid WHERE indrelid = view),
   CASE WHEN relkind = 'm' AND relispopulated
     THEN format('REFRESH MATERIALIZED VIEW %s', view::regclass) END)
 FROM read JOIN pg_class c ON c.oid = view,
 concat(CASE WHEN relkind = 'm' THEN 'MATERIALIZED ' END, 'VIEW') kind
-GROUP BY view, kind, reloptions, relowner, relkind, relispopulated ORDER BY max(depth), 1"""
-# Objects that keep these views from being dropped.
+GROUP BY view, kind, reloptions, reltablespace, relowner, relkind, relispopulated
+ORDER BY max(depth), 1"""
+# Comments of objects that are dropped and made again.
+_COMMENTS: LiteralString = """
+SELECT format('COMMENT ON %s %s IS %L', CASE classoid WHEN 'pg_constraint'::regclass
+THEN 'CONSTRAINT' WHEN 'pg_trigger'::regclass THEN 'TRIGGER' WHEN 'pg_rewrite'::regclass THEN 'RULE'
+ELSE 'STATISTICS' END, identity, description)
+FROM pg_description, pg_identify_object(classoid, objoid, 0) WHERE objoid = ANY({made}::oid[])
+AND classoid IN ('pg_constraint'::regclass, 'pg_trigger'::regclass, 'pg_rewrite'::regclass,
+'pg_statistic_ext'::regclass)"""
+# Objects that keep these views from being dropped: they use a view, or the type of its rows.
 _ON_VIEWS_ALONE: LiteralString = """
-SELECT DISTINCT pg_describe_object(classid, objid, 0) FROM pg_depend d
-LEFT JOIN pg_class v ON reltype = refobjid AND refclassid = 'pg_type'::regclass
-WHERE classid = 'pg_proc'::regclass AND deptype = 'n'
-AND (refclassid = 'pg_class'::regclass AND refobjid = ANY({views}::oid[])
-OR v.oid = ANY({views}::oid[])) ORDER BY 1"""
+SELECT DISTINCT pg_describe_object(classid, objid, objsubid) FROM pg_depend
+LEFT JOIN pg_type t ON refclassid = 'pg_type'::regclass AND t.oid = refobjid
+LEFT JOIN pg_type e ON e.oid = t.typelem
+WHERE deptype = 'n' AND (refclassid = 'pg_class'::regclass AND refobjid = ANY({views}::oid[])
+OR {views}::oid[] && ARRAY[t.typrelid, e.typrelid]) AND NOT EXISTS (SELECT FROM pg_rewrite r
+WHERE classid = 'pg_rewrite'::regclass AND r.oid = objid AND ev_class = ANY({views}::oid[]))
+UNION SELECT pg_describe_object(refclassid, refobjid, 0) FROM pg_depend
+WHERE classid = 'pg_class'::regclass AND objid = ANY({views}::oid[]) AND deptype = 'e'
+ORDER BY 1"""
+# PostgreSQL writes no table anew, as for a stored computed column, while another table has a column
+# of its rows' type.
+_ROWS_ELSEWHERE: LiteralString = """
+WITH RECURSIVE used (type) AS (
+  SELECT reltype FROM pg_class WHERE (oid = {oid}
+  OR oid IN (SELECT relid FROM pg_partition_tree({oid}::oid::regclass)))
+  AND EXISTS (SELECT FROM pg_attrdef d JOIN pg_attribute ON attrelid = adrelid AND attnum = adnum
+  WHERE d.oid = ANY({oids}::oid[]) AND attgenerated = 's' AND attname <> {column})
+  UNION SELECT t.oid FROM used JOIN pg_type t ON typelem = type OR typbasetype = type
+  OR EXISTS (SELECT FROM pg_class c JOIN pg_attribute ON attrelid = c.oid
+  WHERE c.oid = typrelid AND relkind IN ('c', 'v') AND atttypid = type)
+)
+SELECT DISTINCT format('column %I of table %s (its type is that of the table''s rows, so that '
+'PostgreSQL cannot write a computed column again)', attname, attrelid::regclass)
+FROM used JOIN pg_attribute ON atttypid = type JOIN pg_class c ON c.oid = attrelid
+WHERE relkind IN ('r', 'm', 'p') AND NOT attisdropped ORDER BY 1"""
+# Objects that another role owns, or that are in a schema where nothing can be made.
+_FOREIGN: LiteralString = """
+SELECT DISTINCT concat(pg_describe_object(class, object, 0), CASE
+WHEN NOT owned THEN format(' (connect as its owner %I, or GRANT %I TO %I)', name, name, role)
+ELSE format(' (GRANT CREATE ON SCHEMA %s TO %s)', schema::regnamespace, concat_ws(', ',
+CASE WHEN NOT makes THEN quote_ident(role) END,
+CASE WHEN NOT owner_makes THEN quote_ident(name) END)) END)
+FROM (SELECT 'pg_class'::regclass::oid, c.oid, relowner,
+  CASE WHEN c.oid = ANY({views}::oid[]) THEN relnamespace END, c.oid = ANY({views}::oid[])
+  FROM pg_class c WHERE c.oid = ANY({views}::oid[])
+  OR c.oid IN (SELECT ev_class FROM pg_rewrite WHERE oid = ANY({oids}::oid[]))
+  OR c.oid IN (SELECT polrelid FROM pg_policy WHERE oid = ANY({oids}::oid[]))
+  OR c.oid = {oid} OR c.oid IN (SELECT relid FROM pg_partition_tree({oid}::oid::regclass))
+  UNION ALL SELECT 'pg_proc'::regclass, oid, proowner, pronamespace, false FROM pg_proc
+  WHERE oid = ANY({oids}::oid[])
+  UNION ALL SELECT 'pg_statistic_ext'::regclass, oid, stxowner, stxnamespace, true
+  FROM pg_statistic_ext WHERE oid = ANY({oids}::oid[]) OR stxrelid = ANY({views}::oid[])
+) o (class, object, owner, schema, given),
+LATERAL (SELECT pg_get_userbyid(owner), current_user::text, pg_has_role(owner, 'USAGE')
+  AND pg_has_role(owner, CASE WHEN current_setting('server_version_num')::int < 160000
+  THEN 'MEMBER' ELSE 'SET' END),
+  schema IS NULL OR has_schema_privilege(schema, 'CREATE'),
+  schema IS NULL OR NOT given OR owner = current_user::regrole
+  OR (SELECT rolsuper FROM pg_roles WHERE rolname = current_user)
+  OR has_schema_privilege(owner, schema, 'CREATE')
+) r (name, role, owned, makes, owner_makes)
+WHERE NOT (owned AND makes AND owner_makes) ORDER BY 1"""

@@ -250,6 +250,24 @@ class SourceTable:
             return sql.SQL(sign)
         return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self.pgvector), sql.SQL(sign))
 
+    def finding_pgvector(self) -> list[str]:
+        """Write a statement that puts the schema of pgvector last on a transaction's search path.
+
+        PostgreSQL names no schema for the operator of IS DISTINCT FROM, NULLIF and CASE.
+
+        Returns:
+            No statement where names without a schema find pgvector.
+        """
+        if self.pgvector is None:
+            return []
+        return [
+            self.text(
+                "SELECT set_config('search_path', concat_ws(', ', "
+                "NULLIF(current_setting('search_path'), ''), quote_ident({schema})), true)",
+                schema=self.pgvector,
+            )
+        ]
+
     def kind(self, column: str) -> str:
         """vector or halfvec, "" for a column of another type."""
         found = _VECTOR.fullmatch(self.columns[column])
@@ -308,7 +326,9 @@ class SourceTable:
             "SELECT a.attname, i.indisprimary FROM pg_index i JOIN pg_attribute a "
             "ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
             "WHERE i.indrelid = to_regclass({quoted}) AND i.indisunique AND i.indnkeyatts = 1 "
-            "AND i.indpred IS NULL AND a.attnotnull ORDER BY i.indisprimary DESC",
+            "AND i.indpred IS NULL AND i.indisvalid AND a.attnotnull AND NOT EXISTS "
+            "(SELECT FROM pg_constraint WHERE conrelid = a.attrelid AND contype = 'n' "
+            "AND conkey = ARRAY[a.attnum] AND NOT convalidated) ORDER BY i.indisprimary DESC",
             quoted=self._quoted,
         )
         keys = [name for name, primary in found if (name == wanted if wanted else primary)]
@@ -325,7 +345,8 @@ class SourceTable:
                     "a table that is not partitioned, and carry that"
                 )
             raise InvalidInputError(
-                f"{self.name}: expected a key of one column, unique and NOT NULL, found none"
+                f"{self.name}: expected a key of one column, unique and NOT NULL, both valid, "
+                "found none"
                 f"{'' if wanted is None else f' in {wanted!r}'}; {what_next}"
             )
         return str(keys[0])
@@ -386,6 +407,26 @@ class SourceTable:
             quoted=self._quoted,
         )
         return found
+
+    @property
+    def unlogged(self) -> bool:
+        """Tell whether the table's rows are not in the write-ahead log."""
+        return bool(
+            self.one("SELECT relpersistence = 'u' FROM pg_class WHERE oid = {oid}", oid=self.oid)
+        )
+
+    def referable(self) -> bool:
+        """Tell whether a foreign key may reference the key."""
+        return bool(
+            self.one(
+                "SELECT EXISTS (SELECT FROM pg_index JOIN pg_attribute ON attrelid = indrelid "
+                "AND attnum = indkey[0] WHERE indrelid = {oid} AND attname = {column} "
+                "AND indisunique AND indnkeyatts = 1 AND indpred IS NULL AND indisvalid "
+                "AND indimmediate)",
+                oid=self.oid,
+                column=self.key,
+            )
+        )
 
     def dims(self, column: str) -> dict[int, int]:
         """How many rows have a vector of each dimension."""
@@ -473,16 +514,57 @@ class SourceTable:
         )
         return [name for (name,) in found]
 
-    def demands(self, column: str) -> bool:
-        """Whether every row must have it."""
-        return bool(
-            self.one(
-                "SELECT attnotnull FROM pg_attribute WHERE attrelid = to_regclass({quoted}) "
-                "AND attname = {column}",
-                quoted=self._quoted,
-                column=column,
-            )
+    def has_column(self, name: str) -> bool:
+        """Tell whether the table has a column of this name now."""
+        query: LiteralString = (
+            "SELECT EXISTS (SELECT FROM pg_attribute WHERE attrelid = {oid} AND attname = {name} "
+            "AND NOT attisdropped)"
         )
+        return bool(self.one(query, oid=self.oid, name=name))
+
+    def comment(self, column: str) -> str | None:
+        """Read the owner's comment of a column, without the part that carrying wrote."""
+        comment = self._comment(column)
+        if comment and _ours(comment):
+            comment = comment.rpartition("\n")[0]
+        return comment or None
+
+    def obstacles(self, column: str) -> list[str]:
+        """Name in sentences what keeps another column from taking the place of a column."""
+        domains = self.all(
+            "SELECT t.oid::regtype::text, concat_ws(', ', "
+            "CASE WHEN typnotnull THEN 'NOT NULL' END, "
+            "CASE WHEN typdefault <> '' THEN 'DEFAULT' END, "
+            "(SELECT string_agg(quote_ident(conname), ', ' ORDER BY conname) "
+            "FROM pg_constraint WHERE contypid = t.oid AND contype = 'c')) "
+            "FROM pg_attribute JOIN pg_type t ON t.oid = atttypid WHERE attrelid = {oid} "
+            "AND attname = {column} AND typtype = 'd'",
+            oid=self.oid,
+            column=column,
+        )
+        parents = self.all(
+            "SELECT inhparent::regclass::text, relispartition FROM pg_inherits "
+            "JOIN pg_class c ON c.oid = inhrelid JOIN pg_attribute ON attrelid = inhrelid "
+            "WHERE inhrelid = {oid} AND attname = {column} AND attinhcount > 0 ORDER BY 1",
+            oid=self.oid,
+            column=column,
+        )
+        names = {"one": sql.Identifier(column)}
+        to_type = self.text("ALTER TABLE {table} ALTER COLUMN {one} TYPE ", **names)
+        alone = self.text("ALTER TABLE {table} NO INHERIT ")
+        sentences = [
+            f"column {column!r} has the domain {domain}, which would be that of the old vectors "
+            f"alone ({parts}): give the column the type that the domain is of, by "
+            f"{to_type}{self.columns[column]}, and what the domain demands to the table"
+            for domain, parts in domains
+            if parts
+        ]
+        for parent, partition in parents:
+            ways = f"end the inheritance by {alone}{parent}, or carry with --to table:NAME"
+            if partition:
+                ways = "carry that table, with all its partitions"
+            sentences.append(f"column {column!r} is inherited from {parent}: {ways}")
+        return sentences
 
     def mark(self, column: str) -> str | None:
         """The digest in the comment of a column of ours, None for another's."""
@@ -490,13 +572,16 @@ class SourceTable:
 
     def said(self, column: str) -> dict[str, str]:
         """What the comment of a column says to us: the map's digest, the model's fingerprint."""
-        said = self.one(
+        return _ours(self._comment(column))
+
+    def _comment(self, column: str) -> str | None:
+        comment: str | None = self.one(
             "SELECT col_description(attrelid, attnum) FROM pg_attribute "
             "WHERE attrelid = to_regclass({quoted}) AND attname = {column} AND NOT attisdropped",
             quoted=self._quoted,
             column=column,
         )
-        return _ours(said)
+        return comment
 
     def said_beside(self, other: sql.Identifier) -> dict[str, str] | None:
         """The same of another table: also whose new vectors it has. None where there is none."""
@@ -536,7 +621,7 @@ class SourceTable:
         """Whether PostgreSQL would run statements; nothing of them stays."""
         try:
             with self.connected() as changes, changes.attempt():
-                for statement in statements:
+                for statement in [*self.finding_pgvector(), *statements]:
                     changes.run_text(statement)
         except (InvalidInputError, NotFoundError):
             return False
@@ -690,13 +775,9 @@ class Changes:
         if there.body == body and (there.states, there.partition_states) == on:
             return there.digest
         self.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
-        if self._table.pgvector is not None:
-            # Where a condition's comparison of vectors is found, once: when the trigger is made.
-            self.run(
-                "SELECT set_config('search_path', concat_ws(', ', "
-                "NULLIF(current_setting('search_path'), ''), quote_ident({schema})), true)",
-                schema=self._table.pgvector,
-            )
+        # Where a condition's comparison of vectors is found, once: when the trigger is made.
+        for statement in self._table.finding_pgvector():
+            self.run_text(statement)
         self.run(
             "CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER "
             "SET search_path = pg_catalog, pg_temp SET row_security = off AS {body}",
@@ -759,15 +840,16 @@ class Changes:
             copy.write(_HEAD + rows + _END)
 
 
-def note(**said: str | None) -> str:
-    """A comment of ours, of what is known."""
-    return json.dumps({name: one for name, one in said.items() if one is not None})
+def note(owners: str | None = None, **said: str | None) -> str:
+    """A comment of ours, of what is known. `owners`: the owner's comment, which precedes it."""
+    ours = json.dumps({name: one for name, one in said.items() if one is not None})
+    return f"{owners}\n{ours}" if owners else ours
 
 
 def _ours(comment: object) -> dict[str, str]:
-    """What a comment says to us; nothing where somebody else wrote it."""
+    """What the last line of a comment says to us; nothing where somebody else wrote it."""
     try:
-        found = json.loads(str(comment))
+        found = json.loads(str(comment).rpartition("\n")[2])
         return {name: str(found[name]) for name in _SAID if name in found}
     except (ValueError, TypeError, RecursionError):
         return {}

@@ -187,6 +187,10 @@ class WarningSource(Source, Protocol):
     def warnings(self, to: str) -> list[str]:
         """Sentences that warn of side effects of writing vectors under this name."""
 
+    def obstacles(self, target: Target) -> list[str]:
+        """Sentences that name what keeps the store from flipping to vectors that are to be carried
+        to `target`; none if it can. Writes nothing."""
+
 
 @runtime_checkable
 class EmbeddedSource(Source, Protocol):
