@@ -13,8 +13,8 @@ from PIL import Image
 from nobackfill import images
 from nobackfill.client import photos
 from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import beside
-from nobackfill.client.photos import Added, add, find_images
+from nobackfill.client.gallery_file import sidecar
+from nobackfill.client.photos import AddReport, add, find_images
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.search import Search
 from nobackfill.errors import InvalidInputError
@@ -23,7 +23,7 @@ from tests.support import blocks, edge, pictures, releases
 from tests.support.edge import Setting
 
 
-def put(gallery: Path, *paths: Path) -> Added:
+def put(gallery: Path, *paths: Path) -> AddReport:
     with Device(gallery) as device:
         return add(device, paths, {}, lambda done, total: None)
 
@@ -141,7 +141,7 @@ def test_what_else_lies_in_a_folder_is_named_or_passed_over(
 
 def test_metadata_of_items_that_are_held_is_set(setting: Setting) -> None:
     said = run(setting.gallery, "add", setting.images[0], "--set", "trip=Rome").stderr
-    assert "1 were held already and keep their metadata" in said
+    assert "1 images were there already and keep their metadata" in said
     before = edge.contents(setting.gallery)
     told = ask(setting.gallery, "set", setting.images[0], "--to", "trip=Rome", "--to", "stars=5")
     assert told == {"changed": 1}
@@ -237,7 +237,7 @@ def test_folders_of_too_many_files_and_none_that_can_be_read(
 def test_a_gallerys_own_small_copies_are_no_photos(setting: Setting, tmp_path: Path) -> None:
     with Device(setting.gallery) as device:
         assert Thumbnails(setting.gallery).of(device.store.listing(0, 1)[0])
-    copies = beside(setting.gallery, "thumbs")
+    copies = sidecar(setting.gallery, "thumbs")
     assert any(copies.iterdir())
     found = find_images([setting.gallery.parent])
     assert not [path for path in found.files if copies in path.parents]

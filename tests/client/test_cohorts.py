@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.core import Metric
 
 from nobackfill.client.device import Device
-from nobackfill.client.sync import Wishes, send_report
+from nobackfill.client.sync import SyncOptions, send_report
 from nobackfill.digests import in_share, share_digest
 from nobackfill.errors import (
     ConfigurationError,
@@ -40,8 +40,8 @@ def test_a_device_follows_once_its_share_has_come(setting: Setting, world: edge.
         assert not roll_out(setting.repo, 2, share)
         report = edge.follow(setting.gallery)
         assert (report.state, report.release) == ("up-to-date", 1)
-        assert f"is for {100 * share:g} % of the devices" in report.notes[0]
-        assert edge.follow(setting.gallery, Wishes(dry_run=True)).state == "up-to-date"
+        assert f"is rolled out to {100 * share:g} % of the devices" in report.notes[0]
+        assert edge.follow(setting.gallery, SyncOptions(dry_run=True)).state == "up-to-date"
     roll_out(setting.repo, 2, 1.0)
     assert edge.follow(setting.gallery).state == "upgraded"
 
@@ -50,7 +50,7 @@ def test_one_of_the_share_follows_and_one_that_asks_to(setting: Setting, world: 
     world.publish(setting.repo, 2)
     roll_out(setting.repo, 2, 0.1)
     named(setting, 0.1, belongs=False)
-    assert edge.follow(setting.gallery, Wishes(now=True)).release == 2
+    assert edge.follow(setting.gallery, SyncOptions(now=True)).release == 2
     # It stays, and goes back only with a withdrawal.
     assert edge.follow(setting.gallery).release == 2
     withdraw(setting.repo, 2, "worse on cats")

@@ -200,5 +200,5 @@ def test_both_refuse_alike(pair: Pair, tmp_path: Path) -> None:
         assert list(gallery.put({"none": tmp_path / "none.png"})) == ["none"]
     with pytest.raises(NotFoundError):
         pair.gateway.search("nothing", image=query)
-    with pytest.raises(NotFoundError, match="no gallery there"):
+    with pytest.raises(NotFoundError, match="there is no gallery"):
         Device(tmp_path / "nothing.sqlite")

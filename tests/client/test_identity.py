@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import beside
+from nobackfill.client.gallery_file import sidecar
 from nobackfill.client.maintenance import verify
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes
+from nobackfill.client.sync import SyncOptions
 from nobackfill.client.vault.keys import new_identity, read_identity
-from nobackfill.client.vault.transfer import Pushed, pull, push
+from nobackfill.client.vault.transfer import PushReport, pull, push
 from nobackfill.errors import ConfigurationError
 from tests.server.support import running
 from tests.support import edge
@@ -46,13 +46,13 @@ def pushed(setting: Setting, address: str) -> Iterator[Setting]:
     pushes(setting, address, new_key=True)
 
 
-def pushes(setting: Setting, address: str, *, new_key: bool = False) -> Pushed:
+def pushes(setting: Setting, address: str, *, new_key: bool = False) -> PushReport:
     with Device(setting.gallery) as device:
         return push(device, [], address, edge.QUIET, new_key=new_key)
 
 
 def lose(setting: Setting) -> Path:
-    path = beside(setting.gallery, "identity")
+    path = sidecar(setting.gallery, "identity")
     return path.rename(path.with_name("copy-elsewhere"))
 
 
@@ -74,20 +74,20 @@ def test_a_lost_key_is_said_by_every_command_that_needs_it(
     assert "--new-key" in problem
     with pytest.raises(ConfigurationError, match="is missing"):
         pushes(pushed, address)
-    assert not beside(pushed.gallery, "identity").exists()
+    assert not sidecar(pushed.gallery, "identity").exists()
     with Device(pushed.gallery) as device:
         with pytest.raises(ConfigurationError, match="is missing"):
             pull(device, [], tmp_path / "no", None, False, edge.QUIET)
         done = pull(device, [], tmp_path / "yes", copy, False, edge.QUIET)
     assert len(done.restored) == 12
-    copy.rename(beside(pushed.gallery, "identity"))
+    copy.rename(sidecar(pushed.gallery, "identity"))
     assert problems(pushed) == []
     assert pushes(pushed, address).held == 12
 
 
 def test_another_key_in_its_place_is_noticed(pushed: Setting, address: str) -> None:
     lose(pushed)
-    new_identity(beside(pushed.gallery, "identity"))
+    new_identity(sidecar(pushed.gallery, "identity"))
     (problem,) = problems(pushed)
     assert "expected" in problem
     with pytest.raises(ConfigurationError, match="holds the key"):
@@ -120,7 +120,7 @@ def test_a_gallery_of_an_older_version_learns_its_key(pushed: Setting, address: 
     assert problems(pushed) == []
     copy = lose(pushed)
     assert "is missing" in problems(pushed)[0]
-    copy.rename(beside(pushed.gallery, "identity"))
+    copy.rename(sidecar(pushed.gallery, "identity"))
     assert pushes(pushed, address).held == 12
     with Device(pushed.gallery) as device, device.store.reading() as connection:
         keys = {key for (key,) in connection.execute("SELECT key FROM vault")}
@@ -135,5 +135,5 @@ def test_a_backfill_says_why_the_vault_is_of_no_use(
     for image in pushed.images:
         image.rename(image.with_suffix(".away"))
     world.publish(pushed.gallery.parent / "pub" / "repo", 2)
-    assert edge.follow(pushed.gallery, Wishes(backfill=2)).re_embedded == 0
+    assert edge.follow(pushed.gallery, SyncOptions(backfill=2)).re_embedded == 0
     assert "is missing" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 from nobackfill.client.device import Device
 from nobackfill.client.search import Search
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes
+from nobackfill.client.sync import SyncOptions
 from nobackfill.gallery.tables import vector_table
 from nobackfill.release.manifest import GateVerdict
 from tests.server.support import running
@@ -44,8 +44,8 @@ def test_a_device_of_release_1_skips_to_release_4(
         edge.fill(gallery, tmp_path / "images")
         world.publish(repo, 3)
         blocks.publish_block_release(repo, 4, sources, int8=True)
-        assert edge.follow(gallery, Wishes(dry_run=True)).int8
-        report = edge.follow(gallery, Wishes(int8=False))
+        assert edge.follow(gallery, SyncOptions(dry_run=True)).int8
+        report = edge.follow(gallery, SyncOptions(int8=False))
     assert (report.from_release, report.release, report.routes) == (1, 4, [route])
     assert report.expected_kept == pytest.approx(0.95 ** (len(route) - 1))
     assert edge.spaces(gallery) == {1: "previous", 4: "active"}
@@ -58,7 +58,7 @@ def test_kept_originals_make_a_direct_route_possible(
     setting: Setting, world: edge.World, tmp_path: Path
 ) -> None:
     world.publish(setting.repo, 2)
-    edge.follow(setting.gallery, Wishes(keep_original=True))
+    edge.follow(setting.gallery, SyncOptions(keep_original=True))
     assert edge.follow(setting.gallery).confirmed == []
     with Device(setting.gallery) as device:
         kept = status(device)
@@ -76,7 +76,7 @@ def test_kept_originals_make_a_direct_route_possible(
     images = [*setting.images, *late]
     expected = edge.embedded(setting.repo, 3, images)
     np.testing.assert_allclose([got[str(p)][1] for p in images], expected, atol=1e-5)
-    edge.follow(setting.gallery, Wishes(keep_original=False))
+    edge.follow(setting.gallery, SyncOptions(keep_original=False))
     assert edge.spaces(setting.gallery) == {2: "previous", 3: "active"}
     edge.upgraded_before(setting.gallery, days=8)
     edge.follow(setting.gallery)
@@ -88,7 +88,7 @@ def test_int8_is_taken_where_published_and_close(
     setting: Setting, world: edge.World, int8: bool
 ) -> None:
     world.publish(setting.repo, 4)
-    report = edge.follow(setting.gallery, Wishes(int8=int8))
+    report = edge.follow(setting.gallery, SyncOptions(int8=int8))
     assert report.int8 == int8
     expected = edge.embedded(setting.repo, 4, setting.images)
     got = np.stack([edge.contents(setting.gallery)[str(p)][1] for p in setting.images])

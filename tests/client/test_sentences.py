@@ -94,8 +94,8 @@ def test_a_wrong_gallery_file(setting: Setting, tmp_path: Path) -> None:
     for gallery, code, words in (
         (other, 65, "another program"),
         (setting.images[0], 65, "another kind"),
-        (tmp_path / "none.sqlite", 66, "no gallery there"),
-        (tmp_path, 66, "no gallery there"),
+        (tmp_path / "none.sqlite", 66, "there is no gallery"),
+        (tmp_path, 66, "there is no gallery"),
     ):
         (line,) = run(gallery, "list", code=code).stderr.splitlines()
         assert words in line and not any(part in line for part in LIBRARY)

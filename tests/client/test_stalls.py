@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from nobackfill.client.sync import Wishes
+from nobackfill.client.sync import SyncOptions
 from nobackfill.client.vault.transport import download_blob, upload_blob
 from nobackfill.errors import UnavailableError
 from nobackfill.v1 import release_pb2, vault_pb2
@@ -137,7 +137,7 @@ def test_a_download_goes_on_where_the_gateway_fell_silent(
     world.publish(setting.repo, 2)
     service, address = stalling
     service.repo, service.before, service.silence.times = setting.repo, 2500, 2
-    report = edge.follow(setting.gallery, Wishes(source=f"grpc://{address}"))
+    report = edge.follow(setting.gallery, SyncOptions(source=f"grpc://{address}"))
     assert report.state == "upgraded"
     assert service.offsets == [0, 2500, 5000]
 
@@ -151,7 +151,7 @@ def test_a_gateway_that_stays_silent_is_given_up_and_what_came_is_kept(
     part = setting.gallery.with_name("gallery.sqlite.models") / f"{MODEL}.part"
     part.parent.mkdir(parents=True)
     part.write_bytes((setting.repo / MODEL).read_bytes()[:1234])
-    wishes = Wishes(source=f"grpc://{address}")
+    wishes = SyncOptions(source=f"grpc://{address}")
     with pytest.raises(UnavailableError, match=r"nothing came for 0\.3 s"):
         edge.follow(setting.gallery, wishes)
     assert {origin for origin, _ in edge.contents(setting.gallery).values()} == {"native"}
@@ -194,5 +194,5 @@ def test_a_vault_that_stays_silent_is_given_up(
 ) -> None:
     service, address = stalling
     service.silence.times = 1000
-    with Gateway(address) as gateway, pytest.raises(UnavailableError, match="stands still"):
+    with Gateway(address) as gateway, pytest.raises(UnavailableError, match="stopped at"):
         transfer(gateway, tmp_path)

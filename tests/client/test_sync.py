@@ -10,7 +10,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.maintenance import collect, verify
 from nobackfill.client.photos import add
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes, roll_back, sentence, sync
+from nobackfill.client.sync import SyncOptions, roll_back, sentence, sync
 from nobackfill.errors import NotFoundError, VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.store import NewVectors
@@ -52,7 +52,7 @@ def test_every_vector_is_where_the_new_embedder_would_put_it(
 def test_a_dry_run_tells_and_changes_nothing(setting: Setting, world: edge.World) -> None:
     world.publish(setting.repo, 2)
     before = setting.gallery.read_bytes()
-    planned = edge.follow(setting.gallery, Wishes(dry_run=True))
+    planned = edge.follow(setting.gallery, SyncOptions(dry_run=True))
     assert (planned.state, planned.release, planned.items) == ("planned", 2, 12)
     # Nothing is carried yet that could be measured.
     assert planned.neighbours_kept is None and " neighbours" not in sentence(planned)
@@ -77,7 +77,7 @@ def test_the_way_back_is_kept_until_the_release_is_confirmed(
     report = edge.follow(setting.gallery)
     assert (report.state, report.release) == ("behind", 1)
     assert report.notes == ["held back here: release 2 was rolled back here"]
-    assert edge.follow(setting.gallery, Wishes(retry=True)).state == "upgraded"
+    assert edge.follow(setting.gallery, SyncOptions(retry=True)).state == "upgraded"
     # A daily job finds nothing newer, and keeps the way back for a week.
     assert edge.follow(setting.gallery).confirmed == []
     edge.upgraded_before(setting.gallery, days=6)
@@ -103,12 +103,12 @@ def test_a_withdrawn_release_is_left_again(setting: Setting, world: edge.World) 
 
 def test_a_device_whose_only_release_is_withdrawn_is_told_so(setting: Setting) -> None:
     withdraw(setting.repo, 1, "worse on cats")
-    for wishes in (Wishes(dry_run=True), Wishes()):
+    for wishes in (SyncOptions(dry_run=True), SyncOptions()):
         report = edge.follow(setting.gallery, wishes)
         assert (report.state, report.release) == ("behind", 1)
         assert report.notes == [
             "release 1 was withdrawn: worse on cats",
-            "no other release can be followed from here, so it answers on",
+            "no other release can be followed from here, so it stays active",
         ]
         assert sentence(report) == "stays at release 1"
 
@@ -166,7 +166,7 @@ def test_images_added_while_a_sync_runs_are_carried_along(
             flip(*args, **options)  # type: ignore[arg-type]
 
         patch.setattr(staging, "flip", late_flip)
-        report = sync(device, Wishes(), edge.QUIET)
+        report = sync(device, SyncOptions(), edge.QUIET)
     assert report.items == 14
     got = edge.contents(setting.gallery)
     assert len(got) == 14
@@ -187,7 +187,7 @@ def test_backfill_re_embeds_the_least_certain_from_their_files(
         worst = [entry["path"] for entry in status(device)["least_certain"]][:4]
     Path(worst[0]).unlink()
     Path(worst[1]).write_bytes(Path(worst[3]).read_bytes())
-    report = edge.follow(setting.gallery, Wishes(backfill=3))
+    report = edge.follow(setting.gallery, SyncOptions(backfill=3))
     # One file is gone and one holds another picture now: only the third can be embedded again.
     assert report.re_embedded == 1
     origins = {path: origin for path, (origin, _) in edge.contents(setting.gallery).items()}
@@ -198,7 +198,7 @@ def test_a_backfill_without_uncertainties_says_why_it_does_nothing(
     setting: Setting, capsys: pytest.CaptureFixture[str]
 ) -> None:
     blocks.publish_block_release(setting.repo, 2, (1,), side="none")
-    report = edge.follow(setting.gallery, Wishes(backfill=3))
+    report = edge.follow(setting.gallery, SyncOptions(backfill=3))
     assert (report.state, report.re_embedded) == ("upgraded", 0)
     assert "has an uncertainty" in capsys.readouterr().err
 
@@ -260,7 +260,7 @@ def test_a_release_that_fails_on_one_vector_of_this_gallery_is_held_back(
     assert "held back here" in edge.follow(setting.gallery).notes[0]
     with Device(setting.gallery) as device:
         device.store.delete(["strange"])
-    assert edge.follow(setting.gallery, Wishes(retry=True)).state == "upgraded"
+    assert edge.follow(setting.gallery, SyncOptions(retry=True)).state == "upgraded"
 
 
 def test_a_sync_killed_while_it_carries_is_no_damage(

@@ -18,7 +18,7 @@ import pytest
 from nobackfill import durable
 from nobackfill.client.device import Device
 from nobackfill.client.search import Search
-from nobackfill.client.sync import Wishes
+from nobackfill.client.sync import SyncOptions
 from nobackfill.errors import BusyError, UnavailableError, VerificationError
 from tests.client.test_cli import ask, run, start
 from tests.support import blocks, edge
@@ -57,7 +57,7 @@ def test_a_network_that_keeps_breaking_is_overcome(setting: Setting, world: edge
         broken = 0
         for _ in range(20):
             try:
-                assert edge.follow(setting.gallery, Wishes(source=address)).state == "upgraded"
+                assert edge.follow(setting.gallery, SyncOptions(source=address)).state == "upgraded"
                 break
             except UnavailableError:
                 broken += 1
@@ -82,13 +82,13 @@ def test_a_host_that_sends_something_else_changes_nothing(
 def test_another_address_of_the_same_publication(setting: Setting, world: edge.World) -> None:
     world.publish(setting.repo, 2)
     with edge.http_host(setting.repo) as address:
-        edge.follow(setting.gallery, Wishes(source=address))
+        edge.follow(setting.gallery, SyncOptions(source=address))
         with Device(setting.gallery) as device:
             assert device.state("source") == address
     stranger = setting.gallery.parent / "stranger" / "repo"
     blocks.publish_block_release(stranger, 1)
     with pytest.raises(VerificationError):
-        edge.follow(setting.gallery, Wishes(source=str(stranger)))
+        edge.follow(setting.gallery, SyncOptions(source=str(stranger)))
     with Device(setting.gallery) as device:
         assert device.state("source") == address
 

@@ -13,9 +13,9 @@ import pytest
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import remove, verify
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes
+from nobackfill.client.sync import SyncOptions
 from nobackfill.client.vault import keys
-from nobackfill.client.vault.transfer import Pulled, Pushed, pull, push
+from nobackfill.client.vault.transfer import PullReport, PushReport, pull, push
 from nobackfill.errors import ConfigurationError, NotFoundError, UnavailableError
 from nobackfill.wire import Gateway
 from tests.server.support import running
@@ -25,7 +25,7 @@ from tests.support.edge import Setting
 
 
 @dataclass(frozen=True)
-class Vaulted:
+class VaultReader:
     """A gallery, the gateway that keeps its images, and the folder where that keeps them."""
 
     gallery: Path
@@ -33,11 +33,11 @@ class Vaulted:
     gateway: str
     folder: Path
 
-    def push(self, *recipients: str) -> Pushed:
+    def push(self, *recipients: str) -> PushReport:
         with Device(self.gallery) as device:
             return push(device, recipients, f"grpc://{self.gateway}", edge.QUIET)
 
-    def pull(self, folder: Path, *items: str, **options: object) -> Pulled:
+    def pull(self, folder: Path, *items: str, **options: object) -> PullReport:
         chosen = {"identity": None, "unknown": False, **options}
         with Device(self.gallery) as device:
             return pull(device, items, folder, **chosen, output=edge.QUIET)  # type: ignore[arg-type]
@@ -70,9 +70,9 @@ def gateway(world: edge.World, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture
-def vaulted(setting: Setting, gateway: str) -> Iterator[Vaulted]:
+def vaulted(setting: Setting, gateway: str) -> Iterator[VaultReader]:
     address, data = gateway.split()
-    made = Vaulted(setting.gallery, setting.images, address, Path(data) / "vault")
+    made = VaultReader(setting.gallery, setting.images, address, Path(data) / "vault")
     yield made
     # The gateway is shared: leave nothing for the next test.
     with Device(made.gallery) as device:
@@ -81,7 +81,7 @@ def vaulted(setting: Setting, gateway: str) -> Iterator[Vaulted]:
     assert made.blobs() == []
 
 
-def test_what_is_pulled_is_what_was_added(vaulted: Vaulted, tmp_path: Path) -> None:
+def test_what_is_pulled_is_what_was_added(vaulted: VaultReader, tmp_path: Path) -> None:
     pushed = vaulted.push()
     assert (pushed.pushed, pushed.held, pushed.skipped) == (12, 0, [])
     assert vaulted.push().held == 12
@@ -94,7 +94,7 @@ def test_what_is_pulled_is_what_was_added(vaulted: Vaulted, tmp_path: Path) -> N
     assert stale == []
 
 
-def test_the_gateway_holds_ciphertext_and_random_names(vaulted: Vaulted) -> None:
+def test_the_gateway_holds_ciphertext_and_random_names(vaulted: VaultReader) -> None:
     vaulted.push()
     stored = vaulted.blobs()
     assert len(stored) == 12
@@ -108,7 +108,7 @@ def test_the_gateway_holds_ciphertext_and_random_names(vaulted: Vaulted) -> None
 
 
 def test_a_recovery_key_opens_everything_without_the_device(
-    vaulted: Vaulted, world: edge.World, tmp_path: Path
+    vaulted: VaultReader, world: edge.World, tmp_path: Path
 ) -> None:
     recovery = tmp_path / "recovery"
     key = keys.new_identity(recovery)
@@ -125,7 +125,7 @@ def test_a_recovery_key_opens_everything_without_the_device(
     assert {path.suffix for path in (tmp_path / "saved").iterdir()} == {".png"}
 
 
-def test_what_is_removed_leaves_the_vault_too(vaulted: Vaulted, tmp_path: Path) -> None:
+def test_what_is_removed_leaves_the_vault_too(vaulted: VaultReader, tmp_path: Path) -> None:
     vaulted.push()
     with Device(vaulted.gallery) as device:
         done = remove(device, [str(vaulted.images[0])])
@@ -139,7 +139,7 @@ def test_what_is_removed_leaves_the_vault_too(vaulted: Vaulted, tmp_path: Path) 
 
 
 def test_half_an_upload_leaves_the_vault_too(
-    vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch
+    vaulted: VaultReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
 
@@ -158,7 +158,7 @@ def test_half_an_upload_leaves_the_vault_too(
 
 
 def test_damage_in_the_vault_is_named_and_leaves_no_plaintext(
-    vaulted: Vaulted, tmp_path: Path
+    vaulted: VaultReader, tmp_path: Path
 ) -> None:
     vaulted.push()
     first, second, third, *_ = vaulted.blobs()
@@ -175,7 +175,7 @@ def test_damage_in_the_vault_is_named_and_leaves_no_plaintext(
     assert len(vaulted.pull(tmp_path / "restored").restored) == 3
 
 
-def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: Vaulted) -> None:
+def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: VaultReader) -> None:
     code = (
         "import sys; from pathlib import Path; from nobackfill.client.device import Device\n"
         "from nobackfill.client.vault.transfer import push\n"
@@ -196,7 +196,7 @@ def test_a_push_killed_at_any_step_loses_and_doubles_nothing(vaulted: Vaulted) -
 
 
 def test_a_file_that_was_changed_is_not_pushed_as_the_old_picture(
-    vaulted: Vaulted, world: edge.World, tmp_path: Path
+    vaulted: VaultReader, world: edge.World, tmp_path: Path
 ) -> None:
     own = vaulted.hold_copies(tmp_path / "own", 2)
     (own / vaulted.images[0].name).write_bytes(vaulted.images[5].read_bytes())
@@ -205,7 +205,7 @@ def test_a_file_that_was_changed_is_not_pushed_as_the_old_picture(
 
 
 def test_backfill_takes_images_from_the_vault(
-    vaulted: Vaulted, world: edge.World, tmp_path: Path
+    vaulted: VaultReader, world: edge.World, tmp_path: Path
 ) -> None:
     own = vaulted.hold_copies(tmp_path / "own", 3)
     vaulted.push()
@@ -213,14 +213,14 @@ def test_backfill_takes_images_from_the_vault(
         image.unlink()
     repo = vaulted.gallery.parent / "pub" / "repo"
     world.publish(repo, 2)
-    report = edge.follow(vaulted.gallery, Wishes(backfill=2))
+    report = edge.follow(vaulted.gallery, SyncOptions(backfill=2))
     assert report.re_embedded == 2
     origins = sorted(str(origin) for origin, _ in edge.contents(vaulted.gallery).values())
     assert origins == ["re-embedded", "re-embedded", "upgraded"]
 
 
 def test_a_backfill_does_without_a_vault_that_is_away(
-    vaulted: Vaulted, world: edge.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    vaulted: VaultReader, world: edge.World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = vaulted.hold_copies(tmp_path / "own", 3)
     vaulted.push()
@@ -228,11 +228,11 @@ def test_a_backfill_does_without_a_vault_that_is_away(
     world.publish(vaulted.gallery.parent / "pub" / "repo", 2)
     with Device(vaulted.gallery) as device:
         device.store.state_set({"vault": "grpc://127.0.0.1:1"})
-    assert edge.follow(vaulted.gallery, Wishes(backfill=3)).re_embedded == 2
+    assert edge.follow(vaulted.gallery, SyncOptions(backfill=3)).re_embedded == 2
     assert "no images from the vault" in capsys.readouterr().err
 
 
-def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: Vaulted) -> None:
+def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: VaultReader) -> None:
     vaulted.push()
     with Device(vaulted.gallery) as device:
         # What a push leaves that had listed the item before it was removed.
@@ -241,7 +241,7 @@ def test_an_item_removed_during_its_push_leaves_nothing_behind(vaulted: Vaulted)
     assert len(vaulted.blobs()) == 11
 
 
-def test_a_vault_that_is_away(vaulted: Vaulted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vault_that_is_away(vaulted: VaultReader, monkeypatch: pytest.MonkeyPatch) -> None:
     soon = functools.partial(Gateway, seconds=0.3)
     monkeypatch.setattr("nobackfill.client.vault.transfer.Gateway", soon)
     with Device(vaulted.gallery) as device, pytest.raises(UnavailableError):

@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.gallery_file import beside
+from nobackfill.client.gallery_file import sidecar
 from nobackfill.client.vault import transport
 from nobackfill.client.vault.keys import encrypt, new_identity
-from nobackfill.client.vault.transfer import Pulled, pull
+from nobackfill.client.vault.transfer import PullReport, pull
 from nobackfill.errors import UnavailableError, VerificationError
 from nobackfill.v1 import vault_pb2 as pb
 from nobackfill.v1 import vault_pb2_grpc
@@ -76,7 +76,7 @@ def blob(blob_id: str, content: bytes, size: int | None = None) -> pb.Blob:
     return pb.Blob(id=blob_id, size=len(content) if size is None else size, sha256=digest)
 
 
-def pulled(setting: Setting) -> Pulled:
+def pulled(setting: Setting) -> PullReport:
     key = setting.gallery.parent / "key"
     new_identity(key)
     with Device(setting.gallery) as device:
@@ -170,7 +170,7 @@ def test_more_less_other_and_broken_bytes_leave_nothing(setting: Setting, evil: 
         done = pulled(setting)
         assert list(done.failed) == ["2" * 64]
         assert (done.restored, done.held) == ([], 0)
-        left = beside(setting.gallery, "inbox")
+        left = sidecar(setting.gallery, "inbox")
         assert [path.name for path in left.iterdir()] == []
 
 

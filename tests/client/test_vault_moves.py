@@ -10,9 +10,9 @@ import pytest
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import remove, verify
 from nobackfill.client.photos import put
-from nobackfill.client.sync import Wishes
+from nobackfill.client.sync import SyncOptions
 from nobackfill.client.vault.queue import VaultQueue
-from nobackfill.client.vault.transfer import Pulled, Pushed, pull, push
+from nobackfill.client.vault.transfer import PullReport, PushReport, pull, push
 from nobackfill.errors import ConfigurationError, UnavailableError
 from tests.server.support import running
 from tests.support import edge
@@ -29,12 +29,12 @@ def gateways(world: edge.World, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield [f"grpc://{one.address}", f"grpc://{two.address}"]
 
 
-def pushed(gallery: Path, where: str | None = None) -> Pushed:
+def pushed(gallery: Path, where: str | None = None) -> PushReport:
     with Device(gallery) as device:
         return push(device, [], where, edge.QUIET)
 
 
-def pulled(gallery: Path, folder: Path) -> Pulled:
+def pulled(gallery: Path, folder: Path) -> PullReport:
     with Device(gallery) as device:
         return pull(device, [], folder, None, False, edge.QUIET)
 
@@ -114,7 +114,7 @@ def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
     with Device(setting.gallery) as device:
         found = verify(device)
     assert found["problems"] == []
-    assert "the vault was not compared" in found["notes"][0]
+    assert "the vault was not checked" in found["notes"][0]
     # As an older backup leaves it, restored at the same address.
     with Device(setting.gallery) as device:
         entries = [VaultQueue(device.store).of(path.name) for path in paths[:7]]
@@ -157,7 +157,7 @@ def test_an_image_that_was_replaced_is_pushed_anew(
     world.publish(repo, 2)
     with Device(setting.gallery) as device:
         device.store.state_set({"source": str(repo)})
-    assert edge.follow(setting.gallery, Wishes(backfill=1)).re_embedded == 0
+    assert edge.follow(setting.gallery, SyncOptions(backfill=1)).re_embedded == 0
 
     (own / "cover.png").write_bytes(new)
     again = pushed(setting.gallery)

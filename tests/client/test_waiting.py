@@ -14,7 +14,7 @@ import pytest
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import collect
 from nobackfill.client.search import Search
-from nobackfill.client.sync import SyncReport, Wishes, roll_back
+from nobackfill.client.sync import SyncOptions, SyncReport, roll_back
 from nobackfill.errors import BusyError
 from tests.support import edge
 from tests.support.edge import Setting
@@ -50,7 +50,7 @@ def waiting(setting: Setting, path: str) -> Iterator[tuple[Gate, Future[SyncRepo
     gate = Gate(path)
     handler = functools.partial(_Held, directory=str(setting.repo), gate=gate)
     with edge.serving(handler) as address, ThreadPoolExecutor(1) as pool:
-        report = pool.submit(edge.follow, setting.gallery, Wishes(source=address))
+        report = pool.submit(edge.follow, setting.gallery, SyncOptions(source=address))
         try:
             assert gate.asked.wait(60)
             yield gate, report

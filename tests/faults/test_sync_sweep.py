@@ -21,7 +21,7 @@ import pytest
 
 from nobackfill.client.device import Device
 from nobackfill.client.search import Search
-from nobackfill.client.sync import Wishes, sync
+from nobackfill.client.sync import SyncOptions, sync
 from nobackfill.errors import CannotWriteError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors
@@ -63,7 +63,7 @@ class Bench:
 
     def sync(self) -> None:
         with Device(self.gallery) as device:
-            sync(device, Wishes(), edge.QUIET)
+            sync(device, SyncOptions(), edge.QUIET)
 
     def check(self, step: object) -> int:
         """The release that answers now, after proof that every item has its vector there."""

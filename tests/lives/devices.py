@@ -7,7 +7,7 @@ from nobackfill.client.maintenance import collect, remove, verify
 from nobackfill.client.output import Output
 from nobackfill.client.photos import add, item_id
 from nobackfill.client.search import Search
-from nobackfill.client.sync import SyncReport, Wishes, roll_back, sync
+from nobackfill.client.sync import SyncOptions, SyncReport, roll_back, sync
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NotFoundError
 from tests.lives.life import Life
@@ -77,7 +77,7 @@ def sync_now(life: Life) -> None:
 def follow(life: Life, source: str, *, retry: bool = False) -> SyncReport:
     """One sync in this process."""
     with life.world.opened() as device:
-        return sync(device, Wishes(source=source, retry=retry), QUIET)
+        return sync(device, SyncOptions(source=source, retry=retry), QUIET)
 
 
 def check_sync(life: Life, state: str) -> str:

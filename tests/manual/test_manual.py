@@ -174,7 +174,7 @@ def test_the_other_tutorials_run_one_after_the_other(stages: Stages, tmp_path: P
     said = run_script(script, tmp_path, environment, 280)
     assert "nobackfill_canary_share 0.05" in said
     assert "canary of release 2 promoted" in said
-    assert "release 1 answers again" in said
+    assert "release 1 is active again" in said
 
 
 def test_the_architecture_page_has_the_rooms_and_arrows_that_there_are() -> None:

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from nobackfill.client.device import Device
 from nobackfill.client.output import Advance, Output
-from nobackfill.client.sync import SyncReport, Wishes, sync
+from nobackfill.client.sync import SyncOptions, SyncReport, sync
 from nobackfill.plugins.web.browse import app
 from nobackfill.plugins.web.browse.app import pages
 from nobackfill.plugins.web.guard import new_token
@@ -137,7 +137,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A sync waits, each time that it has told how far it is, until this is set."""
     goes_on = threading.Event()
 
-    def waiting(device: Device, wishes: Wishes, output: Output) -> SyncReport:
+    def waiting(device: Device, wishes: SyncOptions, output: Output) -> SyncReport:
         told = output.progress
 
         @contextmanager

@@ -17,7 +17,7 @@ from nobackfill.client import creation
 from nobackfill.client.device import Device
 from nobackfill.client.output import Output
 from nobackfill.client.photos import add
-from nobackfill.client.sync import SyncReport, Wishes, sync
+from nobackfill.client.sync import SyncOptions, SyncReport, sync
 from nobackfill.images import decode_file
 from nobackfill.release.models import open_embedder
 from tests.support import blocks, graphs, hosts
@@ -100,10 +100,10 @@ def fill(gallery: Path, images: Path) -> int:
         return len(add(device, [images], {}, lambda done, total: None).added)
 
 
-def follow(gallery: Path, wishes: Wishes | None = None) -> SyncReport:
+def follow(gallery: Path, wishes: SyncOptions | None = None) -> SyncReport:
     """Sync in this process."""
     with Device(gallery) as device:
-        return sync(device, wishes or Wishes(), QUIET)
+        return sync(device, wishes or SyncOptions(), QUIET)
 
 
 def upgraded_before(gallery: Path, days: int) -> None:

@@ -1,4 +1,4 @@
-"""Image galleries from Python: one on this device, or those of a gateway, by the same verbs.
+"""Image galleries from Python: on this device or on a gateway, with the same methods.
 
 >>> from nobackfill.client import Device, Gateway
 >>> with Device.create(folder / "gallery.sqlite", f"grpc://{address}", root) as device:
@@ -14,7 +14,7 @@
 >>> [(hit.id, hit.origin) for hit in near.hits]
 [('cat', 'native')]
 
-Each is loaded when it is asked for: a search on a device needs no gRPC.
+Each class is imported on first use: a search on a device needs no gRPC.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Filters as people write them: KEY=VALUE, KEY!=VALUE, KEY>VALUE, KEY exists."""
+"""Parse filters as people type them: KEY=VALUE, KEY!=VALUE, KEY>VALUE, KEY exists."""
 
 import math
 import re
@@ -22,15 +22,18 @@ from nobackfill.gallery.filters import (
 _CONDITION = re.compile(r"(.+?)(!=|>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUNDS = {">": "greater_than", ">=": "at_least", "<": "less_than", "<=": "at_most"}
 _EXISTS = " exists"
-# As JSON writes them: what begins with a zero or a plus is a postcode or a telephone number.
+# Numbers as in JSON: text with a leading zero or plus is a postcode or a telephone number.
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
-# No more digits than 64 bits have: Python refuses to read thousands.
+# At most the digits of 64 bits: Python refuses to parse thousands.
 _WHOLE = re.compile(r"-?[0-9]{1,19}")
 
 
 def read(conditions: Sequence[str]) -> All:
-    """What lets an item pass that passes every condition. Raises InvalidInputError for another
-    text than this module's first line says."""
+    """Parse conditions into a filter; an item must pass every condition.
+
+    Raises:
+        InvalidInputError: a condition does not have one of the forms of this module.
+    """
     return All(tuple(map(_read, conditions)))
 
 
@@ -62,8 +65,10 @@ def _read(text: str) -> Filter:
 
 
 def value_of(text: str) -> Scalar:
-    """Numbers, true and false are written as in JSON; the rest is text, as are whole numbers beyond
-    64 bits, which would lose digits."""
+    """Parse a value: numbers, true and false as in JSON, all else as text.
+
+    Whole numbers beyond 64 bits stay text, because they would lose digits.
+    """
     if text in ("true", "false"):
         return text == "true"
     number = _number(text)

@@ -1,4 +1,4 @@
-"""Making a gallery: whom to trust, the newest release's models, an empty SQLite file."""
+"""Make a gallery: verify its publisher, download the newest release, create the SQLite file."""
 
 import secrets
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from tuf.api.metadata import Root
 
 from nobackfill import durable
 from nobackfill.client import sources, sync
-from nobackfill.client.gallery_file import beside
+from nobackfill.client.gallery_file import sidecar
 from nobackfill.client.output import Output
 from nobackfill.client.sync import embedding_files
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
@@ -24,25 +24,39 @@ Confirm = Callable[[bytes], None]
 def init(
     path: Path, source: str, root: bytes | None, confirm: Confirm, output: Output
 ) -> dict[str, Any]:
-    """Make an empty gallery at `path` that follows `source`.
+    """Make an empty gallery at `path` that follows `source`. The file appears as the last step.
 
-    Without `root`, the publication's own first root metadata is shown to `confirm`, which raises if
-    it is not to be trusted. The gallery appears as the last step. Raises InvalidInputError for a
-    name that is not UTF-8, AlreadyExistsError, NotFoundError (nothing is published),
-    VerificationError, UnavailableError, CannotWriteError.
+    Args:
+        path: the gallery file to make.
+        source: a gateway, a static host or a publication folder.
+        root: the root metadata to trust. None: download the publication's first root metadata and
+            pass it to `confirm`.
+        confirm: raises if the downloaded root metadata must not be trusted.
+        output: where to write progress.
+
+    Returns:
+        The gallery's path, its source, its release, and the bytes that were downloaded.
+
+    Raises:
+        InvalidInputError: the path is not UTF-8.
+        AlreadyExistsError: a file exists at `path`.
+        NotFoundError: the source has published no release.
+        VerificationError: the publication fails verification.
+        UnavailableError: the source does not answer.
+        CannotWriteError: the disk is full or read-only.
     """
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(f"{path}: expected a name in UTF-8; choose another") from error
     if path.exists():
-        raise AlreadyExistsError(f"{path}: exists already; name another file with --gallery")
+        raise AlreadyExistsError(f"{path}: already exists; name another file with --gallery")
     refuse_leftovers(path)
     source = sources.normalised_source(source)
-    models = beside(path, "models")
+    models = sidecar(path, "models")
     draft = path.with_name(f"{durable.TEMPORARY}{path.name}")
     with durable.lock(models / "sync.lock"), sources.open_source(source) as (fetcher, base_url):
-        # What an earlier try left says nothing about whom to trust now.
+        # Trusted metadata of an earlier, failed try must not decide whom to trust now.
         durable.remove_tree(models / "trusted.json")
         for leftover in sorted(path.parent.glob(f"{draft.name}*")):
             durable.remove_tree(leftover)

@@ -1,4 +1,4 @@
-"""The gallery of this device from Python."""
+"""The Python API of a gallery on this device."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from nobackfill.errors import (
 from nobackfill.wire.answers import Answer, Hit, Image, Item, Status
 
 if TYPE_CHECKING:
-    from nobackfill.client.photos import Added
+    from nobackfill.client.photos import AddReport
     from nobackfill.client.sync import SyncReport
     from nobackfill.gallery.filters import Filter, Scalar
     from nobackfill.gallery.search.index import Labels
@@ -25,7 +25,7 @@ def _image(image: Image) -> Path | bytes:
 
 
 class Device(GalleryFile):
-    """An opened gallery; close it, or use it in a `with` statement.
+    """An open gallery on this device; close it, or use it in a `with` statement.
 
         from nobackfill.client import Device
 
@@ -35,17 +35,27 @@ class Device(GalleryFile):
                 print(hit.id, hit.distance, hit.score)
             device.sync()
 
-    All but `create` and `sync` work offline. The verbs are those of nobackfill.wire.Gateway, and so
-    are their answers; methods load what they need, and raise the errors of nobackfill.errors.
+    Every method except `create` and `sync` works offline. Methods and answers are those of
+    nobackfill.wire.Gateway. Every method may raise BusyError (another process holds the file),
+    VerificationError (a file is damaged) and, if it writes, CannotWriteError.
     """
 
     @classmethod
     def create(cls, path: str | Path, source: str, root: str | Path) -> Self:
-        """Make an empty gallery that follows `source`, and trusts its publisher's root metadata.
+        """Make an empty gallery that follows the releases of a publication.
 
-        `source`: a gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (https://…) or a
-        publication folder; `root`: the file 1.root.json. Raises AlreadyExistsError, NotFoundError,
-        VerificationError, UnavailableError, ConfigurationError.
+        Args:
+            path: the gallery file to make.
+            source: a gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (https://…) or a
+                publication folder.
+            root: the publisher's root metadata, 1.root.json, received by another way than `source`.
+
+        Raises:
+            AlreadyExistsError: a file exists at `path`.
+            NotFoundError: the source has published no release.
+            VerificationError: the publication is not signed by `root`.
+            UnavailableError: the source does not answer.
+            ConfigurationError: `root` cannot be read, or `source` has an unknown form.
         """
         from nobackfill.client import creation
 
@@ -62,10 +72,17 @@ class Device(GalleryFile):
         images: Mapping[str, Image],
         metadata: Mapping[str, "Mapping[str, Scalar]"] | None = None,
     ) -> Mapping[str, str]:
-        """Store images by id; durable when this returns. Returns {id: why it was refused}.
+        """Store images by id; they are durable when this returns.
 
-        An id that exists is replaced, unless it has the very same content. Of a file the item keeps
-        path, folder and name as metadata, too.
+        An existing id is replaced unless its content is identical.
+
+        Args:
+            images: a path or encoded bytes (JPEG, PNG, WebP) by id. An item of a file also gets the
+                metadata path, folder and name.
+            metadata: metadata by id.
+
+        Returns:
+            The reason by id for every image that was refused; empty if all were stored.
         """
         from nobackfill.client import photos
 
@@ -76,15 +93,36 @@ class Device(GalleryFile):
         texts: Mapping[str, str],
         metadata: Mapping[str, "Mapping[str, Scalar]"] | None = None,
     ) -> Mapping[str, str]:
-        """As `put`, of texts of at most 64 KiB: notes. Nothing of a text is kept but its vector.
-        Raises NoEncoderError where the release embeds no texts."""
+        """Store texts by id; only their vectors are kept. They are durable when this returns.
+
+        Args:
+            texts: texts of at most 64 KiB by id.
+            metadata: metadata by id.
+
+        Returns:
+            The reason by id for every text that was refused; empty if all were stored.
+
+        Raises:
+            NoEncoderError: the release embeds no texts.
+        """
         from nobackfill.client import notes
 
         return notes.put(self, texts, metadata)
 
-    def add(self, paths: "Sequence[str | Path]") -> "Added":
-        """Store the image files named and those below the folders named, by their content, as
-        `edge-client add` does: what the gallery holds already is passed over."""
+    def add(self, paths: "Sequence[str | Path]") -> "AddReport":
+        """Store image files, and those below folders, by their content, as `edge-client add` does.
+
+        Images that the gallery holds already are skipped.
+
+        Args:
+            paths: files and folders.
+
+        Returns:
+            The paths added, refused and skipped.
+
+        Raises:
+            InvalidInputError: a path does not exist, or there are more than 250,000 images.
+        """
         from nobackfill.client import photos
 
         named = [Path(path) for path in paths]
@@ -99,11 +137,19 @@ class Device(GalleryFile):
         k: int = 10,
         where: "Mapping[str, Scalar] | Filter | None" = None,
     ) -> Answer[Hit]:
-        """The `k` (1 to 1000) items nearest to an image, to a text, or to an embedding of the
-        active space.
+        """Return the items nearest to an image, a text or an embedding; give exactly one of them.
 
-        `where`: see nobackfill.wire.Gateway.search. Raises InvalidInputError,
-        NoEncoderError for what the release does not embed, IncompatibleSpaceError.
+        Args:
+            image: a path or encoded bytes.
+            text: a text to embed as a query.
+            embeddings: vectors by space id; the vector of the active space is used.
+            k: the number of hits, 1 to 1000.
+            where: a filter, or values by key that every hit must have.
+
+        Raises:
+            InvalidInputError: not exactly one query, or a query, `k` or filter that is not valid.
+            NoEncoderError: the release has no encoder for this kind of query.
+            IncompatibleSpaceError: `embeddings` has no vector of the active space.
         """
         from nobackfill.client.search import Search
 
@@ -117,7 +163,7 @@ class Device(GalleryFile):
         return view.by_embedding(embeddings or {}, k)
 
     def get(self, id: str) -> Item:
-        """One item. Raises NotFoundError."""
+        """Return one item. Raises NotFoundError if there is no such id."""
         found = self.store.get(id)
         item = None if found is None else self.store.items([found.label], self._space())[0]
         if item is None:
@@ -130,9 +176,11 @@ class Device(GalleryFile):
         where: "Mapping[str, Scalar] | Filter | None" = None,
         least_certain: bool = False,
     ) -> Iterator[Item]:
-        """Items as they were put, all or those that pass `where`.
+        """Yield items, oldest first.
 
-        `least_certain`: those that an upgrade made, the least certain first.
+        Args:
+            where: a filter, or values by key that every item must have; None: all items.
+            least_certain: only items that an upgrade made, the least certain first.
         """
         from nobackfill.gallery.listing import page
 
@@ -147,31 +195,48 @@ class Device(GalleryFile):
                 return
 
     def count(self, *, where: "Mapping[str, Scalar] | Filter | None" = None) -> int:
-        """How many items there are, or pass `where`."""
+        """Return the number of items, or of those that pass `where`."""
         allowed = self._passing(where)
         return self.store.count() if allowed is None else len(allowed)
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete items by id, their ciphertext in the vault at the next push; how many existed."""
+        """Delete items by id; the next push deletes their ciphertext in the vault.
+
+        Returns:
+            The number of ids that existed.
+        """
         from nobackfill.client.maintenance import delete
 
         return delete(self, ids)[0]
 
     def status(self) -> Status:
-        """How many items the gallery holds, and which release answers."""
+        """Return the number of items and the active release."""
         return Status(self.store.count(), self.store.active().spec.release)
 
     def sync(self, *, backfill: int = 0) -> "SyncReport":
-        """Follow the newest release without the images; the `backfill` least certain items are
-        embedded again from their files. Raises BusyError, VerificationError (nothing changed),
-        UnavailableError, CannotWriteError."""
-        from nobackfill.client.sync import Wishes, sync
+        """Upgrade the gallery to the newest release, without the images.
 
-        return sync(self, Wishes(backfill=backfill), Output(bars=False))
+        Args:
+            backfill: how many of the least certain items to embed again from their files.
+
+        Raises:
+            BusyError: another sync runs.
+            VerificationError: the publication fails verification; nothing was changed.
+            UnavailableError: the source does not answer; finished downloads are kept.
+            CannotWriteError: the disk is full or read-only.
+        """
+        from nobackfill.client.sync import SyncOptions, sync
+
+        return sync(self, SyncOptions(backfill=backfill), Output(bars=False))
 
     def rollback(self) -> Status:
-        """Return to the release before, and follow the present one no more. Raises NotFoundError
-        where there is none to return to, PreconditionError, BusyError."""
+        """Return to the previous release, and stop following the present one.
+
+        Raises:
+            NotFoundError: there is no previous release to return to.
+            PreconditionError: some items have no vector in the previous space.
+            BusyError: a sync is writing vectors.
+        """
         from nobackfill.client.sync import roll_back
 
         roll_back(self)

@@ -1,22 +1,30 @@
-"""One gallery on this device: its SQLite file, and what lies beside it.
+"""The SQLite file of one gallery on this device, and the files that belong to it.
 
     gallery.sqlite            items, vectors, state: the truth
-    gallery.sqlite.models/    published files of the releases in use, and the trusted metadata
+    gallery.sqlite.models/    published files of the installed releases, and the trusted metadata
     gallery.sqlite.identity   the age secret key, made by the first push
-    gallery.sqlite.outbox/    ciphertext on its way to the vault
-    gallery.sqlite.reserve    room on the disk that gc gives back
-    gallery.sqlite.thumbs/    small copies of images, as far as pages have shown them
+    gallery.sqlite.outbox/    ciphertext that waits for its upload to the vault
+    gallery.sqlite.reserve    disk space that gc can give back
+    gallery.sqlite.thumbs/    thumbnails of images that pages have shown
 
-State kept in the SQLite file: `source`, `root` (the root metadata trusted first), `floor` (the
-newest metadata versions seen), `installed` (release -> SHA-256 of its manifest), `held_back`
-(release -> why this device does not follow it), `held_digests` (release -> SHA-256 of the manifest
-that is held back), `cohort` (a random id that this device made itself,
-and that never leaves it: by its hash a release is for it or not yet), `keep_original` (whether
-vectors that were embedded from images outlive their release), `return_to` (the space before the
-last upgrade), `carried` (release -> when and along which routes a sync carried the gallery into its
-space), `tried` (version of the trial -> digests of the files that passed it), `last_sync` (what
-`report` sends), `vault` (where it is), `identity` (the public key of the identity file),
-`recipients` (public keys that every pushed image is encrypted to, too).
+Keys of the state in the SQLite file:
+
+    source         address of the publication
+    root           the root metadata that was trusted first
+    floor          the newest metadata versions that were verified
+    installed      release -> SHA-256 of its manifest
+    held_back      release -> the reason why this device does not follow it
+    held_digests   release -> SHA-256 of the manifest that is held back
+    cohort         a random id made on this device, which never leaves it; its hash decides when a
+                   staged rollout includes this device
+    keep_original  whether vectors embedded from images outlive their release
+    return_to      the space before the last upgrade
+    carried        release -> when and along which routes a sync carried the gallery there
+    tried          version of the trial -> digests of the files that passed it
+    last_sync      the summary that `report` sends
+    vault          address of the vault
+    identity       the public key of the identity file
+    recipients     further public keys that every pushed image is encrypted to
 """
 
 import contextlib
@@ -40,7 +48,7 @@ if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
     from nobackfill.release.trust.trust import Fetcher, Trust
 
-# Why the last sync changed nothing.
+# The reason why the last sync changed nothing.
 Failure = Literal["none", "no_route", "refused", "left_behind"]
 
 
@@ -53,7 +61,7 @@ def _is_texts(value: Any) -> bool:
 
 
 def _by_release(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether a value is an object whose keys are numbers of releases and whose values pass."""
+    """Make a check: an object whose keys are release numbers and whose values pass `kind`."""
     return lambda value: (
         isinstance(value, dict)
         and all(_RELEASE.fullmatch(key) is not None for key in value)
@@ -92,7 +100,7 @@ def _is_number(value: Any, least: float, most: float) -> bool:
 _RELEASE = re.compile(r"[1-9][0-9]{0,6}")
 _LARGEST_RELEASE = 9_999_999
 
-# Allowed types of values of the state, by key; any value is taken for other keys.
+# Checks of the state's values by key; other keys may have any value.
 _KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("source", "root", "cohort", "return_to", "vault", "identity"), _is_text),
     "floor": lambda value: isinstance(value, dict),
@@ -107,24 +115,30 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def beside(gallery: Path, what: str) -> Path:
-    """`gallery.sqlite` -> `gallery.sqlite.WHAT`."""
+def sidecar(gallery: Path, what: str) -> Path:
+    """Return the path GALLERY.SUFFIX, in the gallery's folder."""
     return gallery.with_name(f"{gallery.name}.{what}")
 
 
 class GalleryFile:
-    """An opened gallery: the store in its file, its state, its releases, its locks."""
+    """An open gallery: its store, its state, its releases, its locks."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open. Raises NotFoundError where there is no gallery, VerificationError, BusyError."""
+        """Open a gallery file.
+
+        Raises:
+            NotFoundError: there is no file at `path`.
+            VerificationError: the file is damaged or no gallery.
+            BusyError: another process holds the file.
+        """
         path = Path(path)
         if not path.is_file():
             raise NotFoundError(
-                f"{path}: no gallery there; make one with `edge-client --gallery {path} init "
-                "--from SOURCE`, or name another with --gallery"
+                f"{path}: there is no gallery; make one with `edge-client --gallery {path} init "
+                "--from SOURCE`, or name another file with --gallery"
             )
         self.path = path
-        self.models = beside(path, "models")
+        self.models = sidecar(path, "models")
         self.store = SqliteGallery.open(path)
 
     def __enter__(self) -> Self:
@@ -137,35 +151,40 @@ class GalleryFile:
         """Close the file."""
         self.store.close()
 
-    # Locks are taken in this order. Reading, searching and adding take none of them.
+    # Take the locks in this order. Reading, searching and adding take none.
 
-    def following(self) -> AbstractContextManager[None]:
-        """Alone in talking to the source, however long that takes. Raises BusyError."""
+    def sync_lock(self) -> AbstractContextManager[None]:
+        """Lock the use of the source, for any length of time. Raises BusyError if it is held."""
         return durable.lock(self.models / "sync.lock")
 
-    def vaulting(self) -> AbstractContextManager[None]:
-        """Alone in talking to the vault, however long that takes. Raises BusyError."""
+    def vault_lock(self) -> AbstractContextManager[None]:
+        """Lock the use of the vault, for any length of time. Raises BusyError if it is held."""
         return durable.lock(self.models / "vault.lock")
 
-    def changing(self, timeout_s: float = 0.0) -> AbstractContextManager[None]:
-        """Alone in changing spaces and releases; no host is waited for in it. Raises BusyError."""
+    def change_lock(self, timeout_s: float = 0.0) -> AbstractContextManager[None]:
+        """Lock the change of spaces and releases; never wait for the network under this lock.
+
+        Raises:
+            BusyError: another process held the lock for `timeout_s` seconds.
+        """
         return durable.lock(self.models / "change.lock", timeout_s)
 
     def state(self, key: str, default: Any = None) -> Any:
-        """A value of the state that this module's docstring lists, or `default`.
+        """Return the value of a key that this module's docstring lists, or `default`.
 
-        Raises DamagedError for a value of another kind.
+        Raises:
+            DamagedError: the value has the wrong form.
         """
         value = self.store.state_get(key)
         if value is not None and key in _KINDS and not _KINDS[key](value):
-            raise DamagedError(self.path, f"state {key} is not as it was written")
+            raise DamagedError(self.path, f"the state {key} has an unexpected form")
         return default if value is None else value
 
     def trust(self, fetcher: "Fetcher", base_url: str) -> "Trust":
-        """The verified view of this gallery's publication, anchored in the gallery file itself.
+        """Return the verified view of this gallery's publication.
 
-        A damaged or lost models folder costs downloads, and lowers no guard: the first root and the
-        versions seen are in the SQLite file.
+        The first root and the newest versions are read from the gallery file. A damaged or lost
+        models folder therefore costs downloads, but no security.
         """
         from nobackfill.release.trust.trust import Floor, Trust
 
@@ -173,7 +192,7 @@ class GalleryFile:
         try:
             floor = Floor.model_validate(self.state("floor"))
         except ValueError as error:
-            raise DamagedError(self.path, "state floor is not as it was written") from error
+            raise DamagedError(self.path, "the state floor has an unexpected form") from error
         try:
             return Trust(self.models, fetcher, base_url, root, floor)
         except VerificationError:
@@ -181,15 +200,17 @@ class GalleryFile:
             return Trust(self.models, fetcher, base_url, root, floor)
 
     def manifest(self, release: int) -> "Manifest":
-        """The manifest of an installed release. Raises like manifest_text."""
+        """Return the manifest of an installed release. Raises as `manifest_text`."""
         from nobackfill.release.manifest import parse_manifest
 
         return parse_manifest(self.manifest_text(release), release)
 
     def manifest_text(self, release: int) -> bytes:
-        """The manifest of an installed release, byte for byte as it was verified when it came.
+        """Return the manifest of an installed release, byte for byte as it was verified.
 
-        Raises NotFoundError if it is not installed, VerificationError if the file was changed.
+        Raises:
+            NotFoundError: the release is not installed.
+            VerificationError: the file was changed or cannot be read.
         """
         digest = self.state("installed", {}).get(str(release))
         path = self.models / manifest_path(release)
@@ -202,32 +223,32 @@ class GalleryFile:
                 f"{path}: cannot be read ({error.strerror}); run `edge-client sync`"
             ) from error
         if hashlib.sha256(text).hexdigest() != digest:
-            raise VerificationError(f"{path}: was changed after it came; run `edge-client sync`")
+            raise VerificationError(f"{path}: was changed after download; run `edge-client sync`")
         return text
 
     def active(self) -> "Manifest":
-        """The manifest of the release that answers."""
+        """Return the manifest of the active release."""
         return self.manifest(self.store.active().spec.release)
 
     def previous(self) -> SpaceInfo | None:
-        """The space that a rollback returns to; None once the release after it is confirmed."""
+        """Return the space that a rollback returns to; None if the release is confirmed."""
         wanted = self.state("return_to")
         kept = (space for space in self.store.spaces() if space.spec.space == wanted)
         return next(kept, None)
 
 
-# Room that a file holds on the disk, so that `gc` can begin where there is none: what dropping a
-# small space and shortening the file write to the log.
+# Disk space held by a file, so that `gc` can begin on a full disk. It covers the log of dropping a
+# small space and of shortening the gallery file.
 RESERVE_BYTES = 2 << 20
-# It is taken only from a disk that does not miss it.
+# The reserve is made only while the disk has this much room.
 _PLENTY = 4 * RESERVE_BYTES
 
 
 def keep_reserve(gallery: Path) -> None:
-    """Hold room for a gallery, unless it is held already or the disk has little."""
-    path = beside(gallery, "reserve")
+    """Create the reserve file of a gallery, unless it exists or the disk has little room."""
+    path = sidecar(gallery, "reserve")
     with contextlib.suppress(OSError):
-        # Not urgent, and no data: where it cannot be made, a later command tries again.
+        # Not urgent, and no data: if it fails, a later command tries again.
         if has_room(gallery.parent, _PLENTY):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -237,7 +258,7 @@ def keep_reserve(gallery: Path) -> None:
 
 
 def free_reserve(gallery: Path) -> None:
-    """Free it where the disk has less."""
+    """Delete the reserve file if the disk has less room than it holds."""
     with contextlib.suppress(OSError):
         if not has_room(gallery.parent, RESERVE_BYTES):
-            beside(gallery, "reserve").unlink(missing_ok=True)
+            sidecar(gallery, "reserve").unlink(missing_ok=True)

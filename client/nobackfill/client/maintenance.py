@@ -1,4 +1,4 @@
-"""Keeping a gallery in order: remove, set, gc, verify, and rescue of a damaged one."""
+"""Maintain a gallery: remove items, set metadata, gc, verify, and rescue a damaged file."""
 
 import contextlib
 import uuid
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, beside
+from nobackfill.client.gallery_file import GalleryFile, sidecar
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.status import disk_bytes
 from nobackfill.client.sync import confirm, embedding_files, missing_files, tidy_models
@@ -36,31 +36,44 @@ from nobackfill.gallery.tables import from_blobs, vector_table
 from nobackfill.vectors import check_vectors
 
 _ROWS = 4096
-# Pages given back in one transaction, so that others can write in between.
+# Pages given back in one transaction; other processes can write between transactions.
 _PAGES = 256
 
 
-def remove(device: GalleryFile, named: Sequence[str]) -> dict[str, Any]:
-    """Remove items from every space, the file's free pages and its log.
+def remove(device: GalleryFile, names: Sequence[str]) -> dict[str, Any]:
+    """Remove items from every space, from the file's free pages and from its log.
 
-    `named`: ids, or paths, which stand for every item that was added from there. Their ciphertext
-    waiting here goes at once, that in the vault at the next push. The image files themselves stay.
-    Raises NotFoundError for a name that is none; nothing is removed then.
+    Waiting ciphertext is deleted at once, ciphertext in the vault at the next push. The image files
+    stay.
+
+    Args:
+        device: the gallery.
+        named: ids, or paths; a path stands for every item that was added from it.
+
+    Returns:
+        `removed`: how many items; `left_in_vault`: for how many the vault still holds ciphertext.
+
+    Raises:
+        NotFoundError: a name is neither an id nor a path; nothing was removed.
     """
-    ids = list(dict.fromkeys(i for name in named for i in _find(device, name)))
+    ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
     removed, in_vault = delete(device, ids)
     return {"removed": removed, "left_in_vault": in_vault}
 
 
 def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
-    """Like `remove`, by ids alone: how many existed, and of how many the vault holds ciphertext."""
+    """Remove items by id, like `remove`; unknown ids are ignored.
+
+    Returns:
+        How many items existed, and for how many the vault still holds ciphertext.
+    """
     queue = VaultQueue(device.store)
-    outbox = beside(device.path, "outbox")
+    outbox = sidecar(device.path, "outbox")
     in_vault = 0
     for item_id in ids:
         entries = [e for e in queue.entries(item=item_id) if e.state != "removing"]
         for entry in entries:
-            # First the vault's row: killed here, the image is still named and can be removed again.
+            # Mark the vault's row first: after a kill here, the item can be removed again.
             queue.mark(entry.blob, "removing")
             durable.remove_tree(outbox / entry.blob)
         in_vault += bool(entries)
@@ -71,7 +84,7 @@ def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
 
 
 def _find(device: GalleryFile, name: str) -> list[str]:
-    """Ids of an item, or of every item of a path: a file that was edited and added again is two."""
+    """Return the ids of an item or of a path; a file that was edited and added again has two."""
     if device.store.get(name) is not None:
         return [name]
     with device.store.reading() as connection:
@@ -81,74 +94,93 @@ def _find(device: GalleryFile, name: str) -> list[str]:
             (str(Path(name).absolute()),),
         ).fetchall()
     if not rows:
-        raise NotFoundError(f"{name}: neither an id nor a path of this gallery; see `list`")
+        raise NotFoundError(
+            f"{name}: neither an id nor a path of this gallery; see `edge-client list`"
+        )
     return [item_id for (item_id,) in rows]
 
 
-def describe(device: GalleryFile, named: Sequence[str], notes: Metadata) -> int:
-    """Set metadata of items, beside what they have; how many items. `named` as in `remove`.
+def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
+    """Set metadata of items; their other metadata stays.
 
-    Raises NotFoundError for a name that is none, InvalidInputError for a key that says where an
-    item's file is; nothing is changed then.
+    Args:
+        device: the gallery.
+        named: ids or paths, as in `remove`.
+        notes: the metadata to set.
+
+    Returns:
+        The number of items that were changed.
+
+    Raises:
+        NotFoundError: a name is neither an id nor a path; nothing was changed.
+        InvalidInputError: a key is path, folder or name, which say where the file is.
     """
-    own = {"path", "folder", "name"} & notes.keys()
-    if own:
-        raise InvalidInputError(f"{few(sorted(own))}: says where an item's file is; use other keys")
-    ids = list(dict.fromkeys(i for name in named for i in _find(device, name)))
+    reserved = {"path", "folder", "name"} & notes.keys()
+    if reserved:
+        raise InvalidInputError(
+            f"{few(sorted(reserved))}: says where an item's file is; use other keys"
+        )
+    ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
     items = [item for item in map(device.store.get, ids) if item is not None]
     for start in range(0, len(items), _ROWS):
-        some = items[start : start + _ROWS]
+        batch = items[start : start + _ROWS]
         device.store.put(
-            [item.id for item in some],
+            [item.id for item in batch],
             [],
-            digests=[item.digest for item in some],
-            metadata=[{**item.metadata, **notes} for item in some],
+            digests=[item.digest for item in batch],
+            metadata=[{**item.metadata, **notes} for item in batch],
         )
     return len(items)
 
 
 def collect(device: GalleryFile) -> dict[str, Any]:
-    """`gc`: confirm the active release and drop what only a rollback or a killed run would need.
+    """Run `gc`: confirm the active release, and delete what only a rollback or a killed run needs.
 
-    What a sync or a push downloads or sends just now is left. Raises BusyError while a sync carries
-    vectors.
+    Files of a running sync or push stay.
+
+    Returns:
+        `dropped`: releases whose space was dropped; `freed_bytes`.
+
+    Raises:
+        BusyError: a sync is writing vectors.
     """
-    with device.changing():
-        before = disk_bytes(device)
+    with device.change_lock():
+        bytes_before = disk_bytes(device)
         for space in device.store.spaces():
             if space.state == "staging":
                 staging.drop(device.store, space.spec.space)
         dropped = confirm(device)
-        with contextlib.suppress(BusyError), device.following():
+        with contextlib.suppress(BusyError), device.sync_lock():
             durable.sweep(device.models)
             tidy_models(device)
-        with contextlib.suppress(BusyError), device.vaulting():
+        with contextlib.suppress(BusyError), device.vault_lock():
             _sweep_boxes(device)
         Thumbnails(device.path).sweep(device.store)
         _compact(device)
-        return {"dropped": dropped, "freed_bytes": before - disk_bytes(device)}
+        return {"dropped": dropped, "freed_bytes": bytes_before - disk_bytes(device)}
 
 
 def _sweep_boxes(device: GalleryFile) -> None:
-    known = {entry.blob for entry in VaultQueue(device.store).entries("sealed")}
-    for folder in (beside(device.path, "inbox"), beside(device.path, "outbox")):
+    sealed_blobs = {entry.blob for entry in VaultQueue(device.store).entries("sealed")}
+    for folder in (sidecar(device.path, "inbox"), sidecar(device.path, "outbox")):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if path.name not in known:
+            if path.name not in sealed_blobs:
                 durable.remove_tree(path)
 
 
 def _compact(device: GalleryFile) -> None:
-    """Give free pages back to the file system; not urgent, so not now if others hold the file."""
+    """Give free pages back to the file system; skipped while another process holds the file."""
     with contextlib.suppress(BusyError):
         device.store.compact(_PAGES)
 
 
 def verify(device: GalleryFile) -> dict[str, Any]:
-    """Check the file's pages, every vector, the models' digests, keys, ciphertext, and whether the
-    vault holds what was pushed.
+    """Check the file's pages, every vector, the models' digests, keys, ciphertext and the vault.
 
-    Returns counts and `problems`, each a sentence that says what to do. `notes` say why the vault
-    was not asked: that it is away is no problem of this gallery.
+    Returns:
+        `items`, `vectors`: counts, None if the file is damaged. `problems`: sentences with advice.
+        `notes`: the reason why the vault was not checked; an unreachable vault is no problem of the
+        gallery.
     """
     problems: list[str] = []
     vectors = 0
@@ -158,19 +190,19 @@ def verify(device: GalleryFile) -> dict[str, Any]:
             pages = [line for (text,) in rows for line in text.splitlines()]
             strays = connection.execute("PRAGMA foreign_key_check").fetchall()
         if pages != ["ok"] or strays:
-            found = few(pages) if pages != ["ok"] else f"{len(strays)} rows of no item"
-            raise DamagedError(device.path, found)
+            damage = few(pages) if pages != ["ok"] else f"{len(strays)} rows belong to no item"
+            raise DamagedError(device.path, damage)
         items = device.store.count()
         spaces = device.store.spaces()
         device.store.active()
     except DamagedError as error:
-        # What follows would say the same again, row by row.
+        # Further checks would repeat the same damage row by row.
         return {"items": None, "vectors": None, "problems": [str(error)], "notes": []}
     for space in spaces:
         if space.state == "staging" and not device.state("installed", {}).get(
             str(space.spec.release)
         ):
-            # What a sync that was killed will go on with: its manifest comes with the flip.
+            # The next sync continues this space and installs its manifest at the flip.
             vectors += device.store.count(space.spec.space)
             continue
         try:
@@ -180,7 +212,7 @@ def verify(device: GalleryFile) -> dict[str, Any]:
             problems.append(str(error))
             continue
         problems += [
-            f"{file.path}: missing or changed; `edge-client sync` brings it again"
+            f"{file.path}: missing or changed; run `edge-client sync` to download it again"
             for file in missing_files(device.models, embedding_files(manifest))
         ]
     problems += _check_outbox(device)
@@ -190,16 +222,16 @@ def verify(device: GalleryFile) -> dict[str, Any]:
 
 
 def _compare_vault(device: GalleryFile) -> tuple[list[str], list[str]]:
-    """Problems with the vault, and notes why it was not asked."""
+    """Return problems with the vault, and notes if it could not be checked."""
     if device.state("vault") is None:
         return [], []
-    # Only here, as most galleries have no vault and gRPC takes a while to load.
+    # Imported here: most galleries have no vault, and gRPC is slow to import.
     from nobackfill.client.vault.transport import vault_problem
 
     try:
         problem = vault_problem(device)
     except (UnavailableError, NotPermittedError, ConfigurationError, BusyError) as error:
-        return [], [f"the vault was not compared: {error}"]
+        return [], [f"the vault was not checked: {error}"]
     except NobackfillError as error:
         return [str(error)], []
     return [] if problem is None else [problem], []
@@ -210,11 +242,11 @@ def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
     count = 0
     with device.store.reading() as connection:
         rows = connection.execute(f"SELECT embedding FROM {vector_table(space.number)}")  # noqa: S608
-        while some := rows.fetchmany(_ROWS):
-            vectors = from_blobs([blob for (blob,) in some], spec.dim)
-            what = f"vectors of release {spec.release}"
+        while batch := rows.fetchmany(_ROWS):
+            vectors = from_blobs([blob for (blob,) in batch], spec.dim)
+            description = f"vectors of release {spec.release}"
             try:
-                check_vectors(vectors, spec.dim, what=what, unit=spec.unit)
+                check_vectors(vectors, spec.dim, what=description, unit=spec.unit)
             except UnusableRowsError as error:
                 raise DamagedError(device.path, error) from error
             count += len(vectors)
@@ -229,66 +261,78 @@ def _check_space(device: GalleryFile, space: SpaceInfo) -> int:
 def _check_outbox(device: GalleryFile) -> list[str]:
     problems = []
     for entry in VaultQueue(device.store).entries("sealed"):
-        path = beside(device.path, "outbox") / entry.blob
+        path = sidecar(device.path, "outbox") / entry.blob
         if not path.is_file() or sha256_file(path) != entry.blob_sha256:
-            problems.append(f"{path}: ciphertext is lost or damaged; `push` makes it anew")
-    lost = keys.key_problem(device)
-    return [*problems, *([] if lost is None else [lost])]
+            problems.append(f"{path}: ciphertext is lost or damaged; `push` encrypts it again")
+    key_trouble = keys.key_problem(device)
+    return [*problems, *([] if key_trouble is None else [key_trouble])]
 
 
-# `rescue`: a new gallery of all intact rows of a damaged one, with what lies beside it.
-
-# Private: the secret key and the ciphertext that waits for the vault.
+# The identity file and the outbox are private.
 _MODE = 0o600
 
 
 def rescue(path: Path, to: Path) -> dict[str, Any]:
-    """Make the gallery `to` of every row of `path` that can be read and passes the checks.
+    """Make the gallery `to` from every row of `path` that can be read and passes its checks.
 
-    The damaged gallery stays as it is. Of the vault's rows those go along whose items do: what
-    belongs to lost items stays in the vault, for `pull --unknown`. The gallery appears as
-    the last step. Raises NotFoundError, AlreadyExistsError, DamagedError (nothing can be saved),
-    BusyError, CannotWriteError.
+    The damaged gallery is not changed. Vault rows are copied with their items; blobs of lost items
+    stay in the vault, for `pull --unknown`. The new file appears as the last step.
+
+    Args:
+        path: the damaged gallery.
+        to: the file to make.
+
+    Returns:
+        What was saved, what was lost, and which files were not copied.
+
+    Raises:
+        NotFoundError: there is no file at `path`.
+        AlreadyExistsError: a file exists at `to`.
+        DamagedError: nothing can be saved.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     if not path.is_file():
-        raise NotFoundError(f"{path}: no gallery there; name the damaged one with --gallery")
+        raise NotFoundError(f"{path}: there is no gallery; name the damaged one with --gallery")
     if to.exists():
-        raise AlreadyExistsError(f"{to}: exists already; name another file with --to")
+        raise AlreadyExistsError(f"{to}: already exists; name another file with --to")
     refuse_leftovers(to)
     durable.make_dir(to.parent, mode=0o700)
     durable.sweep(to.parent, to.name)
     draft = to.with_name(f"{durable.TEMPORARY}{to.name}-{uuid.uuid4().hex}")
     try:
         saved = save(path, draft, {"vault": TABLE})
-        left = [name for what in ("models", "identity", "outbox") for name in _copy(path, to, what)]
+        not_copied = [
+            name for suffix in ("models", "identity", "outbox") for name in _copy(path, to, suffix)
+        ]
         durable.replace(draft, to)
     finally:
         for name in to.parent.glob(f"{draft.name}*"):
             name.unlink()
-    return {"gallery": str(to), **asdict(saved), "lost": saved.lost, "not_copied": left}
+    return {"gallery": str(to), **asdict(saved), "lost": saved.lost, "not_copied": not_copied}
 
 
-def _copy(path: Path, to: Path, what: str) -> list[str]:
-    """Copy a file or folder beside the gallery; what could not be read of it."""
-    source, target = beside(path, what), beside(to, what)
-    left = []
+def _copy(path: Path, to: Path, suffix: str) -> list[str]:
+    """Copy one file or folder of a gallery; return the paths that were not copied."""
+    source, target = sidecar(path, suffix), sidecar(to, suffix)
+    not_copied = []
     if source.is_symlink():
-        # It may lead to anybody's files.
+        # A link may lead to files of other users.
         return [str(source)]
     for name in [source] if source.is_file() else sorted(source.rglob("*")):
         if name.is_symlink():
-            left.append(str(name))
+            not_copied.append(str(name))
             continue
         if not name.is_file() or name.name.endswith("lock"):
             continue
         try:
             data = name.read_bytes()
         except OSError:
-            left.append(str(name))
+            not_copied.append(str(name))
             continue
-        copied = target if name == source else target / name.relative_to(source)
-        durable.make_dir(copied.parent, mode=0o700)
-        # What a rescue that was killed left of this file.
-        durable.sweep(copied.parent, f"{copied.name}-")
-        durable.write_file(copied, data, _MODE)
-    return left
+        destination = target if name == source else target / name.relative_to(source)
+        durable.make_dir(destination.parent, mode=0o700)
+        # Temporary files of a killed rescue.
+        durable.sweep(destination.parent, f"{destination.name}-")
+        durable.write_file(destination, data, _MODE)
+    return not_copied

@@ -1,4 +1,4 @@
-"""Notes: texts that are embedded on the device, found by texts, and left where they are."""
+"""Store and find texts; a gallery keeps their vectors, not the texts."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,39 +19,53 @@ _BATCH = 32
 
 
 @dataclass
-class AddedTexts:
-    """Ids of texts that were stored, and why others were refused, by id."""
+class AddTextsReport:
+    """The result of adding texts: the ids that were stored, and the reason by refused id."""
 
     added: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddedTexts:
-    """Store texts by id, in place of what is there; the other keys of each are its metadata, and
-    without any an unchanged text keeps what it has. The text itself is not kept.
+def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
+    """Store texts by id; an existing id is replaced. Only the vectors are kept.
 
-    A batch is durable before the next begins. Raises NoEncoderError where the release that answers
-    embeds no texts, VerificationError, BusyError, CannotWriteError, and what `texts` does.
+    Each batch is durable before the next begins. An unchanged text without metadata keeps the
+    metadata that it has.
+
+    Args:
+        device: the gallery.
+        texts: ids, texts and metadata; errors of this iterable pass through.
+
+    Raises:
+        NoEncoderError: the active release embeds no texts.
+        VerificationError: a model file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
-    kept, encoders = AddedTexts(), _Encoders(device)
-    left = iter(texts)
-    while batch := list(islice(left, _BATCH)):
-        _store(device, encoders, list(_readable(batch, kept)), kept)
-    return kept
+    report, encoders = AddTextsReport(), _Encoders(device)
+    remaining = iter(texts)
+    while batch := list(islice(remaining, _BATCH)):
+        _store(device, encoders, list(_readable(batch, report)), report)
+    return report
 
 
 def put(
     device: GalleryFile, texts: Mapping[str, str], metadata: Mapping[str, Metadata] | None = None
 ) -> dict[str, str]:
-    """Store texts by id; why some were refused, by id. Raises like `add`."""
+    """Store texts by id; return the reason by id of those refused. Raises as `add`."""
     notes = metadata or {}
     lines = (TextLine(name, text, notes.get(name, {})) for name, text in texts.items())
     return add(device, lines).refused
 
 
 def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
-    """Texts, at least one, to float32 [n,dim]. Raises NoEncoderError, InvalidInputError for one
-    that has no vector, VerificationError."""
+    """Embed one or more texts; return float32 [n, dim].
+
+    Raises:
+        NoEncoderError: the release embeds no texts.
+        InvalidInputError: a text is empty, too long, or has no vector.
+        VerificationError: a model file is damaged.
+    """
     model = open_text_encoder(device.models, manifest, threads())
     try:
         return model.run([check_text(text) for text in texts], role)
@@ -61,69 +75,69 @@ def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: T
 
 
 class _Encoders:
-    """Of the space that answers, and of the one that a rollback would return to, if it reads
-    texts."""
+    """The text encoders of the active space and, if its release embeds texts, of the space that a
+    rollback would return to."""
 
     def __init__(self, device: GalleryFile) -> None:
         self._device = device
         self._open: dict[str, TextModel] = {}
 
     def current(self) -> list[tuple[Manifest, TextModel]]:
-        """Raises NoEncoderError where the active release embeds no texts."""
+        """Open the encoders. Raises NoEncoderError if the active release embeds no texts."""
         active, previous = self._device.store.active(), self._device.previous()
         manifests = [self._device.manifest(active.spec.release)]
         if previous is not None:
-            before = self._device.manifest(previous.spec.release)
-            manifests += [before] if before.text_encoder is not None else []
+            earlier = self._device.manifest(previous.spec.release)
+            manifests += [earlier] if earlier.text_encoder is not None else []
         for manifest in manifests:
             if manifest.space not in self._open:
-                made = open_text_encoder(self._device.models, manifest, threads())
-                self._open[manifest.space] = made
+                encoder = open_text_encoder(self._device.models, manifest, threads())
+                self._open[manifest.space] = encoder
         return [(manifest, self._open[manifest.space]) for manifest in manifests]
 
 
-def _readable(batch: Sequence[TextLine], kept: AddedTexts) -> Iterator[TextLine]:
-    for one in batch:
+def _readable(batch: Sequence[TextLine], report: AddTextsReport) -> Iterator[TextLine]:
+    for line in batch:
         try:
-            check_text(one.text)
-            check_batch([one.id], None, [one.metadata()])
-            yield one
+            check_text(line.text)
+            check_batch([line.id], None, [line.metadata()])
+            yield line
         except InvalidInputError as error:
-            kept.refused[one.id] = str(error)
+            report.refused[line.id] = str(error)
 
 
 def _store(
-    device: GalleryFile, encoders: _Encoders, batch: list[TextLine], kept: AddedTexts
+    device: GalleryFile, encoders: _Encoders, batch: list[TextLine], report: AddTextsReport
 ) -> None:
-    # The last of a kind wins, and an id is in a batch once.
-    batch = list({one.id: one for one in batch}.values())
+    # The last text of an id wins, and a batch holds each id once.
+    batch = list({line.id: line for line in batch}.values())
     while batch:
-        now = encoders.current()
+        active_encoders = encoders.current()
         try:
             vectors = [
-                NewVectors(m.space, model.run([one.text for one in batch], "document"), None)
-                for m, model in now
+                NewVectors(m.space, model.run([line.text for line in batch], "document"), None)
+                for m, model in active_encoders
             ]
         except UnusableOutputError as error:
-            why = str(no_text_vector(now[0][0]))
-            kept.refused |= {batch[row].id: why for row in error.rows}
-            batch = [one for row, one in enumerate(batch) if row not in error.rows]
+            why = str(no_text_vector(active_encoders[0][0]))
+            report.refused |= {batch[row].id: why for row in error.rows}
+            batch = [line for row, line in enumerate(batch) if row not in error.rows]
             continue
         except InvalidInputError as error:
             if len(batch) == 1:
-                kept.refused[batch[0].id] = str(error)
+                report.refused[batch[0].id] = str(error)
                 return
-            # One that its tokenizer cannot take: find out which.
-            for one in batch:
-                _store(device, encoders, [one], kept)
+            # The tokenizer rejects at least one text: find it by storing one at a time.
+            for line in batch:
+                _store(device, encoders, [line], report)
             return
         device.store.put(
-            [one.id for one in batch],
+            [line.id for line in batch],
             vectors,
-            digests=[hashlib.sha256(one.text.encode()).hexdigest() for one in batch],
-            metadata=[one.metadata() or None for one in batch],
+            digests=[hashlib.sha256(line.text.encode()).hexdigest() for line in batch],
+            metadata=[line.metadata() or None for line in batch],
         )
-        if device.store.active().spec.space in {manifest.space for manifest, _ in now}:
-            kept.added += [one.id for one in batch]
+        if device.store.active().spec.space in {manifest.space for manifest, _ in active_encoders}:
+            report.added += [line.id for line in batch]
             return
-        # A sync flipped in between: the same texts once more, for the new space too.
+        # A sync flipped in between: store the same texts for the new space too.

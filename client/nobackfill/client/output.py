@@ -1,4 +1,4 @@
-"""What a command prints: one JSON object, or lines for people, on stdout; bars on stderr."""
+"""Print results on stdout, as one JSON object or as lines of text; progress bars go to stderr."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Output:
-    """Where the answers of one command go; `json` chooses the form, `bars` may be none."""
+    """Where the results of one command go; `json` selects the form, `bars` enables progress."""
 
     json: bool = False
     bars: bool = True
@@ -27,12 +27,12 @@ class Output:
             print(visible(line))
 
     def note(self, line: str) -> None:
-        """Tell a person, on stderr, something that is no part of the answer."""
+        """Print a remark on stderr that is not part of the result."""
         print(visible(line), file=sys.stderr)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """A bar on stderr while a terminal watches; yields advance(done, total)."""
+        """Show a bar on stderr if it is a terminal; yields advance(done, total)."""
         if not (self.bars and sys.stderr.isatty()):
             yield lambda done, total: None
             return
@@ -46,7 +46,7 @@ class Output:
 
 
 def size(count: float) -> str:
-    """A number of bytes for people, in powers of 1,000: '512 B', '1.5 MB'."""
+    """Format a number of bytes in powers of 1,000: '512 B', '1.5 MB'."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

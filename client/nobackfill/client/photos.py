@@ -1,4 +1,4 @@
-"""Image files of the device: found, read, embedded, stored durably, and left where they are."""
+"""Add image files of the device: find, read, embed, store durably; the files stay in place."""
 
 import hashlib
 import os
@@ -24,43 +24,48 @@ if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
 
 
-# Of one command: their names are held in memory, 0.1 GB.
+# The most files of one command; their names take 0.1 GB of memory.
 MOST_FILES = 250_000
 
 
 @dataclass
-class FoundImages:
-    """Absolute paths of images, why other files were not taken, and what belongs to the system, to
-    programs or to a gallery, and was passed over."""
+class ImageScan:
+    """Result of a search for image files: `files` (absolute paths), `refused` (reason by path), and
+    `skipped` (files that belong to the system, to programs or to a gallery)."""
 
     files: list[Path] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
 
 
-def find_images(named: Sequence[Path], gallery: Path | None = None) -> FoundImages:
-    """Find the files named, and those in the folders named that have an image's suffix.
+def find_images(paths: Sequence[Path], gallery: Path | None = None) -> ImageScan:
+    """Find the given files, and the files with an image suffix below the given folders.
 
-    A folder that cannot be read is among them, to be refused by its name. `gallery`: its own files
-    are passed over. Raises InvalidInputError for a path that is not there, and for more than
-    `MOST_FILES`.
+    A folder that cannot be read is listed in `files`, so that reading it gives the reason.
+
+    Args:
+        named: files and folders.
+        gallery: skip the files of this gallery.
+
+    Raises:
+        InvalidInputError: a path does not exist, or there are more than `MOST_FILES` images.
     """
-    found = FoundImages()
+    scan = ImageScan()
     files: dict[Path, None] = {}
-    for path in named:
-        # Not resolved: a person knows a linked folder by the link's name.
-        for file in _files(path, found, gallery):
+    for path in paths:
+        # Links stay unresolved: a person knows a linked folder by the link's name.
+        for file in _files(path, scan, gallery):
             files[Path(os.path.abspath(file))] = None  # noqa: PTH100
             if len(files) > MOST_FILES:
                 raise InvalidInputError(
                     f"{path}: expected at most {MOST_FILES} images at a time, there are more; name "
                     "some of the files or folders below it"
                 )
-    found.files = list(files)
-    return found
+    scan.files = list(files)
+    return scan
 
 
-def _files(path: Path, found: FoundImages, gallery: Path | None) -> Iterator[str]:
+def _files(path: Path, scan: ImageScan, gallery: Path | None) -> Iterator[str]:
     try:
         if not path.is_dir():
             path.stat()
@@ -74,28 +79,28 @@ def _files(path: Path, found: FoundImages, gallery: Path | None) -> Iterator[str
     for folder, folders, files in os.walk(path, onerror=lambda e: unreadable.append(e.filename)):
         enter = []
         for name in sorted(folders):
-            # A Path each takes twice as long.
+            # Building a Path for each name takes twice as long.
             inside = os.path.join(folder, name)  # noqa: PTH118
             if is_clutter(name) or _is_own(folder, name, gallery):
-                found.skipped.append(inside)
+                scan.skipped.append(inside)
             elif os.path.islink(inside):  # noqa: PTH114
-                found.refused[inside] = "a link to a folder; name it to add what is in it"
+                scan.refused[inside] = "a link to a folder; name it to add what is in it"
             else:
                 enter.append(name)
         folders[:] = enter
         for name in sorted(files):
             inside = os.path.join(folder, name)  # noqa: PTH118
             if is_clutter(name) or _is_own(folder, name, gallery):
-                found.skipped.append(inside)
+                scan.skipped.append(inside)
             elif not is_picture(name):
-                found.refused[inside] = suffix_refusal(name)
+                scan.refused[inside] = suffix_refusal(name)
             else:
                 yield inside
     yield from unreadable
 
 
 def _is_own(folder: str, name: str, gallery: Path | None) -> bool:
-    """Whether it is of the gallery's own files, or small copies of images that one keeps."""
+    """Return whether a file belongs to the gallery, or is the thumbnail folder of any gallery."""
     if gallery is not None and name.startswith(gallery.name):
         return os.path.abspath(folder) == os.path.abspath(gallery.parent)  # noqa: PTH100
     owner, _, what = name.rpartition(".")
@@ -103,10 +108,10 @@ def _is_own(folder: str, name: str, gallery: Path | None) -> bool:
 
 
 def read_image(path: Path) -> tuple[bytes, str]:
-    """An image file's bytes and their digest.
+    """Read an image file; return its bytes and their SHA-256.
 
-    Raises InvalidInputError, also for what is no regular file, is too large, or has a name that is
-    not text.
+    Raises:
+        InvalidInputError: the path is no regular file, too large, unreadable, or not UTF-8.
     """
     try:
         str(path).encode("utf-8")
@@ -117,7 +122,7 @@ def read_image(path: Path) -> tuple[bytes, str]:
 
 
 def local_image(item: StoredItem) -> bytes | None:
-    """The image an item was made from, if its file is still there and unchanged."""
+    """Return the image that an item was made from; None if its file is gone or was changed."""
     try:
         data = read_file(Path(str(item.metadata.get("path", ""))))
     except InvalidInputError:
@@ -126,30 +131,39 @@ def local_image(item: StoredItem) -> bytes | None:
 
 
 def threads() -> int:
-    """The processor cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 class Encoder:
-    """Embedder and side encoder of one release."""
+    """The embedder and the side-information encoder of one release."""
 
     def __init__(self, models: Path, manifest: "Manifest", *, side: bool = True) -> None:
-        """`side` False: a query needs no side-information. Raises VerificationError."""
+        """Open the models of a release.
+
+        Args:
+            models: the folder of the installed files.
+            manifest: the release.
+            side: also open the side-information encoder; a query needs none.
+
+        Raises:
+            VerificationError: a file is missing or damaged.
+        """
         self.manifest = manifest
         self._embedder = open_embedder(models, manifest, threads())
         has_side = side and manifest.side_encoder is not None
         self._side = open_side_encoder(models, manifest, threads()) if has_side else None
 
     def pixels(self, image: bytes) -> Pixels:
-        """The image at this release's size. Raises InvalidInputError."""
+        """Decode an image to uint8 pixels [height, width, 3]. Raises InvalidInputError."""
         return decode(image, *self.manifest.frame)
 
     def embed(self, pixels: Sequence[Pixels]) -> Vectors:
-        """Embeddings [n, dim] of n images."""
+        """Return float32 embeddings [n, dim] of n images. Raises UnusableOutputError."""
         return self._embedder.run(np.stack(pixels))
 
     def vectors(self, pixels: Sequence[Pixels]) -> NewVectors:
-        """Embeddings and side-information of n images, to be stored in this release's space."""
+        """Return the embeddings and side-information of n images, ready to be stored."""
         side = None if self._side is None else self._side.run(np.stack(pixels))
         return NewVectors(self.manifest.space, self.embed(pixels), side, "native")
 
@@ -158,9 +172,15 @@ _BATCH = 32
 
 
 @dataclass
-class Added:
-    """The result of `add`: paths added, how many images were held before, why others were refused,
-    and the system's and programs' own files that were passed over."""
+class AddReport:
+    """The result of adding images.
+
+    Attributes:
+        added: the paths or ids that were stored.
+        held: how many images the gallery held already.
+        refused: the reason by path or id.
+        skipped: paths that belong to the system, to programs or to a gallery.
+    """
 
     added: list[str] = field(default_factory=list)
     held: int = 0
@@ -168,7 +188,7 @@ class Added:
     skipped: list[str] = field(default_factory=list)
 
     def reasons(self) -> dict[str, list[str]]:
-        """Refused paths, grouped by their common reason."""
+        """Group the refused paths by their reason."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.refused.items():
             by_reason.setdefault(reason, []).append(name)
@@ -177,9 +197,9 @@ class Added:
 
 @dataclass(frozen=True)
 class PhotoSource:
-    """An image to be stored: a file, or an image's bytes.
+    """An image to store: a file or encoded bytes.
 
-    Without an `id`, the same picture is the same item: its id is the head of its digest.
+    Without an `id`, the id is the head of the content's digest: equal pictures are one item.
     """
 
     image: Path | bytes
@@ -188,18 +208,18 @@ class PhotoSource:
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """The name in reports: the id, else the path."""
         return self.id or str(self.image)
 
     def read(self) -> tuple[bytes, str]:
-        """The image and its digest. Raises InvalidInputError."""
+        """Return the image and its SHA-256. Raises InvalidInputError."""
         if isinstance(self.image, bytes):
             return self.image, hashlib.sha256(self.image).hexdigest()
         return read_image(self.image)
 
     @property
     def metadata(self) -> Metadata | None:
-        """The notes; of a file also where it is, so that it is found again."""
+        """The given metadata; for a file also path, folder and name."""
         path = self.image
         if isinstance(path, bytes):
             return self.notes
@@ -209,7 +229,7 @@ class PhotoSource:
 
 @dataclass(frozen=True)
 class Photo:
-    """One image to be stored, decoded for each encoder."""
+    """One image to store, decoded to the size of each encoder."""
 
     source: PhotoSource
     sha256: str
@@ -221,22 +241,32 @@ class Photo:
 
 
 def item_id(sha256: str) -> str:
-    """The id of an image: the first 16 of the 64 hex digits of its digest."""
+    """Return the id of an image: the first 16 of the 64 hex digits of its SHA-256."""
     return sha256[:16]
 
 
-def add(device: GalleryFile, named: Sequence[Path], notes: Metadata, advance: Advance) -> Added:
-    """Add the images named, and those below folders named, that the gallery does not hold yet; what
-    is none, or is not taken, is named and skipped.
+def add(device: GalleryFile, paths: Sequence[Path], notes: Metadata, advance: Advance) -> AddReport:
+    """Add image files, and those below folders, that the gallery does not hold yet.
 
-    `notes` becomes metadata of each, beside its path, folder and name. A batch is durable before
-    the next begins, so a kill loses at most the one at hand, and adding the same files again goes
-    on. Raises InvalidInputError as `find_images`, VerificationError, BusyError, CannotWriteError.
+    Each batch is durable before the next begins. After a kill, add the same files again to
+    continue.
+
+    Args:
+        device: the gallery.
+        named: files and folders.
+        notes: metadata of each image, in addition to path, folder and name.
+        advance: receives the progress, as (done, total).
+
+    Raises:
+        InvalidInputError: as `find_images`.
+        VerificationError: a model file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
-    found = find_images(named, device.path)
-    done = _stored(device, [PhotoSource(path, notes) for path in found.files], advance)
-    done.refused |= found.refused
-    done.skipped = found.skipped
+    scan = find_images(paths, device.path)
+    done = _store_all(device, [PhotoSource(path, notes) for path in scan.files], advance)
+    done.refused |= scan.refused
+    done.skipped = scan.skipped
     return done
 
 
@@ -245,17 +275,29 @@ def put(
     images: Mapping[str, Path | bytes],
     metadata: Mapping[str, Metadata] | None = None,
 ) -> dict[str, str]:
-    """Store images by id, in place of what is there; why some were refused, by id.
+    """Store images by id; an existing id is replaced.
 
-    Raises like `add`, and InvalidInputError for an id that is none.
+    Args:
+        device: the gallery.
+        images: a path or encoded bytes by id.
+        metadata: metadata by id.
+
+    Returns:
+        The reason by id for every image that was refused.
+
+    Raises:
+        InvalidInputError: an id is not valid.
+        VerificationError: a model file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     notes = metadata or {}
     sources = [PhotoSource(image, notes.get(name), name) for name, image in images.items()]
-    return _stored(device, sources, lambda done, total: None).refused
+    return _store_all(device, sources, lambda done, total: None).refused
 
 
-def _stored(device: GalleryFile, sources: Sequence[PhotoSource], advance: Advance) -> Added:
-    report = Added()
+def _store_all(device: GalleryFile, sources: Sequence[PhotoSource], advance: Advance) -> AddReport:
+    report = AddReport()
     adder = _Adder(device, report)
     for start in range(0, len(sources), _BATCH):
         adder.store(sources[start : start + _BATCH])
@@ -264,17 +306,17 @@ def _stored(device: GalleryFile, sources: Sequence[PhotoSource], advance: Advanc
 
 
 class _Adder:
-    """Embeds for the space that answers and for the one that a rollback would return to."""
+    """Embeds images for the active space and for the space that a rollback would return to."""
 
-    def __init__(self, device: GalleryFile, report: Added) -> None:
+    def __init__(self, device: GalleryFile, report: AddReport) -> None:
         self._device = device
         self._report = report
         self._open: dict[str, Encoder] = {}
 
-    def store(self, sources: Iterable[PhotoSource], *, held_too: bool = False) -> None:
-        """Store one batch, durably; with `held_too` also what the gallery holds already."""
-        encoders = self._current()
-        photos, vectors = self._embedded(list(self._photos(sources, encoders, held_too)), encoders)
+    def store(self, sources: Iterable[PhotoSource], *, include_held: bool = False) -> None:
+        """Store one batch durably; `held_too` also stores images that the gallery holds."""
+        encoders = self._encoders()
+        photos, vectors = self._embed(list(self._photos(sources, encoders, include_held)), encoders)
         if not photos:
             return
         self._device.store.put(
@@ -284,15 +326,15 @@ class _Adder:
             metadata=[photo.source.metadata for photo in photos],
         )
         if self._device.store.active().spec.space not in {e.manifest.space for e in encoders}:
-            # A sync flipped in between: the same images once more, for the new space too.
-            self.store([photo.source for photo in photos], held_too=True)
-        elif not held_too:
+            # A sync flipped in between: store the same images for the new space too.
+            self.store([photo.source for photo in photos], include_held=True)
+        elif not include_held:
             self._report.added += [photo.source.name for photo in photos]
 
-    def _embedded(
+    def _embed(
         self, photos: list[Photo], encoders: Sequence[Encoder]
     ) -> tuple[list[Photo], list[NewVectors]]:
-        """The photos that every encoder makes a vector of, with those; the others are named."""
+        """Embed the photos; report and leave out those without a vector from every encoder."""
         while photos:
             vectors = []
             for number, encoder in enumerate(encoders):
@@ -307,13 +349,13 @@ class _Adder:
                 return photos, vectors
         return [], []
 
-    def _current(self) -> list[Encoder]:
+    def _encoders(self) -> list[Encoder]:
         spaces = [self._device.store.active(), self._device.previous()]
         specs: list[SpaceSpec] = []
         for spec in (space.spec for space in spaces if space is not None):
             manifest = self._device.manifest(spec.release)
             if specs and manifest.embedder.file is None:
-                # A rollback finds what was added since only where that release embeds images, too.
+                # The previous release cannot embed images: a rollback will not find new ones.
                 continue
             specs.append(spec)
             if spec.space not in self._open:
@@ -321,23 +363,25 @@ class _Adder:
         return [self._open[spec.space] for spec in specs]
 
     def _photos(
-        self, sources: Iterable[PhotoSource], encoders: Sequence[Encoder], held_too: bool
+        self, sources: Iterable[PhotoSource], encoders: Sequence[Encoder], include_held: bool
     ) -> Iterator[Photo]:
-        seen = set[str]()
+        batch_digests = set[str]()
         for source in sources:
             try:
                 data, sha256 = source.read()
                 by_content = source.id is None
-                if by_content and (sha256 in seen or not (held_too or self._lacks(sha256))):
+                if by_content and (
+                    sha256 in batch_digests or not (include_held or self._is_missing(sha256))
+                ):
                     self._report.held += 1
                     continue
                 yield Photo(source, sha256, tuple(encoder.pixels(data) for encoder in encoders))
-                seen.add(sha256)
+                batch_digests.add(sha256)
             except InvalidInputError as error:
                 self._report.refused[source.name] = str(error)
 
-    def _lacks(self, sha256: str) -> bool:
-        """Whether the image is new, or its file has moved: then its path is stored anew."""
+    def _is_missing(self, sha256: str) -> bool:
+        """Return whether the image is new, or its file has moved and its path must be updated."""
         item = self._device.store.get(item_id(sha256))
-        # False also where nobody may look, which Path.exists raises for.
+        # os.path.exists is False for an unreadable folder; Path.exists raises.
         return item is None or not os.path.exists(str(item.metadata.get("path", "")))  # noqa: PTH110

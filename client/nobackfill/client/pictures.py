@@ -1,8 +1,9 @@
 """Small pictures of items: thumbnails for pages, and the contact sheet of a search.
 
-Thumbnails lie beside the gallery file and are made when a page first shows them. They are a cache:
-anybody may delete it. An item's thumbnail is named by its label, which is never used again for
-another content; it goes with the item. No file is read that is not what the item was made from."""
+A thumbnail is made when a page first shows it. The folder of thumbnails is a cache that anybody may
+delete. A thumbnail's name is its item's label; labels are never reused. A thumbnail is deleted with
+its item. A file is shown only if its content is still what the item was made from.
+"""
 
 import io
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, beside
+from nobackfill.client.gallery_file import GalleryFile, sidecar
 from nobackfill.client.photos import local_image, threads
 from nobackfill.client.search import DeviceAnswer
 from nobackfill.durable import remove_tree
@@ -23,48 +24,47 @@ from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.store import Store
 from nobackfill.images import decode_file, decode_within
 
-# The longest side in pixels.
+# Longest side of a thumbnail, and of a picture on its own page, in pixels.
 SIDE = 240
-# Of a picture that is looked at by itself.
 LARGE_SIDE = 1280
 _QUALITY = 82
 _ENDS = (b"\xff\xd8", b"\xff\xd9")
 
 
 class Thumbnails:
-    """Of one gallery; safe to use from several threads."""
+    """The thumbnails of one gallery; safe to use from several threads."""
 
     def __init__(self, gallery: Path) -> None:
-        self._folder = beside(gallery, "thumbs")
-        # A large picture takes 100 MB while it is decoded.
+        self._folder = sidecar(gallery, "thumbs")
+        # Decoding a large picture takes 100 MB.
         self._decoding = threading.BoundedSemaphore(threads())
 
     def of(self, item: StoredItem) -> bytes | None:
-        """A JPEG of at most SIDE pixels; None if there is none yet and the original is gone."""
+        """Return a JPEG of at most SIDE pixels; None if there is none and the original is gone."""
         path = self._folder / f"{item.label}.jpg"
         try:
-            kept = path.read_bytes()
-            # Written without waiting for the disk: half of one may be left of a power failure.
-            if (kept[:2], kept[-2:]) == _ENDS:
-                return kept
+            cached = path.read_bytes()
+            # Thumbnails are not synced to disk: a power failure may leave half of one.
+            if (cached[:2], cached[-2:]) == _ENDS:
+                return cached
         except OSError:
             pass
-        made = self._jpeg(item, SIDE)
-        if made is not None:
-            self._keep(path, made)
-        return made
+        jpeg = self._jpeg(item, SIDE)
+        if jpeg is not None:
+            self._store(path, jpeg)
+        return jpeg
 
     def large(self, item: StoredItem) -> bytes | None:
-        """A JPEG of at most LARGE_SIDE pixels; None if the original is gone. It is not kept."""
+        """Return a JPEG of at most LARGE_SIDE pixels, not cached; None if the original is gone."""
         return self._jpeg(item, LARGE_SIDE)
 
     def forget(self, labels: Iterable[int]) -> None:
-        """Remove the copies of deleted items."""
+        """Delete the thumbnails of deleted items."""
         for label in labels:
             remove_tree(self._folder / f"{label}.jpg")
 
     def sweep(self, store: Store) -> None:
-        """Remove what belongs to no item of the gallery."""
+        """Delete thumbnails that belong to no item of the gallery."""
         paths = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
         labels = [int(path.stem) if path.stem.isdecimal() else 0 for path in paths]
         for path, item in zip(paths, store.items(labels), strict=True):
@@ -84,8 +84,8 @@ class Thumbnails:
             Image.fromarray(pixels).save(buffer, "JPEG", quality=_QUALITY)
             return buffer.getvalue()
 
-    def _keep(self, path: Path, content: bytes) -> None:
-        """Not durably: a grid makes hundreds, and each can be made again."""
+    def _store(self, path: Path, content: bytes) -> None:
+        """Write a thumbnail, not durably: a page makes hundreds, and each can be made again."""
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self._folder)
@@ -93,7 +93,7 @@ class Thumbnails:
                 file.write(content)
             os.replace(name, path)  # noqa: PTH105
         except OSError:
-            # A full disk, or one that is only read: the page shows the picture all the same.
+            # The disk is full or read-only: the page shows the picture without the cache.
             return
 
 
@@ -105,10 +105,16 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
 def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Path) -> None:
-    """One row of pictures an answer, the query first; a grey tile where an image is gone.
+    """Draw one row of pictures per answer, the query first; a missing image is a grey tile.
 
-    The format follows the suffix. Raises InvalidInputError for another suffix than those of
-    `_FORMATS`, CannotWriteError.
+    Args:
+        device: the gallery.
+        answers: one or more answers.
+        target: the picture file to write; its suffix is .png, .jpg, .jpeg or .webp.
+
+    Raises:
+        InvalidInputError: another suffix.
+        CannotWriteError: the file cannot be written.
     """
     kind = _FORMATS.get(target.suffix.lower())
     if kind is None:
@@ -130,7 +136,7 @@ def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Pa
 
 
 def _path(device: GalleryFile, query: str) -> str:
-    """A query's picture: its own path, or that of the item it names."""
+    """Return the path of a query's picture: its own, or that of the item with this id."""
     item = device.store.get(query)
     return query if item is None else str(item.metadata.get("path", ""))
 

@@ -1,4 +1,4 @@
-"""Searching: exact, offline, in the space that is active at the moment of asking."""
+"""Exact offline search in the space that is active when the search starts."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ from nobackfill.wire.limits import LARGEST_K
 
 @dataclass(frozen=True)
 class DistanceCurve:
-    """Breakpoints of a calibration, see nobackfill.release.manifest.Calibration."""
+    """Breakpoints of a calibration curve; see nobackfill.release.manifest.Calibration."""
 
     distances: list[float]
     probabilities: list[float]
@@ -43,7 +43,7 @@ class DistanceCurve:
 
 
 class DeviceHit(answers.Hit):
-    """An item that was found, and the file that it was added from."""
+    """A hit, with the path of the file that it was added from."""
 
     @property
     def path(self) -> str:
@@ -63,8 +63,7 @@ class DeviceHit(answers.Hit):
 
 @dataclass(frozen=True)
 class DeviceAnswer(answers.Answer[DeviceHit]):
-    """The hits of one query; `query`: the image's path, the text, or
-    the item's id."""
+    """The hits of one query; `query` is the image's path, the text, or the item's id."""
 
     query: str = ""
 
@@ -74,7 +73,7 @@ class DeviceAnswer(answers.Answer[DeviceHit]):
 
 
 class Search:
-    """One gallery at one moment: the active space's vectors, read once, searched many times."""
+    """A snapshot of one gallery: the vectors of a space, read once, for any number of searches."""
 
     def __init__(
         self,
@@ -82,21 +81,27 @@ class Search:
         where: Mapping[str, Scalar] | Filter,
         spec: SpaceSpec | None = None,
     ) -> None:
-        """Only items that pass `where` are found: a filter, or values by key that they all have.
-        `spec`: another of the gallery's spaces than the active one, as the one before an upgrade.
+        """Read the vectors of a space.
 
-        Raises InvalidInputError for a filter that `nobackfill.gallery.filters.check` refuses,
-        IncompatibleSpaceError for a space that is not there (any more).
+        Args:
+            device: the gallery.
+            where: a filter, or values by key that every hit must have.
+            spec: a space of the gallery; None: the active one.
+
+        Raises:
+            InvalidInputError: the filter is not valid.
+            IncompatibleSpaceError: the gallery does not hold the space `spec`.
+            DamagedError: pages of the file or vectors are damaged.
         """
         self._device = device
         self.spec, labels, vectors = self._load(spec)
         if len(labels) < device.store.count():
-            # Items may lack a vector, and pages may have lost some: only their bytes show which.
+            # Items may lack a vector, or pages may have lost some; only a check can tell.
             device.store.check_pages()
         try:
             check_vectors(vectors, self.spec.dim, what="stored vectors", unit=self.spec.unit)
         except UnusableRowsError as error:
-            # Found elsewhere than they are, they would be wrong answers.
+            # Damaged vectors would give wrong answers.
             raise DamagedError(device.path, error) from error
         self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
@@ -104,19 +109,19 @@ class Search:
         self._allowed = self._passing(where)
 
     def among(self, where: Mapping[str, Scalar] | Filter) -> Self:
-        """The same vectors, without reading them again, and the items that pass `where` now."""
+        """Return a search of the same vectors, without reading them again, with another filter."""
         other = copy.copy(self)
         other._allowed = self._passing(where)
         return other
 
     def _passing(self, where: Mapping[str, Scalar] | Filter) -> Mask | None:
-        if (filtered := every(where)) is None:
+        if (condition := every(where)) is None:
             return None
-        return mask_of(self._index.labels, passing_labels(self._device.store, filtered))
+        return mask_of(self._index.labels, passing_labels(self._device.store, condition))
 
     def _mixed(self, labels: Labels) -> Mask | None:
-        """Which vectors an upgrade has carried, where these are ranked along the release's scale
-        beside native ones; None where distances rank all."""
+        """Return which vectors an upgrade carried, if they and native vectors are ranked on the
+        release's common scale; None if plain distances rank all."""
         curve = self._curves.get("upgraded")
         if curve is None or curve.scale is None:
             return None
@@ -130,10 +135,15 @@ class Search:
             spec = self._device.store.active().spec
             with contextlib.suppress(IncompatibleSpaceError):
                 return spec, *self._device.store.load(spec.space)
-            # A sync dropped it in between: it is not the active one any more.
+            # A sync dropped the space between the two reads: read the new active space.
 
     def by_images(self, images: Sequence[Path | bytes], k: int) -> list[DeviceAnswer]:
-        """The items nearest to each image. Raises InvalidInputError for one that is none."""
+        """Return the items nearest to each image.
+
+        Raises:
+            InvalidInputError: an image cannot be read or embedded, or `k` is not 1 to 1000.
+            NoEncoderError: the release embeds no images.
+        """
         from nobackfill.client.photos import threads
         from nobackfill.images import decode, decode_file
         from nobackfill.release.image_model import ImageModel
@@ -157,30 +167,40 @@ class Search:
         return self._answers(names, np.concatenate(queries), k)
 
     def by_texts(self, texts: Sequence[str], k: int) -> list[DeviceAnswer]:
-        """The items nearest to each text. Raises NoEncoderError where the release embeds none,
-        InvalidInputError for one with nothing to read."""
+        """Return the items nearest to each text.
+
+        Raises:
+            NoEncoderError: the release embeds no texts.
+            InvalidInputError: a text is empty or cannot be embedded, or `k` is not 1 to 1000.
+        """
         from nobackfill.client import notes
 
         manifest = self._device.manifest(self.spec.release)
         return self._answers(texts, notes.embed(self._device, manifest, texts, "query"), k)
 
     def by_embedding(self, embeddings: Mapping[str, Sequence[float]], k: int) -> DeviceAnswer:
-        """The items nearest to the vector of the space that answers.
+        """Return the items nearest to an embedding [dim] of the searched space.
 
-        Raises IncompatibleSpaceError without one, InvalidInputError for a vector that is none.
+        Args:
+            embeddings: vectors by space id.
+            k: the number of hits, 1 to 1000.
+
+        Raises:
+            IncompatibleSpaceError: `embeddings` has no vector of the searched space.
+            InvalidInputError: the vector has another size, or is not finite, or `k` is too large.
         """
-        given = embeddings.get(self.spec.space)
-        if given is None:
+        embedding = embeddings.get(self.spec.space)
+        if embedding is None:
             raise IncompatibleSpaceError(
                 f"expected an embedding of release {self.spec.release} ({self.spec.space}), got "
                 f"{few(embeddings) or 'none'}; embed the query with that release"
             )
-        query = np.ascontiguousarray(given, np.float32)[None]
+        query = np.ascontiguousarray(embedding, np.float32)[None]
         check_vectors(query, self.spec.dim, what="query", unit=self.spec.unit)
         return self._answers([""], query, k)[0]
 
     def by_id(self, item_id: str, k: int) -> DeviceAnswer:
-        """The other items nearest to one of the gallery. Raises NotFoundError."""
+        """Return the other items nearest to an item of the gallery. Raises NotFoundError."""
         item = self._device.store.get(item_id)
         vector = None if item is None else self._device.store.vector(item.label, self.spec.space)
         if item is None or vector is None:
@@ -192,15 +212,17 @@ class Search:
     def _answers(
         self, names: Sequence[str], queries: Vectors, k: int, *, itself: bool = False
     ) -> list[DeviceAnswer]:
-        """The `k` nearest of each query; one more where an item finds `itself` among them."""
+        """Return the `k` nearest of each query, or k + 1 where `itself` is among the hits."""
         if not 1 <= k <= LARGEST_K:
             raise InvalidInputError(f"expected k from 1 to {LARGEST_K}, got {k}")
-        found = self._nearest(queries, k + itself)
+        neighbours = self._nearest(queries, k + itself)
         return [
             DeviceAnswer(
                 self._hits(labels, distances), self.spec.release, self.spec.space, query=name
             )
-            for name, labels, distances in zip(names, found.labels, found.distances, strict=True)
+            for name, labels, distances in zip(
+                names, neighbours.labels, neighbours.distances, strict=True
+            )
         ]
 
     def _nearest(self, queries: Vectors, k: int) -> Neighbours:
@@ -217,7 +239,7 @@ class Search:
     def _hits(self, labels: Any, distances: Any) -> list[DeviceHit]:
         items = self._device.store.items(labels[labels >= 0], self.spec.space)
         if None in items:
-            # Removed since, or no longer found on a damaged page.
+            # An item was removed meanwhile, or a damaged page lost it.
             self._device.store.check_pages()
         return [
             DeviceHit(
@@ -236,14 +258,16 @@ class Search:
 
 
 def _curves(manifest: bytes, space: str) -> dict[str, DistanceCurve]:
-    """Calibration of one space's distances by origin, read without pydantic: every release here was
-    checked with it, and a search has no time to load it."""
+    """Return the calibration curves of one space by origin.
+
+    Read without pydantic, which takes longer to import than a search: the manifest was validated
+    when its release was installed."""
     return {
         curve["origin"]: DistanceCurve(
             curve["distances"], curve["probabilities"], curve.get("scale")
         )
         for curve in json.loads(manifest)["calibration"]
         if curve["query_space"] == space
-        # A vector that is searched as it is was measured in the space it was made in.
+        # A vector that is searched unchanged was calibrated in the space that made it.
         and (curve["gallery_space"] == space or curve["origin"] == "direct")
     }

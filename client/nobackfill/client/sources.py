@@ -1,4 +1,4 @@
-"""Where releases come from: a gateway, any static HTTP host, or a publication folder."""
+"""Sources of releases: a gateway, a static HTTP host, or a publication folder."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 def normalised_source(source: str) -> str:
-    """The source as it is remembered: folders as absolute paths.
+    """Return the source in the form that galleries store: folders become absolute paths.
 
-    Raises ConfigurationError for a folder that is not there and for unknown schemes.
+    Raises:
+        ConfigurationError: the folder does not exist, or the scheme is unknown.
     """
     if is_gateway(source) or source.startswith(("http://", "https://")):
         return source
@@ -38,17 +39,17 @@ def normalised_source(source: str) -> str:
 
 
 def is_gateway(source: str) -> bool:
-    """Whether a source is a gateway's address."""
+    """Return whether a source is a gateway's address."""
     return source.startswith(("grpc://", "grpcs://"))
 
 
 @contextmanager
 def open_source(source: str) -> Iterator[tuple[Fetcher, str]]:
-    """The fetcher and base URL of a source, for as long as the context lasts."""
+    """Open a source; yields its fetcher and base URL."""
     if not is_gateway(source):
         yield fetcher_for(source)
         return
-    # Only here, as most sources need no gRPC.
+    # Imported here: most sources need no gRPC.
     from nobackfill.wire.gateway import Gateway
 
     with Gateway(source) as gateway:
@@ -60,17 +61,21 @@ _HTTP = {NotFoundError: 404, OutOfRangeError: 416}
 
 
 class GatewayFetcher:
-    """The publication folder of a gateway; URLs are base_url + path."""
+    """Fetch files of a gateway's publication; a URL is base_url + path."""
 
     def __init__(self, gateway: "Gateway") -> None:
         self._gateway = gateway
         self.base_url = f"{gateway.address}/"
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
-        """See nobackfill.release.trust.trust.Fetcher. Raises NotPermittedError, too.
+        """Yield the bytes of a file from `offset`, as nobackfill.release.trust.trust.Fetcher says.
 
-        The deadline of a stream is the silence that is allowed: one that brought something by then
-        is taken up where it ended.
+        Each stream has a deadline of SILENCE_SECONDS. A stream that delivered bytes before its
+        deadline is resumed where it ended.
+
+        Raises:
+            NotPermittedError: the gateway refuses the call.
+            DownloadError: the download failed; SlowRetrievalError if no byte came in time.
         """
         path = url.removeprefix(self.base_url)
         came = offset
@@ -82,12 +87,12 @@ class GatewayFetcher:
                     yield chunk
                 return
             except NotPermittedError:
-                # Not a trouble of the network, and trying again will not help.
+                # Not a network failure: trying again does not help.
                 raise
             except DeadlineError as error:
                 if came == started:
                     raise SlowRetrievalError(
-                        f"{path}: nothing came for {SILENCE_SECONDS:g} s"
+                        f"{path}: no bytes arrived for {SILENCE_SECONDS:g} s"
                     ) from error
             except NobackfillError as error:
                 status = _HTTP.get(type(error))

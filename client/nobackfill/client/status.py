@@ -1,7 +1,7 @@
-"""What a gallery is and holds, found out offline.
+"""Report what a gallery holds, offline.
 
-Apart from maintenance.py, which loads what downloads and checks signatures: `status` is a command
-that people run often.
+Not part of maintenance.py, which imports the code that downloads and verifies: `status` is a
+command that people run often.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ _LEAST_CERTAIN = 10
 
 
 def status(device: GalleryFile) -> dict[str, Any]:
-    """What the gallery is and holds; offline."""
+    """Return what the gallery holds and which release answers, as the JSON of `status`."""
     active = device.store.active()
     previous = device.previous()
     vault: dict[str, int] = {"sealed": 0, "stored": 0, "removing": 0}
@@ -43,7 +43,7 @@ def status(device: GalleryFile) -> dict[str, Any]:
 
 
 def _key_problem(device: GalleryFile) -> str | None:
-    # Only galleries that pushed load the library of keys.
+    # Imported here: only galleries with a vault load the library of keys.
     from nobackfill.client.vault.keys import key_problem
 
     return key_problem(device)
@@ -61,7 +61,7 @@ def _space(device: GalleryFile, space: SpaceInfo) -> dict[str, Any]:
 
 
 def disk_bytes(device: GalleryFile) -> int:
-    """Bytes of the gallery's file and of all that lies beside it."""
+    """Return the bytes of the gallery's file and of all files that belong to it."""
     names = device.path.parent.glob(f"{device.path.name}*")
     files = (p for name in names for p in ([name] if name.is_file() else name.rglob("*")))
     return sum(path.stat().st_size for path in files if path.is_file())

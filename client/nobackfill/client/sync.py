@@ -1,11 +1,11 @@
-"""Following a publication: verified news, a plan, staged vectors, one flip; searchable throughout.
+"""Follow a publication: verify its metadata, plan, upgrade vectors in a staging space, flip.
 
-A kill at any moment leaves the gallery wholly in the old space or wholly in the new one, and the
-next sync goes on from there. The space that was left is kept, so that `rollback` can return to it,
-until a sync at least a week later finds nothing newer to follow (or `gc` is asked to): that
-confirms the release. How the last sync went is kept, in five numbers, for `report`.
+A kill at any moment leaves the gallery wholly in the old space or wholly in the new one. The next
+sync resumes. The old space stays, so that `rollback` can return to it. It is dropped when the
+release is confirmed: by `gc`, or by a sync at least a week later that finds nothing newer. The
+gallery keeps five numbers about its last sync, which `report` can send.
 
-Backfill is a choice: the items whose upgrade is least certain are embedded again from their images.
+Backfill is optional: it embeds the items with the least certain upgrades again, from their images.
 """
 
 import secrets
@@ -56,24 +56,24 @@ from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import Trust
 from nobackfill.vectors import Vectors
 
-# Of quantised against fp32 arithmetic, and of reading and writing rows of 512 + 512 bytes: both as
-# measured with onnxruntime and SQLite on two cores.
+# How much faster quantised upgrades run than fp32 ones, and how many rows of 512 + 512 bytes are
+# read and written in a second. Both measured with onnxruntime and SQLite on two cores.
 INT8_SPEEDUP = 3.5
 ROWS_A_SECOND = 150_000
 _BATCH = 32
-# Times that a sync begins anew because other commands changed the gallery meanwhile.
+# How often a sync restarts because other commands changed the gallery during it.
 _TRIES = 3
-# How long a release serves before a sync that finds nothing newer removes the way back.
+# How long a release must serve before a sync that finds nothing newer drops the previous space.
 _CONFIRMED_AFTER = timedelta(days=7)
-# How long it waits for such a command to end.
+# How long a sync waits for another command to release the change lock.
 _CHANGE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Leg:
-    """Items of one source space and the route that carries them into the target.
+    """The items of one source space, and the route that carries them into the target space.
 
-    A route without steps takes the vectors as they are: the target searches that space directly.
+    A route without steps copies the vectors unchanged: the target searches that space directly.
     """
 
     source: SpaceInfo
@@ -83,10 +83,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """A sync from the active release to `target`.
+    """The steps of a sync from the active release to `target`.
 
-    `legs` are in the order in which they are run: an item goes with the first leg whose source has
-    it. `int8`: some of the upgrades are quantised.
+    `legs` are in execution order; an item goes with the first leg whose source space holds it.
+    `int8` is true if at least one upgrade is quantised.
     """
 
     target: Manifest
@@ -94,7 +94,7 @@ class SyncPlan:
     int8: bool
 
     def files(self) -> list[PublishedFile]:
-        """The published files it needs: what embeds in the target, and the upgrades on the way."""
+        """List the published files that the plan needs: the target's encoders and the upgrades."""
         files = {file.path: file for file in embedding_files(self.target)}
         for leg in self.legs:
             for manifest, upgrade in leg.route.steps:
@@ -104,25 +104,35 @@ class SyncPlan:
         return list(files.values())
 
     def kept(self) -> float | None:
-        """Expected share of new/new mAP over all items; None where a route was never measured."""
+        """Return the expected share of new/new mAP over all items; None if a route is unmeasured
+        or the gallery is empty."""
         shares = [(leg.route.kept, leg.items) for leg in self.legs if leg.items]
         total = sum(items for _, items in shares)
-        known = [(kept, items) for kept, items in shares if kept is not None]
-        if not total or len(known) < len(shares):
+        measured = [(kept, items) for kept, items in shares if kept is not None]
+        if not total or len(measured) < len(shares):
             return None
-        return sum(kept * items for kept, items in known) / total
+        return sum(kept * items for kept, items in measured) / total
 
 
 def embedding_files(manifest: Manifest) -> list[PublishedFile]:
-    """What it takes to embed in a release's space, and to probe that."""
+    """List the files that embed and probe in a release's space."""
     return [*manifest.embedding_files(), manifest.probes.file]
 
 
 def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> SyncPlan | None:
-    """How to reach release `target` from the active space, or None if no route leads there.
+    """Plan how to reach release `target` from the active space.
 
-    Kept originals come first where their direct route is expected to keep more than the chain that
-    the active vectors have already begun. `int8`: use quantised twins where they are published.
+    Original vectors, where the gallery keeps them, come first if their direct route is expected to
+    keep more quality than the chain that the active vectors have passed.
+
+    Args:
+        device: the gallery.
+        trust: the verified publication.
+        target: the release to reach.
+        int8: use quantised upgrades where they are published.
+
+    Returns:
+        The plan, or None if no route leads to `target`.
     """
     manifests = dict(trust.manifests())
     active = device.store.active()
@@ -159,23 +169,23 @@ def _originals(device: GalleryFile, manifests: Mapping[int, Manifest], target: i
 
 
 def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bool:
-    """Whether a route from the original beats the chain that has led to the active space."""
+    """Return whether a route from the original vectors beats the chain into the active space."""
     if not direct.steps or not rest.steps:
         return False
     original, *way = (direct.releases[0], *rest.releases)
-    known = kept_by_chain(manifests)
-    chained = known.get((original, *way))
+    measured = kept_by_chain(manifests)
+    chained = measured.get((original, *way))
     if chained is None:
-        begun = known.get((original, way[0]))
+        begun = measured.get((original, way[0]))
         chained = None if begun is None or rest.kept is None else begun * rest.kept
     return direct.kept is not None and (chained is None or direct.kept > chained)
 
 
 def estimate_seconds(plan: SyncPlan) -> float:
-    """What the upgrade of a plan may take, from the size of its models and this machine's speed.
+    """Estimate the seconds that the upgrade of a plan takes on this machine.
 
-    A dense layer does one multiply-accumulate for each of its 4-byte weights, so a file's length
-    reports an item's work.
+    A dense layer does one multiply-accumulate for each of its 4-byte weights. The length of a model
+    file therefore tells the work for one item.
     """
     rate = _multiply_accumulates_a_second()
     total = 0.0
@@ -197,7 +207,7 @@ def _multiply_accumulates_a_second() -> float:
 
 
 def missing_files(models: Path, files: Iterable[PublishedFile]) -> list[PublishedFile]:
-    """Those of `files` that are not on the device, or not as they were published."""
+    """Return the `files` that are missing on the device or differ from their published digest."""
     return [file for file in files if not _is_here(models, file)]
 
 
@@ -211,12 +221,20 @@ def _is_here(models: Path, file: PublishedFile) -> bool:
 def download_files(
     models: Path, trust: Trust, files: Iterable[PublishedFile], output: Output
 ) -> int:
-    """Bring what is missing; its bytes. Raises VerificationError, UnavailableError."""
-    wanted = missing_files(models, files)
-    total = sum(file.length for file in wanted)
+    """Download the missing files.
+
+    Returns:
+        The bytes that were downloaded.
+
+    Raises:
+        VerificationError: a file differs from its signed digest.
+        UnavailableError: the source does not answer.
+    """
+    to_download = missing_files(models, files)
+    total = sum(file.length for file in to_download)
     done = 0
     with output.progress("downloading") as advance:
-        for file in wanted:
+        for file in to_download:
             trust.download(file.path, models)
             done += file.length
             advance(done, total)
@@ -224,30 +242,33 @@ def download_files(
 
 
 def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
-    """Try every model of a plan in a child with limits, golden probes included.
+    """Try every model of a plan in a child process with limits, and run its golden probes.
 
-    Which files passed this version's trial is remembered by their digests, as it takes longer than
-    the rest of a small sync. Raises UnfitError with the reason.
+    The gallery remembers which files passed the trial of this program version, because a trial
+    takes longer than the rest of a small sync.
+
+    Raises:
+        UnfitError: a model fails; the error gives the reason.
     """
     version_of_trial = f"nobackfill {version('nobackfill')}, {CHUNK} rows"
-    passed = set(device.state("tried", {}).get(version_of_trial, []))
-    used: dict[int, tuple[Manifest, set[int]]] = {plan.target.release: (plan.target, set())}
+    passed_files = set(device.state("tried", {}).get(version_of_trial, []))
+    trials: dict[int, tuple[Manifest, set[int]]] = {plan.target.release: (plan.target, set())}
     for leg in plan.legs:
         for manifest, upgrade in leg.route.steps:
-            used.setdefault(manifest.release, (manifest, set()))[1].add(upgrade.from_release)
-    for manifest, sources in used.values():
-        here = {
+            trials.setdefault(manifest.release, (manifest, set()))[1].add(upgrade.from_release)
+    for manifest, sources in trials.values():
+        present = {
             file.sha256
-            for file in _tried(manifest, sources)
+            for file in _trial_files(manifest, sources)
             if (device.models / file.path).is_file()
         }
-        check_models(device.models, manifest, sources, tried=here <= passed)
-        passed |= here
-    device.store.state_set({"tried": {version_of_trial: sorted(passed)}})
+        check_models(device.models, manifest, sources, tried=present <= passed_files)
+        passed_files |= present
+    device.store.state_set({"tried": {version_of_trial: sorted(passed_files)}})
 
 
-def _tried(manifest: Manifest, upgrades_from: set[int]) -> Iterator[PublishedFile]:
-    """The files that a trial of these upgrades loads, if they are here."""
+def _trial_files(manifest: Manifest, upgrades_from: set[int]) -> Iterator[PublishedFile]:
+    """Yield the files that a trial of these upgrades loads."""
     yield from embedding_files(manifest)
     for upgrade in manifest.upgrades:
         if upgrade.from_release in upgrades_from:
@@ -259,8 +280,17 @@ def _tried(manifest: Manifest, upgrades_from: set[int]) -> Iterator[PublishedFil
 def check_models(
     models: Path, manifest: Manifest, upgrades_from: set[int], *, tried: bool = False
 ) -> None:
-    """The same for one release's encoders and some of its upgrades; what was `tried` in a child
-    before is probed in this process. Raises UnfitError."""
+    """Check the encoders of one release and its upgrades from the releases `upgrades_from`.
+
+    Args:
+        models: the folder of the downloaded files.
+        manifest: the manifest of the release.
+        upgrades_from: source releases of the upgrades to check.
+        tried: the same files passed a trial before; run only the probes, in this process.
+
+    Raises:
+        UnfitError: a model fails its trial or its probes.
+    """
     try:
         check = check_probes if tried else try_release
         check(models, manifest, upgrades=upgrades_from, threads=threads())
@@ -269,14 +299,17 @@ def check_models(
 
 
 def manifest_digest(trust: Trust, release: int) -> str:
-    """The signed digest of a release's manifest."""
+    """Return the signed SHA-256 of a release's manifest."""
     return trust.target(manifest_path(release)).hashes["sha256"]
 
 
 def tidy_models(device: GalleryFile) -> int:
-    """Remove published files that no space of the gallery needs; bytes freed.
+    """Remove published files that no space of the gallery needs.
 
-    Upgrades are needed while they run only; an unfinished staging space keeps everything.
+    Upgrades are needed only while they run. Nothing is removed while a staging space is unfinished.
+
+    Returns:
+        The bytes that were freed.
     """
     spaces = device.store.spaces()
     if any(space.state == "staging" for space in spaces):
@@ -303,11 +336,19 @@ def tidy_models(device: GalleryFile) -> int:
 
 
 def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Output) -> int:
-    """Embed up to `budget` items in a release's space from their images; how many it did.
+    """Embed up to `budget` items again, from their images, in a release's space.
 
-    Items without a vector there come first, then the least certain ones. An image is taken from its
-    file, if that still holds what was added, else from the vault; items whose image cannot be had,
-    or makes no vector, keep what they have. Raises VerificationError, CannotWriteError, BusyError.
+    Items without a vector in that space come first, then the least certain ones. An image comes
+    from its file if the file is unchanged, else from the vault. An item keeps its vector if its
+    image is missing or cannot be embedded.
+
+    Returns:
+        The number of items that were embedded.
+
+    Raises:
+        VerificationError: a model file is damaged.
+        CannotWriteError: the disk is full or read-only.
+        BusyError: another process holds the gallery file.
     """
     if budget <= 0:
         return 0
@@ -326,11 +367,13 @@ def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Outpu
 def embed_again(
     device: GalleryFile, manifest: Manifest, chosen: Sequence[StoredItem], output: Output
 ) -> int:
-    """Embed these items in a release's space from their images; how many it did. Like `re_embed`
-    otherwise."""
+    """Embed the given items again, from their images, in a release's space.
+
+    Returns and raises as `re_embed`; `chosen` may be any items.
+    """
     encoder = Encoder(device.models, manifest)
     done = 0
-    with output.progress("re-embedding") as advance, _Images(device, output) as images:
+    with output.progress("re-embedding") as advance, _OriginalImages(device, output) as images:
         for start in range(0, len(chosen), _BATCH):
             batch = {
                 item.label: pixels
@@ -350,7 +393,7 @@ def _write(device: GalleryFile, encoder: Encoder, batch: dict[int, Pixels]) -> i
     except UnusableOutputError as error:
         good = [label for row, label in enumerate(batch) if row not in error.rows]
         return _write(device, encoder, {label: batch[label] for label in good})
-    written = staging.write(
+    labels = staging.write(
         device.store,
         vectors.space,
         np.fromiter(batch, np.int64),
@@ -359,18 +402,18 @@ def _write(device: GalleryFile, encoder: Encoder, batch: dict[int, Pixels]) -> i
         origin="re-embedded",
         replace=True,
     )
-    return len(written)
+    return len(labels)
 
 
-class _Images:
-    """Images of items, from their files or from the vault, for as long as that answers."""
+class _OriginalImages:
+    """Images of items, from their files or from the vault, as long as the vault answers."""
 
     def __init__(self, device: GalleryFile, output: Output) -> None:
-        # Only here, as most syncs need neither gRPC nor age.
-        from nobackfill.client.vault.transfer import Vaulted
+        # Imported here: most syncs need neither gRPC nor age.
+        from nobackfill.client.vault.transfer import VaultReader
 
         self._output = output
-        self._vault: Vaulted | None = Vaulted(device)
+        self._vault: VaultReader | None = VaultReader(device)
 
     def __enter__(self) -> Self:
         return self
@@ -380,7 +423,7 @@ class _Images:
             self._vault.close()
 
     def pixels_of(self, item: StoredItem, encoder: Encoder) -> Pixels | None:
-        """The image at the encoder's size; None if it cannot be had or be decoded."""
+        """Return the image at the encoder's size; None if it is missing or cannot be decoded."""
         image = self.of(item)
         try:
             return None if image is None else encoder.pixels(image)
@@ -389,7 +432,7 @@ class _Images:
         return None
 
     def of(self, item: StoredItem) -> bytes | None:
-        """The image an item was made from; None if it cannot be had."""
+        """Return the image that an item was made from; None if it is missing."""
         image = local_image(item)
         if image is not None or self._vault is None:
             return image
@@ -406,7 +449,8 @@ class _Images:
 
 @dataclass(frozen=True)
 class CarryOutcome:
-    """`left_behind` is not 0: nothing was flipped, so many items cannot follow."""
+    """The result of `carry`. If `left_behind` is not 0, nothing was flipped: that many items have
+    no way into the target's space."""
 
     re_embedded: int
     left_behind: int
@@ -415,16 +459,21 @@ class CarryOutcome:
 def carry(
     device: GalleryFile, plan: SyncPlan, worst: int, state: dict[str, Any], output: Output
 ) -> CarryOutcome:
-    """Fill the target's space, re-embed up to `worst` items from their images, flip.
+    """Fill the target's space, embed up to `worst` items again from their images, and flip.
 
-    `state` is set in the flip's own transaction. What earlier runs wrote stays, and images that are
-    added meanwhile are carried along. Raises UnusableOutputError for a release whose upgrade
-    fails on a vector of this gallery, UnfitError for one whose models fail, VerificationError,
-    BusyError, CannotWriteError.
+    `state` is written in the transaction of the flip. The vectors that earlier runs wrote are
+    reused, and images added during the run are carried too.
+
+    Raises:
+        UnusableOutputError: an upgrade fails on a vector of this gallery.
+        UnfitError: a model of the release fails.
+        VerificationError: a file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     target = SpaceSpec.of(plan.target)
     for space in device.store.spaces():
-        # Begun for a release that was overtaken by a newer one.
+        # Staged for a release that a newer one has replaced.
         if space.state == "staging" and space.spec.space != target.space:
             staging.drop(device.store, space.spec.space)
     re_embedded = 0
@@ -432,24 +481,24 @@ def carry(
         try:
             stuck = _fill(device, plan, target, output)
         except (UnusableOutputError, UnfitError):
-            # The release is held back: what it did to the others is of no use.
+            # The release is held back, so its vectors of the other items are useless.
             staging.drop(device.store, target.space)
             raise
         budget = worst - re_embedded
         re_embedded += re_embed(device, plan.target, budget, output)
-        behind = staging.left_behind(device.store, target.space)
-        if 0 < behind <= stuck:
-            return CarryOutcome(re_embedded, behind)
+        stuck_items = staging.left_behind(device.store, target.space)
+        if 0 < stuck_items <= stuck:
+            return CarryOutcome(re_embedded, stuck_items)
         try:
             staging.flip(device.store, target.space, state=state)
         except PreconditionError:
-            # Images were added since the last chunk: carry them along.
+            # Images were added after the last chunk: carry them too.
             continue
         return CarryOutcome(re_embedded, 0)
 
 
 def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output) -> int:
-    """Run the legs; the number of items that none of them could carry."""
+    """Run the legs; return the number of items that no leg could carry."""
     stuck = 0
     for leg in plan.legs:
         runner: Runner = _AsTheyAre(leg.source.spec.side_space == target.side_space)
@@ -476,7 +525,7 @@ def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output
 
 @dataclass(frozen=True)
 class _AsTheyAre:
-    """What carries vectors into a space that searches theirs directly."""
+    """A runner that copies vectors unchanged, into a space that searches theirs directly."""
 
     keeps_side: bool
     reads_side: ClassVar[bool] = False
@@ -488,10 +537,18 @@ class _AsTheyAre:
 def remember(
     device: GalleryFile, release: int, failure: Failure, seconds: float = 0.0, *, kept: bool = False
 ) -> float | None:
-    """Keep how a sync to `release` went; `kept`: look how many neighbours it kept, too.
+    """Record how the sync to `release` went, for `report`.
 
-    Returns that share, of up to 1,000 random items that are in the space before as well; None
-    where it was not looked at, or they are too few.
+    Args:
+        device: the gallery.
+        release: the release that the sync tried.
+        failure: the reason why the sync changed nothing, or "none".
+        seconds: the duration of the upgrade.
+        kept: measure how many nearest neighbours the upgrade kept.
+
+    Returns:
+        That share, 0 to 1, over up to 1,000 random items that both spaces hold. None if it was not
+        measured or there are too few items.
     """
     share = None
     if kept:
@@ -515,58 +572,77 @@ def remember(
 
 
 def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
-    """Send what the last sync left, once, to a gateway; None: send nothing. Returns it: no vector,
-    no id of the device or of an item is in it.
+    """Send the summary of the last sync to a gateway, once. It contains no vector and no id.
 
-    Raises NotFoundError before the first sync to another release, ConfigurationError for an address
-    that is no gateway's, UnavailableError, NotPermittedError.
+    Args:
+        device: the gallery.
+        to: the gateway, grpc(s)://HOST:PORT; None sends nothing.
+
+    Returns:
+        The summary.
+
+    Raises:
+        NotFoundError: no sync to another release was tried yet.
+        ConfigurationError: `to` is not the address of a gateway.
+        UnavailableError: the gateway does not answer.
+        NotPermittedError: the gateway refuses the call.
     """
-    found: dict[str, Any] | None = device.state("last_sync")
-    if found is None:
+    summary: dict[str, Any] | None = device.state("last_sync")
+    if summary is None:
         raise NotFoundError("no sync has tried another release yet; there is nothing to report")
     if to is None:
-        return found
+        return summary
     if not to.startswith(("grpc://", "grpcs://")):
         raise ConfigurationError(f"expected --to grpc(s)://HOST:PORT, got {to!r}")
     from nobackfill.v1 import release_pb2 as pb
     from nobackfill.wire.gateway import Gateway
 
-    failure = found["failure"].upper()
+    failure = summary["failure"].upper()
     message = pb.ReportSyncRequest(
-        release=found["release"],
-        probes_passed=found["probes_passed"],
-        seconds=found["seconds"],
-        neighbours_kept=found["neighbours_kept"],
+        release=summary["release"],
+        probes_passed=summary["probes_passed"],
+        seconds=summary["seconds"],
+        neighbours_kept=summary["neighbours_kept"],
         failure="SYNC_FAILURE_UNSPECIFIED" if failure == "NONE" else f"SYNC_FAILURE_{failure}",
     )
     with Gateway(to) as gateway:
         gateway.report_sync(message)
-    return found
+    return summary
 
 
 def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
-    """Make the space that was active before the last upgrade active again; its release.
+    """Make the space before the last upgrade the active one again; return its release.
 
-    What was upgraded stays staged, so that a later sync takes no time. `state` is set in the same
-    transaction. Raises NotFoundError if the way back is gone, PreconditionError if items would not
-    be found there.
+    The upgraded vectors stay staged, so that a later sync is fast. `state` is written in the same
+    transaction.
+
+    Raises:
+        NotFoundError: there is no previous space.
+        PreconditionError: some items have no vector in the previous space.
     """
     previous = device.previous()
     if previous is None:
         raise NotFoundError(
-            "nothing to return to: there was no upgrade yet, or a later sync or gc confirmed it"
+            "no release to return to: there was no upgrade yet, or a later sync or gc confirmed it"
         )
     staging.rollback(device.store, state={**state, "return_to": None})
     return previous.spec.release
 
 
 def roll_back(device: GalleryFile) -> tuple[int, int]:
-    """`rollback`: return to the release before, and hold the present one back on this device.
+    """Return to the previous release, and hold the present one back on this device.
 
-    Returns (release left, release now active). Raises like return_to; BusyError while a sync
-    carries vectors. One that waits for its source goes on from where this leads.
+    A sync that waits for its source continues from the release that this leads to.
+
+    Returns:
+        The release that was active, and the release that is active now.
+
+    Raises:
+        NotFoundError: there is no previous space.
+        PreconditionError: some items have no vector in the previous space.
+        BusyError: a sync is writing vectors.
     """
-    with device.changing():
+    with device.change_lock():
         left = device.store.active().spec.release
         digest = device.state("installed", {}).get(str(left))
         held = hold_back(device, left, f"release {left} was rolled back here", digest)
@@ -574,8 +650,10 @@ def roll_back(device: GalleryFile) -> tuple[int, int]:
 
 
 def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None) -> dict[str, Any]:
-    """The state in which a release is not followed: by its number, and the digest of its manifest
-    where that is known, so that one published anew is tried."""
+    """Return the state that holds a release back: its number, and the digest of its manifest.
+
+    The digest lets a release that is published again under the same number be tried.
+    """
     digests = {**device.state("held_digests", {}), str(release): digest}
     return {
         "held_back": {**device.state("held_back", {}), str(release): reason},
@@ -584,9 +662,9 @@ def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None
 
 
 def confirm(device: GalleryFile, but: str | None = None) -> list[int]:
-    """Drop the spaces that only a rollback needs, all `but` one; the releases they belonged to.
+    """Drop the spaces that only a rollback needs, except the space `but`; return their releases.
 
-    Spaces that hold vectors embedded from images stay where the gallery keeps originals.
+    In a gallery that keeps originals, spaces with vectors embedded from images stay.
     """
     if but is None:
         device.store.state_set({"return_to": None})
@@ -607,12 +685,18 @@ def _has_originals(device: GalleryFile, space: SpaceInfo) -> bool:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SyncOptions:
     """Options of one sync.
 
-    `int8`: take quantised upgrades where they are published, as their measured loss is within the
-    release's tolerance. `keep_original`, `source` None: as they were. `now`: also follow a release
-    that is for a share of the devices, this one not among them.
+    Attributes:
+        dry_run: change nothing; only report what a sync would do.
+        backfill: how many of the least certain items to embed again from their images.
+        keep_original: keep vectors embedded from images after an upgrade. None: as before.
+        int8: use quantised upgrades where they are published; their measured loss is within the
+            release's tolerance.
+        retry: also try releases that this device holds back.
+        source: another address of the same publication. None: as before.
+        now: also follow a release that is rolled out to a share of devices without this one.
     """
 
     dry_run: bool = False
@@ -626,12 +710,12 @@ class Wishes:
 
 @dataclass
 class SyncReport:
-    """What a sync did, or with dry_run would do.
+    """The result of a sync, or with dry_run its forecast.
 
-    `state`: upgraded, up-to-date, planned, rolled-back, or behind (no newer release can be
-    followed; `notes` says why). `expected_kept`: the share of re-embedding's mAP that the publisher
-    measured on other images; `neighbours_kept`: the share of each item's nearest neighbours that
-    this gallery has kept.
+    `state` is upgraded, up-to-date, planned, rolled-back, or behind. *Behind* means that no newer
+    release can be followed; `notes` gives the reason. `expected_kept` is the share of the mAP of
+    re-embedding that the publisher measured on other images. `neighbours_kept` is the share of each
+    item's nearest neighbours that this gallery kept.
     """
 
     state: str
@@ -650,55 +734,67 @@ class SyncReport:
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for --json."""
+        """Return all fields, for --json."""
         return asdict(self)
 
 
-def sync(device: GalleryFile, wishes: Wishes, output: Output) -> SyncReport:
-    """Bring the gallery to the newest release that can be followed.
+def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncReport:
+    """Bring the gallery to the newest release that it can follow.
 
-    While the source is waited for, rollback and gc go on; the sync then begins anew from where they
-    led. Raises BusyError (another sync), VerificationError (nothing changed), UnavailableError
-    (what came is kept for the next try), CannotWriteError.
+    Rollback and gc can run while this waits for the source; the sync then restarts from their
+    result.
+
+    Args:
+        device: the gallery.
+        options: the options of this sync.
+        output: where to write progress and notes.
+
+    Raises:
+        BusyError: another sync runs, or other commands keep changing the gallery.
+        VerificationError: the publication fails verification; nothing was changed.
+        UnavailableError: the source does not answer; finished downloads are kept.
+        CannotWriteError: the disk is full or read-only.
     """
-    source = normalised_source(wishes.source) if wishes.source else device.state("source")
-    with device.following(), open_source(source) as (fetcher, base_url):
+    source = normalised_source(options.source) if options.source else device.state("source")
+    with device.sync_lock(), open_source(source) as (fetcher, base_url):
         durable.sweep(device.models)
         trust = device.trust(fetcher, base_url)
         trust.refresh()
         for space in device.store.spaces():
-            # Brings a manifest again that is no longer as it came.
+            # Downloads a manifest again if its file was damaged.
             trust.manifest(space.spec.release)
-        if wishes.dry_run:
-            return _Sync(device, trust, wishes, output).preview()
+        if options.dry_run:
+            return _Sync(device, trust, options, output).preview()
         for _ in range(_TRIES):
             try:
-                return _Sync(device, trust, wishes, output).follow()
+                return _Sync(device, trust, options, output).follow()
             except _OvertakenError:
-                # A rollback of this moment is newer than the wish to retry.
-                wishes = replace(wishes, retry=False)
-        raise BusyError("other commands changed the gallery again and again; run it again")
+                # A rollback that has just happened overrides `retry`.
+                options = replace(options, retry=False)
+        raise BusyError("other commands kept changing the gallery; run the sync again")
 
 
 class _OvertakenError(Exception):
-    """Another command changed the spaces, or removed files, while the source was waited for."""
+    """Another command changed the spaces or removed files while the sync waited for its source."""
 
 
 class _Sync:
-    def __init__(self, device: GalleryFile, trust: Trust, wishes: Wishes, output: Output) -> None:
+    def __init__(
+        self, device: GalleryFile, trust: Trust, options: SyncOptions, output: Output
+    ) -> None:
         self._device = device
         self._trust = trust
-        self._wishes = wishes
+        self._options = options
         self._output = output
-        # Galleries made by earlier versions have none.
+        # Galleries made by earlier versions have no cohort.
         self._cohort: str = device.state("cohort") or secrets.token_hex(16)
-        # What the plans are made for.
+        # The spaces that the plans start from.
         self._spaces = device.store.spaces()
         active = device.store.active().spec.release
         self._report = SyncReport("up-to-date", active, active, items=device.store.count())
 
     def preview(self) -> SyncReport:
-        """What `follow` would do; changes nothing but the metadata that was fetched."""
+        """Report what `follow` would do; changes nothing but the downloaded metadata."""
         for release in self._candidates():
             if release < self._report.from_release:
                 self._report.release, self._report.state = release, "planned"
@@ -713,7 +809,7 @@ class _Sync:
         return self._report
 
     def follow(self) -> SyncReport:
-        """Try the candidates, best first, and settle where none leads on."""
+        """Try the candidates, best first; settle if none can be followed."""
         self._remember()
         for release in self._candidates():
             if release < self._report.from_release:
@@ -741,8 +837,8 @@ class _Sync:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Alone in changing the gallery, if it is still as the plans have it."""
-        with self._device.changing(_CHANGE_SECONDS):
+        """Hold the change lock, if the spaces are still those that the plans start from."""
+        with self._device.change_lock(_CHANGE_SECONDS):
             if self._device.store.spaces() != self._spaces:
                 raise _OvertakenError
             try:
@@ -751,31 +847,31 @@ class _Sync:
                 self._spaces = self._device.store.spaces()
 
     def _remember(self) -> None:
-        """Keep the versions seen, and the wishes that last."""
+        """Store the versions of the metadata and the options that outlast this sync."""
         state: dict[str, Any] = {
             "floor": self._trust.floor().model_dump(),
             "cohort": self._cohort,
         }
-        if self._wishes.source is not None:
-            state["source"] = normalised_source(self._wishes.source)
-        if self._wishes.keep_original is not None:
-            state["keep_original"] = self._wishes.keep_original
-        if self._wishes.retry:
+        if self._options.source is not None:
+            state["source"] = normalised_source(self._options.source)
+        if self._options.keep_original is not None:
+            state["keep_original"] = self._options.keep_original
+        if self._options.retry:
             state["held_back"] = None
         self._device.store.state_set(state)
 
     def _candidates(self) -> Iterator[int]:
-        """Releases to try, best first; an older one only if the active one was withdrawn."""
+        """Yield releases to try, best first; an older one only if the active one is withdrawn."""
         active, releases = self._report.from_release, self._trust.releases()
-        held = {} if self._wishes.retry else self._held_back()
+        held = {} if self._options.retry else self._held_back()
         for release in sorted(releases, reverse=True):
             if release <= active or releases[release] is not None:
                 continue
-            if not self._wishes.now and not self._trust.belongs(release, self._cohort):
+            if not self._options.now and not self._trust.belongs(release, self._cohort):
                 share = self._trust.share(release)
                 self._report.notes.append(
-                    f"release {release} is for {100 * share:g} % of the devices so far, this one "
-                    "not among them; `sync --now` joins early"
+                    f"release {release} is rolled out to {100 * share:g} % of the devices so far, "
+                    "not to this one; `sync --now` joins early"
                 )
                 continue
             if str(release) in held:
@@ -787,7 +883,7 @@ class _Sync:
                 if twin is not None:
                     raise UnfitError(twin)
             except UnfitError as error:
-                # Not held back: a newer version of this program may be able to.
+                # Not held back: a newer version of this program may be able to use the release.
                 self._fall_behind(str(error))
                 continue
             yield release
@@ -797,10 +893,10 @@ class _Sync:
             if previous is not None and releases.get(previous.spec.release, "") is None:
                 yield previous.spec.release
             else:
-                self._fall_behind("no other release can be followed from here, so it answers on")
+                self._fall_behind("no other release can be followed from here, so it stays active")
 
     def _held_back(self) -> dict[str, str]:
-        """Releases that failed here, with the reason; without those published anew since."""
+        """Return the releases that failed here, with reasons, except those published again."""
         digests = self._device.state("held_digests", {})
         return {
             release: reason
@@ -810,7 +906,7 @@ class _Sync:
         }
 
     def _plan(self, release: int) -> SyncPlan | None:
-        plan = make_plan(self._device, self._trust, release, int8=self._wishes.int8)
+        plan = make_plan(self._device, self._trust, release, int8=self._options.int8)
         if plan is None:
             at = self._report.from_release
             self._fall_behind(f"release {release}: no route leads there from release {at}")
@@ -821,7 +917,7 @@ class _Sync:
         self._report.state = "behind"
 
     def _hold_back(self, release: int, reason: str) -> None:
-        with self._device.changing(_CHANGE_SECONDS):
+        with self._device.change_lock(_CHANGE_SECONDS):
             digest = manifest_digest(self._trust, release)
             self._device.store.state_set(hold_back(self._device, release, reason, digest))
             remember(self._device, release, "refused")
@@ -840,7 +936,7 @@ class _Sync:
         return [list(leg.route.releases) or directly for leg in plan.legs]
 
     def _upgrade(self, plan: SyncPlan) -> bool:
-        """Carry the gallery along a plan; False if items would be left behind."""
+        """Carry the gallery along a plan; return False if items would be left behind."""
         device, release = self._device, plan.target.release
         installed = device.state("installed", {})
         state = {
@@ -850,7 +946,7 @@ class _Sync:
             "carried": {**device.state("carried", {}), str(release): self._carried(plan)},
         }
         started = time.monotonic()
-        carried = carry(device, plan, self._wishes.backfill, state, self._output)
+        carried = carry(device, plan, self._options.backfill, state, self._output)
         self._report.re_embedded += carried.re_embedded
         if carried.left_behind:
             remember(device, release, "left_behind")
@@ -870,13 +966,16 @@ class _Sync:
         return True
 
     def _carried(self, plan: SyncPlan) -> dict[str, Any]:
-        """For people who ask later how their items came into this space."""
+        """Record when and how the items came into this space."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         return {"at": now, "routes": self._routes(plan)}
 
     def _settle(self) -> SyncReport:
-        """Nothing newer can be followed: what answers, and the way back, are completed; what is
-        newest and has served for long is confirmed."""
+        """Complete the active and the previous release where nothing newer can be followed.
+
+        Downloads their missing files, re-embeds on request, and confirms the active release once it
+        is the newest and has served for a week.
+        """
         device, report = self._device, self._report
         manifest = device.active()
         files = list(embedding_files(manifest))
@@ -884,7 +983,7 @@ class _Sync:
         if previous is not None and self._trust.releases().get(previous.spec.release, "") is None:
             files += embedding_files(device.manifest(previous.spec.release))
         report.download_bytes += download_files(device.models, self._trust, files, self._output)
-        report.re_embedded += re_embed(device, manifest, self._wishes.backfill, self._output)
+        report.re_embedded += re_embed(device, manifest, self._options.backfill, self._output)
         if report.state == "up-to-date":
             with self._changing():
                 way_back = None if self._has_served() else device.state("return_to")
@@ -893,8 +992,8 @@ class _Sync:
         return report
 
     def _has_served(self) -> bool:
-        """Whether the active release was upgraded to long enough ago to be confirmed. Galleries of
-        earlier versions do not tell when."""
+        """Return whether the active release has served long enough to be confirmed. Galleries of
+        earlier versions did not record the time; they count as confirmed."""
         carried = self._device.state("carried", {}).get(str(self._report.release))
         if carried is None:
             return True
@@ -902,7 +1001,7 @@ class _Sync:
 
 
 def sentence(report: SyncReport) -> str:
-    """What a sync did, or would do."""
+    """Describe in one line what a sync did or would do."""
     line = {
         "upgraded": f"{report.items} items now in release {report.release}'s space "
         f"(from {report.from_release}, {report.upgrade_seconds:.1f} s)",
@@ -914,11 +1013,11 @@ def sentence(report: SyncReport) -> str:
         "behind": f"stays at release {report.from_release}",
     }[report.state]
     if report.routes:
-        line += f"; by way of {' and '.join('>'.join(map(str, r)) for r in report.routes)}"
+        line += f"; by the routes {' and '.join('>'.join(map(str, r)) for r in report.routes)}"
     if report.neighbours_kept is not None:
         line += f"; kept {report.neighbours_kept:.1%} of the items' nearest neighbours"
     if report.expected_kept is not None:
-        line += f"; on the publisher's images {report.expected_kept:.1%} of re-embedding's mAP"
+        line += f"; on the publisher's images {report.expected_kept:.1%} of the mAP of re-embedding"
     if report.re_embedded:
-        line += f"; {report.re_embedded} embedded anew from their images"
+        line += f"; {report.re_embedded} embedded again from their images"
     return line

@@ -1,1 +1,1 @@
-"""The command `edge-client`; nothing below imports from here."""
+"""The command `edge-client`; no module below imports this package."""

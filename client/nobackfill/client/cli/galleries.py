@@ -1,4 +1,4 @@
-"""The commands that make, fill, search, show, keep and repair a gallery."""
+"""The commands that make, fill, search, list, maintain and repair a gallery."""
 
 import sys
 from argparse import ArgumentTypeError, Namespace
@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nobackfill.client.cli.options import Command, Commands, named_path, no_options, whole
+from nobackfill.client.cli.options import Command, Commands, integer, named_path, no_options
 from nobackfill.client.output import Output, size
 from nobackfill.errors import ConfigurationError, DamagedError, InvalidInputError, few
 from nobackfill.extras import load_plugin
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def add_texts(arguments: Namespace) -> None:
-    """Add the texts of a file. Exits with 65 where some were refused; they are named."""
+    """Add the texts of a file; exits with 65 if some were refused."""
     from nobackfill.client.device import Device
     from nobackfill.client.notes import add
     from nobackfill.text import read_texts
@@ -41,7 +41,7 @@ def add_texts(arguments: Namespace) -> None:
 
 
 def init(arguments: Namespace) -> None:
-    """Make an empty gallery that follows the releases published at SOURCE."""
+    """Make an empty gallery that follows the releases of SOURCE."""
     from nobackfill.client.creation import init as make
     from nobackfill.client.gallery_file import keep_reserve
     from nobackfill.images import read_file
@@ -65,25 +65,25 @@ def _confirm(root: bytes) -> None:
 
     print(
         f"The publication's root metadata has the fingerprint\n{fingerprint(root)}\n"
-        "Is this the one that its publisher gave you? [y/N]: ",
+        "Is this the fingerprint that its publisher gave you? [y/N]: ",
         end="", file=sys.stderr, flush=True,
     )  # fmt: skip
     if sys.stdin is None or sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise ConfigurationError(
-            "the root metadata is not trusted: nothing was made. Ask the publisher for 1.root.json "
-            "and name it with --root FILE"
+            "the root metadata is not trusted, so no gallery was made. Get 1.root.json from the "
+            "publisher and name it with --root FILE"
         )
 
 
 def add(arguments: Namespace) -> None:
     """Add images or texts to the gallery.
 
-    Images that the gallery holds are skipped. A text replaces the one with its id. What is refused
-    is named, and the exit code is 65.
+    Images that the gallery holds are skipped. A text replaces the one with the same id. Refused
+    files and texts are listed with a reason; the exit code is then 65.
     """
     images, notes, texts = arguments.images, dict(arguments.note or ()), arguments.texts
     if bool(images) == (texts is not None) or (texts is not None and notes):
-        arguments.refuse("expected either images, with --set or without, or --texts FILE")
+        arguments.refuse("expected either images, optionally with --set, or --texts FILE")
     if texts is not None:
         add_texts(arguments)
         return
@@ -98,17 +98,19 @@ def add(arguments: Namespace) -> None:
         output.note(f"{few(paths)}: {reason}")
     if done.skipped:
         output.note(
-            f"{few(done.skipped)}: hidden, or a system's, program's or gallery's own; passed over"
+            f"{few(done.skipped)}: skipped, because hidden or part of a system, program or gallery"
         )
     if notes and done.held:
-        output.note(f"{done.held} were held already and keep their metadata; see `edge-client set`")
+        output.note(
+            f"{done.held} images were there already and keep their metadata; use `edge-client set`"
+        )
     answer = {
         "added": done.added, "held": done.held, "refused": done.refused, "items": total,
         "skipped": done.skipped,
     }  # fmt: skip
     output.result(
         answer,
-        f"{len(done.added)} added, {done.held} held already, {len(done.refused)} refused; "
+        f"{len(done.added)} added, {done.held} already there, {len(done.refused)} refused; "
         f"{total} items",
     )
     if done.refused:
@@ -116,13 +118,10 @@ def add(arguments: Namespace) -> None:
 
 
 def search(arguments: Namespace) -> None:
-    """Find the items that are most like images, a text or an item, offline.
-
-    The search is exact.
-    """
+    """Search, exactly and offline, for the items nearest to images, a text or an item."""
     images, item, text = arguments.images, arguments.item, arguments.text
     if bool(images) + (item is not None) + (text is not None) != 1:
-        arguments.refuse("expected either images, --text or --id")
+        arguments.refuse("expected exactly one of images, --text and --id")
     where: Filter | Mapping[str, Scalar] = {}
     if arguments.where:
         from nobackfill.client.conditions import read
@@ -148,8 +147,8 @@ def search(arguments: Namespace) -> None:
             write_sheet(device, answers, arguments.sheet)
     one = answers[0].as_json() if len(answers) == 1 else None
     Output(arguments.json).result(
-        one or {"answers": [found.as_json() for found in answers]},
-        *(line for found in answers for line in _table(found, len(answers) > 1)),
+        one or {"answers": [answer.as_json() for answer in answers]},
+        *(line for answer in answers for line in _table(answer, len(answers) > 1)),
     )
 
 
@@ -161,8 +160,8 @@ def _table(answer: "DeviceAnswer", named: bool) -> list[str]:
         lines.append(f"{hit['id']}  {hit['distance']:8.4f}{score}  {hit['path']}")
     if answer.beyond_calibration:
         lines.append(
-            "every hit lies beyond the distances that the release was calibrated on: the scores do "
-            "not tell these hits apart"
+            "every hit lies beyond the distances that the release was calibrated on, so the scores "
+            "cannot distinguish these hits"
         )
     return lines or ["nothing found: the gallery is empty, or no item passes --where"]
 
@@ -183,7 +182,7 @@ def list_items(arguments: Namespace) -> None:
     lines = (f"{i.id}  {i.origin or 'not searchable':12}  {i.metadata.get('path')}" for i in items)
     Output(arguments.json).result({"items": answer}, *lines)
     if more:
-        Output(arguments.json).note(f"more: edge-client list --after {page[-1].label}")
+        Output(arguments.json).note(f"more items: edge-client list --after {page[-1].label}")
 
 
 def remove(arguments: Namespace) -> None:
@@ -193,7 +192,7 @@ def remove(arguments: Namespace) -> None:
 
     with Device(arguments.gallery) as device:
         done = forget(device, arguments.items)
-    later = f"; {done['left_in_vault']} vault objects go with the next push"
+    later = f"; the next push deletes {done['left_in_vault']} of them in the vault"
     Output(arguments.json).result(
         done, f"{done['removed']} removed{later if done['left_in_vault'] else ''}"
     )
@@ -210,7 +209,7 @@ def set_metadata(arguments: Namespace) -> None:
 
 
 def gc(arguments: Namespace) -> None:
-    """Confirm the active release and free what only a rollback would need."""
+    """Confirm the active release, and free what only a rollback needs."""
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import free_reserve, keep_reserve
     from nobackfill.client.maintenance import collect
@@ -223,54 +222,53 @@ def gc(arguments: Namespace) -> None:
 
 
 def verify(arguments: Namespace) -> None:
-    """Check that the gallery is intact.
+    """Check the file, every vector, the models, the keys and the vault.
 
-    It checks the file, every vector, the models, the keys and what the vault holds. The exit code
-    is 65 if something is wrong.
+    The exit code is 65 if something is damaged or missing.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import verify as check
 
     with Device(arguments.gallery) as device:
-        found = check(device)
-    fine = f"{found['items']} items, {found['vectors']} vectors: all is well"
+        report = check(device)
+    fine = f"{report['items']} items, {report['vectors']} vectors: no problem found"
     output = Output(arguments.json)
-    for note in found["notes"]:
+    for note in report["notes"]:
         output.note(note)
-    output.result(found, *(found["problems"] or [fine]))
-    if found["problems"]:
+    output.result(report, *(report["problems"] or [fine]))
+    if report["problems"]:
         raise SystemExit(InvalidInputError.exit_code)
 
 
 def status(arguments: Namespace) -> None:
-    """Show what the gallery holds, which release answers, and what is least certain."""
+    """Show items, the active release, disk use and the least certain items."""
     from nobackfill.client.device import Device
     from nobackfill.client.status import status as look
 
     with Device(arguments.gallery) as device:
-        found = look(device)
+        report = look(device)
     lines = [
-        f"{found['gallery']}: {found['items']} items, release {found['release']}, "
-        f"{size(found['bytes_on_disk'])} on disk, follows {found['source']}"
+        f"{report['gallery']}: {report['items']} items, release {report['release']}, "
+        f"{size(report['bytes_on_disk'])} on disk, follows {report['source']}"
     ]
     lines += [
         f"  release {s['release']} ({s['state']}): {s['items']} items, {size(s['bytes'])}"
-        for s in found["spaces"]
+        for s in report["spaces"]
     ]
-    if found["rollback_to"] is not None:
-        lines.append(f"  `edge-client rollback` returns to release {found['rollback_to']}")
-    lines += [f"  held back: {reason}" for reason in found["held_back"].values()]
-    lines += [f"  vault: {n} {state}" for state, n in found["vault"].items() if n]
-    lines += [f"  {found['vault_key_problem']}"] if found["vault_key_problem"] else []
+    if report["rollback_to"] is not None:
+        lines.append(f"  `edge-client rollback` returns to release {report['rollback_to']}")
+    lines += [f"  held back: {reason}" for reason in report["held_back"].values()]
+    lines += [f"  vault: {n} {state}" for state, n in report["vault"].items() if n]
+    lines += [f"  {report['vault_key_problem']}"] if report["vault_key_problem"] else []
     lines += [
         f"  uncertain {i['uncertainty']:.4g}: {i['id']}  {i['path']}"
-        for i in found["least_certain"]
+        for i in report["least_certain"]
     ]
-    Output(arguments.json).result(found, *lines)
+    Output(arguments.json).result(report, *lines)
 
 
 def rescue(arguments: Namespace) -> None:
-    """Save every intact row of a damaged gallery into a new one.
+    """Save every intact row of a damaged gallery to a new file.
 
     The exit code is 65 if some rows were lost.
     """
@@ -280,11 +278,11 @@ def rescue(arguments: Namespace) -> None:
     done = save(arguments.gallery, arguments.to)
     vectors = ", ".join(f"{n} vectors of release {r}" for r, n in done["vectors"].items())
     for name in done["not_copied"]:
-        output.note(f"{name}: cannot be read and was not copied; `edge-client sync` brings models")
+        output.note(f"{name}: cannot be read and was not copied; `edge-client sync` gets models")
     for table, count in done["unreadable"].items():
         output.note(f"{table}: {count} rows, or places for rows, lie on damaged pages")
     for table, count in done["refused"].items():
-        output.note(f"{table}: {count} rows are not as they were written")
+        output.note(f"{table}: {count} rows fail their checks")
     output.result(
         done,
         f"{arguments.to}: {done['items']} items and {vectors} saved"
@@ -295,10 +293,7 @@ def rescue(arguments: Namespace) -> None:
 
 
 def browse(arguments: Namespace) -> None:
-    """Look at the gallery in a browser on this device: search, sync, compare.
-
-    It ends with Ctrl-C.
-    """
+    """Search, sync and compare in a browser on this device, until Ctrl-C."""
     import threading
 
     from nobackfill.client.device import Device
@@ -307,7 +302,7 @@ def browse(arguments: Namespace) -> None:
     with Device(arguments.gallery) as device, serve_pages(device, arguments.port) as address:
         Output(arguments.json).result(
             {"address": address}, address,
-            "Anybody who knows this address sees the gallery. Ctrl-C ends it.",
+            "Anybody who knows this address sees the gallery. Press Ctrl-C to stop.",
         )  # fmt: skip
         with _shown(address, arguments.gallery) if arguments.show else nullcontext():
             threading.Event().wait()
@@ -315,11 +310,12 @@ def browse(arguments: Namespace) -> None:
 
 @contextmanager
 def _shown(address: str, gallery: Path) -> Iterator[None]:
-    """Open a browser at a page that leads to `address`, and keep that page to the end of the block.
+    """Open a browser at a page that redirects to `address`; delete that page at the end.
 
-    The browser's command line, which every user of the machine can read, names the page's file, and
-    the file (mode 0600) holds the secret. It lies beside the gallery, as some browsers may not read
-    the system's temporary files, or there where the gallery's folder is read only.
+    Every user of the machine can read the browser's command line. It therefore names a page file of
+    mode 0600, which holds the secret address. The file lies in the gallery's folder, because some
+    browsers cannot read the system's temporary folder. If the gallery's folder is read-only, the
+    file lies in the temporary folder.
     """
     import os
     import tempfile
@@ -339,7 +335,7 @@ def _shown(address: str, gallery: Path) -> Iterator[None]:
 
 
 def pair(text: str) -> "tuple[str, Scalar]":
-    """Metadata as people write it, KEY=VALUE."""
+    """Convert KEY=VALUE to a key and its value."""
     from nobackfill.client.conditions import value_of
 
     key, equals, value = text.partition("=")
@@ -354,16 +350,16 @@ def _init_options(command: Command) -> None:
         dest="source",
         required=True,
         metavar="SOURCE",
-        help="A gateway (grpc://HOST:PORT, grpcs:// with TLS), a static host (http(s)://…), or a "
-        "publication folder.",
+        help="Where releases come from: a gateway (grpc://HOST:PORT, grpcs:// with TLS), a static "
+        "host (http(s)://…), or a publication folder.",
     )
     command.add_argument(
         "--root",
         type=named_path,
         metavar="FILE",
-        help="Root metadata to trust: the publisher's 1.root.json, got by another way than SOURCE "
-        "(with the app, over HTTPS, by hand). Without it you are shown its fingerprint: compare it "
-        "with the one that the publisher gave you.",
+        help="Root metadata to trust: the publisher's 1.root.json, received by another way than "
+        "SOURCE (with the app, over HTTPS, by hand). [default: show the fingerprint of SOURCE's "
+        "and ask]",
     )
 
 
@@ -373,13 +369,13 @@ def _add_options(command: Command) -> None:
         nargs="*",
         type=named_path,
         metavar="PATHS...",
-        help="Images and folders (JPEG, PNG, WebP; HEIC and AVIF with the extra heic).",
+        help="Image files and folders (JPEG, PNG, WebP; HEIC and AVIF with the extra heic).",
     )
     command.add_argument(
         "--texts",
         type=named_path,
         metavar="FILE",
-        help="JSONL: an object with id and text a line, the other keys as metadata.",
+        help="A JSON Lines file; each line has id and text, and its other keys become metadata.",
     )
     command.add_argument(
         "--set",
@@ -387,53 +383,53 @@ def _add_options(command: Command) -> None:
         action="append",
         type=pair,
         metavar="KEY=VALUE",
-        help="Metadata of every image added (repeatable).",
+        help="Metadata to set on every added image (repeatable).",
     )
 
 
 def _search_options(command: Command) -> None:
     command.add_argument(
-        "images", nargs="*", type=named_path, metavar="IMAGE...", help="What to look for."
+        "images", nargs="*", type=named_path, metavar="IMAGE...", help="Image files to search by."
     )
-    command.add_argument("--id", dest="item", metavar="ID", help="An item of the gallery.")
-    command.add_argument("--text", metavar="TEXT", help="A text to look for.")
+    command.add_argument("--id", dest="item", metavar="ID", help="Search by an item's own vector.")
+    command.add_argument("--text", metavar="TEXT", help="Search by a text.")
     command.add_argument(
-        "-k", type=whole(1, 1000), default=10, metavar="N", help="Number of hits, 1 to 1000."
+        "-k", type=integer(1, 1000), default=10, metavar="N", help="Number of hits, 1 to 1000."
     )
     command.add_argument(
         "--where",
         action="append",
         metavar="KEY=VALUE",
-        help="Only items with this metadata: folder, name, or what add --set gave; also "
+        help="Only items with this metadata: folder, name, or a key of add --set. Other forms: "
         "KEY!=VALUE, KEY>VALUE (or <, >=, <=) and 'KEY exists' (repeatable).",
     )
     command.add_argument(
         "--sheet",
         type=named_path,
         metavar="FILE",
-        help="Also draw query and hits as a picture, OUT.png.",
+        help="Also draw the query and its hits into this picture, for example OUT.png.",
     )
 
 
 def _list_options(command: Command) -> None:
     command.add_argument(
         "--after",
-        type=whole(0, 2**63 - 1),
+        type=integer(0, 2**63 - 1),
         default=0,
         metavar="LABEL",
-        help="Begin after this item's label.",
+        help="Start after the item with this label.",
     )
     command.add_argument(
         "--limit",
-        type=whole(1, 100_000),
+        type=integer(1, 100_000),
         default=1000,
         metavar="N",
-        help="Items at most, 1 to 100000.",
+        help="The most items to list, 1 to 100000.",
     )
 
 
 def _remove_options(command: Command) -> None:
-    command.add_argument("items", nargs="+", metavar="ITEMS...", help="Ids or paths.")
+    command.add_argument("items", nargs="+", metavar="ITEMS...", help="Ids or paths of items.")
 
 
 def _set_options(command: Command) -> None:
@@ -445,30 +441,30 @@ def _set_options(command: Command) -> None:
         type=pair,
         required=True,
         metavar="KEY=VALUE",
-        help="Metadata (repeatable).",
+        help="Metadata to set (repeatable).",
     )
 
 
 def _rescue_options(command: Command) -> None:
     command.add_argument(
-        "--to", type=named_path, required=True, metavar="FILE", help="The file of the new gallery."
+        "--to", type=named_path, required=True, metavar="FILE", help="The gallery file to make."
     )
 
 
 def _browse_options(command: Command) -> None:
     command.add_argument(
         "--port",
-        type=whole(0, 65535),
+        type=integer(0, 65535),
         default=0,
         metavar="PORT",
-        help="Of 127.0.0.1, 0 to 65535; 0: one that is free.",
+        help="Port on 127.0.0.1, 0 to 65535; 0 picks a free one.",
     )
     command.add_argument(
-        "--open", dest="show", action="store_true", help="Open it in your browser, too."
+        "--open", dest="show", action="store_true", help="Also open the page in your browser."
     )
 
 
-# Function and options of each command, by its name.
+# By a command's name: the function that runs it, and the function that adds its options.
 COMMANDS: Commands = {
     "init": (init, _init_options),
     "add": (add, _add_options),

@@ -1,7 +1,7 @@
-"""The command `edge-client`: its parser, its exit codes, and how a command ends that is refused.
+"""The command `edge-client`: its parser and its exit codes.
 
-Modules that do the work are imported inside the commands, so that a search does not wait for
-libraries that only a sync needs.
+Commands import the modules that do their work, so that a search does not wait for libraries that
+only a sync needs.
 """
 
 import argparse
@@ -20,38 +20,40 @@ from nobackfill.errors import CannotWriteError, InvalidInputError, NobackfillErr
 from nobackfill.terminal import visible
 
 _CLOSING = """\
-A gallery's life; only init, sync, push and pull need a network:
+Examples:
   edge-client init --from grpc://127.0.0.1:50051 --root 1.root.json
   edge-client add photos
   edge-client search photos/a.jpg
   edge-client sync
+  edge-client --gallery other.sqlite status
 
-sync follows the newest release, also over releases that this device skipped.
-1.root.json lies in the publication folder: get it from the publisher, another way
-than the releases. Another gallery: edge-client --gallery FILE COMMAND. Whatever
-was interrupted: run it again. Every COMMAND has its own --help.
+Only init, sync, report, push and pull need a network. sync upgrades to the newest
+release, and may skip releases in between. 1.root.json lies in the publication
+folder: get it from the publisher by another way than the releases. Every command
+can be run again after an interruption. `edge-client COMMAND --help` lists options.
 
 Exit codes: 0 done, 1 failure, 2 wrong usage, 65 refused data or failed
 verification, 66 no such file, item or release, 69 server unavailable, 73 cannot
 write, 75 busy, try again, 77 not permitted, 78 configuration, 130 interrupted.
 """
-# Met outside the modules that write: the folder of a command's own output, say.
+# Errors of the operating system outside the modules that write, for example in stdout's folder.
 _NO_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EILSEQ)
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def main() -> None:
     """Run the command line of this process."""
-    # Nothing of what a search makes is garbage before its end.
+    # A search makes no garbage worth collecting before it ends.
     if "search" in sys.argv[1:4]:
         gc.disable()
     run_line()
 
 
 def run_line(line: Sequence[str] | None = None) -> NoReturn:
-    """Run a command line, by default that of this process, and exit with its code.
+    """Run a command line and exit with its code; an error is printed as one sentence.
 
-    A refusal becomes one sentence on stderr and its exit code.
+    Args:
+        line: the words after the program's name; None: those of this process.
     """
     with _refusing():
         if "_ARGCOMPLETE" in os.environ:
@@ -63,7 +65,7 @@ def run_line(line: Sequence[str] | None = None) -> NoReturn:
             sys.exit(2)
         arguments = parser.parse_args(words)
         arguments.run(arguments)
-        # There is no sys.stdout where the caller closed it.
+        # sys.stdout is None if the caller closed it.
         print(end="", flush=True)
         sys.exit(0)
 
@@ -71,13 +73,14 @@ def run_line(line: Sequence[str] | None = None) -> NoReturn:
 def edge_client(words: Sequence[str] = ()) -> Parser:
     """Make the parser of the command line.
 
-    `words`: what is typed. The parser gets only the commands among them, if there are any: a search
-    does not wait for the options of the others.
+    Args:
+        words: the words of the command line. The parser has only the commands among them, if there
+            are any, so that a search does not wait for the options of other commands.
     """
     parser = Parser(
         prog="edge-client",
         usage="%(prog)s [OPTIONS] COMMAND ...",
-        description="Keep an image gallery in one file that follows new models without its images.",
+        description="Keep an image gallery in one file, and upgrade it without its images.",
         closing=_CLOSING,
     )
     parser.add_argument(
@@ -85,14 +88,14 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
         type=named_path,
         default=Path(os.environ.get("NOBACKFILL_GALLERY") or "gallery.sqlite"),
         metavar="FILE",
-        help="The gallery's SQLite file; the variable NOBACKFILL_GALLERY names another.",
+        help="The gallery's SQLite file; the variable NOBACKFILL_GALLERY overrides the default.",
     )
     parser.add_argument("--version", action=_Do, const=_print_version, default=False,
                         help="Print the version.")  # fmt: skip
     parser.add_argument("--install-completion", action=_Do, const=_install_completion,
-                        help="Set up the completion of your shell: bash, zsh or fish.")  # fmt: skip
+                        help="Install completion for your shell: bash, zsh or fish.")  # fmt: skip
     parser.add_argument("--show-completion", action=_Do, const=_print_completion,
-                        help="Print what sets it up.")  # fmt: skip
+                        help="Print the completion script of your shell.")  # fmt: skip
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", prog="edge-client", parser_class=Command, required=True
     )
@@ -112,7 +115,7 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
 
 
 class _Do(argparse.Action):
-    """An option that does one thing in place of a command."""
+    """An option that runs an action in place of a command."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **options)
@@ -123,7 +126,7 @@ class _Do(argparse.Action):
 
 
 def _complete() -> NoReturn:
-    """Answer a shell that asks which words may come next; argcomplete ends the process."""
+    """Answer a shell's request for completions; argcomplete ends the process."""
     import argcomplete
 
     Command.intermixed = False
@@ -138,7 +141,7 @@ def _print_version() -> None:
 
 
 def _completion() -> tuple[str, str]:
-    """The name of the user's shell, and what it reads to complete the words of a command line."""
+    """Return the name of the user's shell and its completion script."""
     from argcomplete.shell_integration import shellcode
 
     shell = Path(os.environ.get("SHELL", "")).name
@@ -155,7 +158,7 @@ def _print_completion() -> None:
 
 
 def _install_completion() -> None:
-    """Write what the shell reads; bash and zsh get a line in their startup file that names it."""
+    """Write the completion script; bash and zsh also get a line in their startup file."""
     shell, code = _completion()
     home = Path.home()
     if shell == "fish":
@@ -171,13 +174,13 @@ def _install_completion() -> None:
         if line not in before:
             gap = "" if before.endswith("\n") or not before else "\n"
             startup.write_text(f"{before}{gap}{line}", encoding="utf-8")
-            print(f"{startup}: reads it from now on")
+            print(f"{startup}: loads the completion from now on")
 
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """A refusal becomes one sentence on stderr and its exit code."""
-    # gRPC's core would print lines of its own; what they mean is in the errors.
+    """Turn an error into one sentence on stderr and its exit code."""
+    # gRPC's core prints lines of its own; the errors carry the same information.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         yield
@@ -186,7 +189,7 @@ def _refusing() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # Who reads the answer has gone; what is left of it goes nowhere, without a word.
+        # The reader of stdout has ended: discard the rest silently.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except UnicodeEncodeError as error:
@@ -197,7 +200,9 @@ def _refusing() -> Iterator[None]:
         if error.errno not in _NOT_WRITABLE:
             raise
         named = f"{error.filename}: " if error.filename else ""
-        _refuse(CannotWriteError(f"{named}{error.strerror}; free some space, or get the right to"))
+        _refuse(
+            CannotWriteError(f"{named}{error.strerror}; free some space or fix the permissions")
+        )
 
 
 def _refuse(error: NobackfillError) -> NoReturn:

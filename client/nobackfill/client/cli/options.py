@@ -1,4 +1,4 @@
-"""How the words of `edge-client` are read: its parsers, and kinds of values."""
+"""Parsers of the words of `edge-client`, and converters of their values."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ from nobackfill.terminal import visible
 
 class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
-        # argparse itself would load shutil, and with it three compressors, for each command.
+        # argparse would import shutil, and with it three compressors, for every command.
         columns = os.environ.get("COLUMNS", "")
         with suppress(OSError):
             columns = columns or str(os.get_terminal_size().columns)
@@ -20,17 +20,17 @@ class _Help(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads words without abbreviations; an error is one sentence, help has the true defaults."""
+    """A parser without abbreviations; errors are one sentence, and help shows true defaults."""
 
     def __init__(self, *, closing: str = "", **options: Any) -> None:
-        """`closing`: text that help ends with, line by line as it stands."""
+        """Make a parser; its help ends with the text `closing`, printed as it is."""
         super().__init__(**options, allow_abbrev=False, formatter_class=_Help)
         self.closing = closing
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add an option or argument; its default is put into its help."""
+        """Add an option or argument; appends its default to its help."""
         default = options.get("default")
-        # Zero is a default, too, and equal to False.
+        # Zero is a default too, although it equals False.
         if default is not None and default is not False and default is not argparse.SUPPRESS:
             shown = names[0] if options.get("action") is Switch else "%(default)s"
             options["help"] += f" [default: {shown}]"
@@ -39,19 +39,19 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **options)
 
     def format_help(self) -> str:
-        """The text of --help."""
+        """Return the text of --help."""
         text = super().format_help().replace("usage:", "Usage:", 1)
         return f"{text}\n{self.closing}" if self.closing else text
 
     def error(self, message: str) -> NoReturn:
-        """End the process with exit code 2."""
+        """Print the error and end the process with exit code 2."""
         self.exit(2, visible(f"{self.prog}: {message}; see `{self.prog} --help`") + "\n")
 
 
 class Command(Parser):
-    """The parser of one command: its options may stand between its names."""
+    """The parser of one command; options may stand between positional arguments."""
 
-    # argcomplete looks at the steps of a parser, which reads the words twice otherwise.
+    # Off for argcomplete, which follows a parser's steps; intermixed parsing reads words twice.
     intermixed: ClassVar[bool] = True
 
     def __init__(self, **options: Any) -> None:
@@ -59,7 +59,7 @@ class Command(Parser):
         self._inside = False
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add an option or argument; an argument is named in the usage."""
+        """Add an option or argument; adds a positional argument to the usage line."""
         added = super().add_argument(*names, **options)
         if not added.option_strings:
             name = str(added.metavar)
@@ -70,7 +70,7 @@ class Command(Parser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Read words, options between names too."""
+        """Parse words; options may stand between positional arguments."""
         if self._inside or not self.intermixed:
             return super().parse_known_args(args, namespace)
         self._inside = True
@@ -80,7 +80,7 @@ class Command(Parser):
             self._inside = False
 
 
-# What a command does, and what adds its options to its parser, by its name.
+# By a command's name: the function that runs it, and the function that adds its options.
 Commands = Mapping[str, tuple[Callable[[argparse.Namespace], None], Callable[[Command], None]]]
 
 
@@ -101,18 +101,18 @@ class Switch(argparse.Action):
 
 
 def no_options(command: Command) -> None:
-    """Only --json, which every command has."""
+    """Add no options; every command has --json."""
 
 
 def named_path(text: str) -> Path:
-    """A path of the command line; an empty name would mean the folder one is in."""
+    """Convert a word to a path; an empty word would mean the current folder, so it is refused."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty name")
     return Path(text)
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """Whole numbers from `least` to `most`."""
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """Make a converter of a word to an integer from `least` to `most`."""
 
     def number(text: str) -> int:
         try:

@@ -1,24 +1,24 @@
-"""The commands that follow releases, and those of the vault."""
+"""The commands that follow releases and that use the vault."""
 
 from argparse import Namespace
 
-from nobackfill.client.cli.options import Command, Commands, Switch, named_path, no_options, whole
+from nobackfill.client.cli.options import Command, Commands, Switch, integer, named_path, no_options
 from nobackfill.client.output import Output, size
 from nobackfill.errors import VerificationError, few
 
 
 def sync(arguments: Namespace) -> None:
-    """Follow the newest release: upgrade every vector without its image.
+    """Upgrade every vector to the newest release, without the images.
 
-    What is downloaded is verified first. Searches answer by the old release until all is done.
+    Downloads are verified first. Searches use the old release until the upgrade is complete.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import keep_reserve
-    from nobackfill.client.sync import Wishes, sentence
+    from nobackfill.client.sync import SyncOptions, sentence
     from nobackfill.client.sync import sync as follow
 
     output = Output(arguments.json)
-    wishes = Wishes(
+    choices = SyncOptions(
         dry_run=arguments.dry_run,
         backfill=arguments.backfill,
         keep_original=arguments.keep_original,
@@ -28,7 +28,7 @@ def sync(arguments: Namespace) -> None:
         now=arguments.now,
     )
     with Device(arguments.gallery) as device:
-        report = follow(device, wishes, output)
+        report = follow(device, choices, output)
     keep_reserve(arguments.gallery)
     for note in report.notes:
         output.note(note)
@@ -36,9 +36,9 @@ def sync(arguments: Namespace) -> None:
 
 
 def report(arguments: Namespace) -> None:
-    """Send a gateway a summary of the last sync: five numbers, no vector, no id.
+    """Send a summary of the last sync to a gateway: five numbers, no vector, no id.
 
-    It is sent only when you run this command.
+    Nothing is sent unless you run this command.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import send_report as send
@@ -51,9 +51,9 @@ def report(arguments: Namespace) -> None:
 
 
 def rollback(arguments: Namespace) -> None:
-    """Return to the release before.
+    """Return to the previous release.
 
-    It is kept until `gc`, or until a sync a week later finds nothing newer.
+    It stays available until `gc`, or until a sync a week later finds nothing newer.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import roll_back
@@ -62,12 +62,12 @@ def rollback(arguments: Namespace) -> None:
         left, release = roll_back(device)
     Output(arguments.json).result(
         {"from_release": left, "release": release},
-        f"release {release} answers again; sync does not follow {left} unless told to --retry",
+        f"release {release} is active again; sync skips release {left} unless you pass --retry",
     )
 
 
 def push(arguments: Namespace) -> None:
-    """Back up images to the vault, encrypted on this device."""
+    """Encrypt images on this device and back them up to the vault."""
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import push as upload
 
@@ -80,29 +80,29 @@ def push(arguments: Namespace) -> None:
     if not recoverable:
         output.note(
             f"only the key in {arguments.gallery}.identity opens these images: keep a copy of it, "
-            "or push with --recipient age1… to name a recovery key"
+            "or add a recovery key with --recipient age1…"
         )
     for item in done.skipped:
-        output.note(f"{item}: its file is gone or was changed since it was added; not pushed")
+        output.note(f"{item}: its file is gone or was changed after it was added; not pushed")
     if done.unreadable:
         output.note(
-            f"{few(done.unreadable)}: only the lost key opens what the vault holds, and the file "
-            "is gone; kept there, in case the key or a recovery key is found"
+            f"{few(done.unreadable)}: only the lost key opens the copies in the vault, and the "
+            "files are gone; the copies stay there, in case the key is found"
         )
     if done.lost:
         output.note(
-            f"{few(done.lost)}: the vault has lost what was pushed, as by an older backup, and the "
-            "file is gone here; restore the gateway's newest backup"
+            f"{few(done.lost)}: the vault has lost the pushed copies, and the files are gone here; "
+            "the gateway may run on an older backup: restore its newest one"
         )
     output.result(
         done.as_json(),
-        f"{done.pushed} pushed ({size(done.bytes_sent)}), {done.held} held already, "
+        f"{done.pushed} pushed ({size(done.bytes_sent)}), {done.held} already there, "
         f"{done.removed} removed, {len(done.skipped)} skipped",
     )
 
 
 def pull(arguments: Namespace) -> None:
-    """Restore images from the vault, and check that they are what was added."""
+    """Restore images from the vault, and compare them with what was added."""
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import pull as restore
 
@@ -115,50 +115,54 @@ def pull(arguments: Namespace) -> None:
         output.note(f"{few(names)}: {reason}")
     output.result(
         done.as_json(),
-        f"{len(done.restored)} restored, {done.held} there already, {len(done.failed)} failed",
+        f"{len(done.restored)} restored, {done.held} already there, {len(done.failed)} failed",
     )
     if not (done.restored or done.held or done.failed or arguments.unknown):
-        output.note("this gallery has pushed nothing; --unknown restores what another one did")
+        output.note(
+            "this gallery has pushed no image; --unknown restores images of other galleries"
+        )
     if done.failed:
         raise SystemExit(VerificationError.exit_code)
 
 
 def _sync_options(command: Command) -> None:
     command.add_argument(
-        "--dry-run", action="store_true", help="Tell what would happen, bytes and seconds."
+        "--dry-run", action="store_true", help="Only show what a sync would do, with its size."
     )
     command.add_argument(
         "--backfill",
-        type=whole(0, 2**63 - 1),
+        type=integer(0, 2**63 - 1),
         default=0,
         metavar="N",
-        help="Embed the N least certain items anew, from their files or the vault.",
+        help="Embed the N least certain items again, from their files or the vault.",
     )
     command.add_argument(
         "--keep-original",
         "--drop-original",
         action=Switch,
-        help="Keep vectors embedded from images for direct upgrades later, or drop them, from now "
-        "on. Without it, as the gallery did before.",
+        help="Keep vectors that were embedded from images, for later direct upgrades, or drop "
+        "them. The gallery stores the choice. [default: the stored choice]",
     )
     command.add_argument(
         "--int8",
         "--fp32",
         action=Switch,
         default=True,
-        help="Quantised upgrades, where published, or exact ones.",
+        help="Use quantised upgrades where they are published, or exact ones.",
     )
     command.add_argument(
-        "--retry", action="store_true", help="Also follow releases that were held back here."
+        "--retry", action="store_true", help="Also try releases that this device holds back."
     )
     command.add_argument(
-        "--now", action="store_true", help="Also a release that is not for this device yet."
+        "--now",
+        action="store_true",
+        help="Also take a release whose rollout does not include this device yet.",
     )
     command.add_argument(
         "--from",
         dest="source",
         metavar="SOURCE",
-        help="Another address of the same publication, from now on; as in init.",
+        help="Another address of the same publication, stored for later syncs; as in init.",
     )
 
 
@@ -175,25 +179,26 @@ def _push_options(command: Command) -> None:
         "--recipient",
         action="append",
         metavar="KEY",
-        help="A further public key (age1…) that can decrypt: a recovery key, made with "
-        "`age-keygen -o recovery.txt` and kept elsewhere (repeatable, remembered).",
+        help="A further public key (age1…) that can decrypt, such as a recovery key made with "
+        "`age-keygen -o recovery.txt` (repeatable; the gallery stores it).",
     )
     command.add_argument(
         "--vault",
         metavar="ADDRESS",
-        help="The vault's gateway, grpc(s)://HOST:PORT. [default: the one of the push before, else "
+        help="The vault's gateway, grpc(s)://HOST:PORT. [default: the one of the last push, else "
         "the gallery's source]",
     )
     command.add_argument(
         "--new-key",
         action="store_true",
-        help="The key is lost for good: make a new one, and push again every image whose file is "
-        "still there.",
+        help="Replace a lost key by a new one, and push again every image whose file still exists.",
     )
 
 
 def _pull_options(command: Command) -> None:
-    command.add_argument("items", nargs="*", metavar="[IDS...]", help="Items; all if none.")
+    command.add_argument(
+        "items", nargs="*", metavar="[IDS...]", help="Ids of items; none: all items."
+    )
     command.add_argument(
         "--to",
         type=named_path,
@@ -205,16 +210,16 @@ def _pull_options(command: Command) -> None:
         "--identity",
         type=named_path,
         metavar="FILE",
-        help="An age identity file to use: the recovery key. [default: the gallery's own key]",
+        help="An age identity file, such as the recovery key. [default: the gallery's own key]",
     )
     command.add_argument(
         "--unknown",
         action="store_true",
-        help="Also blobs that this gallery never pushed (lost device).",
+        help="Also restore blobs that this gallery never pushed, for example of a lost device.",
     )
 
 
-# Function and options of each command, by its name.
+# By a command's name: the function that runs it, and the function that adds its options.
 COMMANDS: Commands = {
     "sync": (sync, _sync_options),
     "report": (report, _report_options),

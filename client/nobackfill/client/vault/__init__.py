@@ -1,1 +1,1 @@
-"""Images as ciphertext on a gateway: keys, encryption, the queue of what is to go, transfers."""
+"""Encrypted backup of images on a gateway: keys, encryption, the queue, transfers."""

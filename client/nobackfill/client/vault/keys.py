@@ -1,12 +1,12 @@
-"""Encryption of images on the device in the age format, and the gallery's own key.
+"""Encrypt images on the device in the age format, and manage the gallery's own key.
 
-An image is encrypted to the device's own key and to any number of further recipients (a recovery
-key kept elsewhere), each of whom can decrypt alone. Secret keys stay in files of mode 0600 and are
-sent nowhere. age binds no name to a ciphertext: callers keep the digests of what they encrypted.
+An image is encrypted to the device's own key and to any number of further recipients, for example a
+recovery key. Each recipient can decrypt alone. Secret keys stay in files of mode 0600 and are sent
+nowhere. age binds no name to a ciphertext, so callers store the digests of what they encrypted.
 
-The public key is kept in the gallery file (`identity`), since the file of the secret key can be
-lost, or be another's after a restore: what is pushed with a new key would hide that nothing which
-was pushed before can be opened."""
+The public key is stored in the gallery file, under `identity`. It detects a lost or replaced key
+file: pushing with a new key would hide that older ciphertext can no longer be opened.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ import pyrage
 from pyrage.x25519 import Identity, Recipient
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, beside
+from nobackfill.client.gallery_file import GalleryFile, sidecar
 from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.errors import (
     ConfigurationError,
@@ -29,7 +29,7 @@ MAGIC = b"age-encryption.org/v1\n"
 
 
 def new_identity(path: Path) -> Identity:
-    """Make a secret key and write it to `path` (mode 0600), unless one is there: then read that."""
+    """Read the secret key in `path`; generate and write it first (mode 0600) if there is none."""
     if path.exists():
         return read_identity(path)
     identity = Identity.generate()
@@ -39,9 +39,10 @@ def new_identity(path: Path) -> Identity:
 
 
 def read_identity(path: Path) -> Identity:
-    """The secret key in `path`, in the form that `age-keygen` writes.
+    """Read a secret key in the form that `age-keygen` writes.
 
-    Raises ConfigurationError where there is none, or where others may read the file.
+    Raises:
+        ConfigurationError: there is no key in `path`, or other users may read the file.
     """
     try:
         mode = path.stat().st_mode
@@ -55,13 +56,13 @@ def read_identity(path: Path) -> Identity:
             try:
                 return Identity.from_str(line.strip())
             except pyrage.IdentityError:
-                # The library's message would quote the line.
+                # The library's message would quote the secret line.
                 break
     raise ConfigurationError(f"{path}: expected a line AGE-SECRET-KEY-1...; is it an age identity?")
 
 
 def read_recipient(text: str) -> Recipient:
-    """A recipient from its public key, age1... Raises ConfigurationError."""
+    """Parse a public key, age1... Raises ConfigurationError."""
     try:
         return Recipient.from_str(text.strip())
     except pyrage.RecipientError as error:
@@ -69,15 +70,18 @@ def read_recipient(text: str) -> Recipient:
 
 
 def encrypt(plain: bytes, recipients: Sequence[Recipient]) -> bytes:
-    """age ciphertext of `plain` that any one of `recipients` opens. Never the same bytes twice."""
+    """Encrypt to age ciphertext that each recipient can open; the bytes differ at every call."""
     return bytes(pyrage.encrypt(plain, list(recipients)))
 
 
 def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
-    """The plaintext of the age file `source`, in memory only.
+    """Decrypt the age file `source` in memory.
 
-    age authenticates chunk by chunk and the library hands out the good ones before it meets a bad
-    end, so nothing is written before all of it is verified. Raises VerificationError.
+    The library hands out verified chunks before it meets a damaged one. Therefore this returns
+    nothing before the whole file is verified.
+
+    Raises:
+        VerificationError: the file is damaged, truncated, or encrypted to other keys.
     """
     try:
         return bytes(pyrage.decrypt(source.read_bytes(), list(identities)))
@@ -89,30 +93,31 @@ def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
 
 
 def own_identity(device: GalleryFile) -> Identity:
-    """The secret key that opens what this gallery pushed.
+    """Return the secret key that opens what this gallery pushed.
 
-    Raises ConfigurationError if its file is missing, unreadable, or holds another key.
+    Raises:
+        ConfigurationError: the key file is missing or unreadable, or holds another key.
     """
-    path = beside(device.path, "identity")
+    path = sidecar(device.path, "identity")
     expected = device.state("identity")
     if not path.exists():
         raise ConfigurationError(
-            f"{path} is missing{_named(expected)}, and only it opens what this gallery pushed: "
-            "copy it back, name a recovery key with `pull --identity FILE`, or begin anew with "
-            "`push --new-key`, which pushes again every image whose file is still there"
+            f"{path} is missing{_key_text(expected)}; only this key opens what the gallery pushed. "
+            "Copy it back, name a recovery key with `pull --identity FILE`, or start again with "
+            "`push --new-key`, which pushes every image again whose file still exists"
         )
     identity = read_identity(path)
     if expected not in (None, str(identity.to_public())):
         raise ConfigurationError(
-            f"{path} holds the key {identity.to_public()}, expected{_named(expected)}: copy the "
-            "right file back, or go on with this one by `push --new-key`, which pushes again every "
-            "image whose file is still there"
+            f"{path} holds the key {identity.to_public()}, expected{_key_text(expected)}: copy the "
+            "right file back, or continue with this key by `push --new-key`, which pushes every "
+            "image again whose file still exists"
         )
     return identity
 
 
 def key_problem(device: GalleryFile) -> str | None:
-    """Why what was pushed cannot be opened here, in a sentence; None where it can, or was never."""
+    """Explain why pushed images cannot be opened here; None if they can, or none was pushed."""
     if device.state("identity") is None and not VaultQueue(device.store).entries():
         return None
     try:
@@ -123,20 +128,21 @@ def key_problem(device: GalleryFile) -> str | None:
 
 
 def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> Identity:
-    """The key to seal with: made by the first push, a new one only with `new_key`.
+    """Return the key to encrypt with; the first push generates it, later only `new_key` does.
 
-    Raises ConfigurationError where what was pushed needs a key that is not there.
+    Raises:
+        ConfigurationError: images were pushed, and the key that opens them is missing.
     """
-    path = beside(device.path, "identity")
+    path = sidecar(device.path, "identity")
     first = device.state("identity") is None and not queue.entries()
     identity = new_identity(path) if first or new_key else own_identity(device)
     public = str(identity.to_public())
     if device.state("identity") is None and not new_key:
-        # Rows of an older version do not say which key opens them: it was this one.
+        # Rows of an older version have no key column: this key sealed them.
         queue.adopt(public)
     device.store.state_set({"identity": public})
     return identity
 
 
-def _named(public: str | None) -> str:
+def _key_text(public: str | None) -> str:
     return "" if public is None else f" {public}"

@@ -1,11 +1,11 @@
-"""What the vault holds of this gallery: one row an image, in the gallery's own SQLite file.
+"""The table of images in the vault: one row per image, in the gallery's own SQLite file.
 
     sealed    encrypted and waiting in the outbox; the upload may have begun
     stored    acknowledged by the vault
-    removing  the item is gone here and its blob must go there
+    removing  the item was removed here, so its blob must be deleted in the vault
 
-A row is written before its upload begins and deleted after its blob is gone, so nothing that was
-ever sent is forgotten. Digests of images stay here; the vault sees random ids only.
+A row is written before its upload begins and deleted after its blob is deleted, so every blob in
+the vault is known. Digests of images stay here; the vault sees only random ids.
 """
 
 import re
@@ -26,7 +26,7 @@ _ROWS = (
 )
 _ROWS_WITHOUT_KEY = _ROWS.replace("state, key", "state, NULL")
 _HEX = re.compile(r"[0-9a-f]{64}")
-# Made by the first image that is sealed.
+# Created when the first image is sealed.
 TABLE = """
 CREATE TABLE IF NOT EXISTS vault (
     blob TEXT PRIMARY KEY,
@@ -43,28 +43,28 @@ CREATE TABLE IF NOT EXISTS vault (
 
 @dataclass(frozen=True)
 class VaultEntry:
-    """One image in the vault. `size` and `blob_sha256` describe its ciphertext."""
+    """One image in the vault; `size` (bytes) and `blob_sha256` describe its ciphertext."""
 
     blob: str
     item: str
     image_sha256: str
     blob_sha256: str
     size: int
-    # Of the file's name, to restore it under a name that programs know: ".jpg".
+    # Suffix of the file's name, such as ".jpg"; a restored file gets it.
     suffix: str
     state: State
-    # The device's public key it was sealed to; None in rows of a version that did not keep it.
+    # The device's public key that sealed it; None in rows of versions without this column.
     key: str | None
 
 
 class VaultQueue:
-    """The table `vault` of a gallery file, made by the first image that is sealed."""
+    """Access to the table `vault` of a gallery file; the first sealed image creates the table."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def entries(self, state: State | None = None, item: str | None = None) -> list[VaultEntry]:
-        """Read all rows, or those in one state or of one item, by item, the latest last.
+        """Return rows ordered by item, the latest last; all, or one state's or one item's.
 
         Raises:
             DamagedError: A row holds a value that this program never writes.
@@ -82,18 +82,18 @@ class VaultQueue:
         return entries
 
     def obsolete(self) -> list[VaultEntry]:
-        """What must leave the vault: rows that say so, and those whose item is gone."""
+        """Return rows to delete in the vault: marked for removal, or without an item."""
         with self._store.reading() as connection:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
         return [e for e in self.entries() if e.state == "removing" or e.item not in items]
 
     def of(self, item: str) -> VaultEntry | None:
-        """The latest row of an item that is not being removed."""
+        """Return the latest row of an item that is not being removed; None if there is none."""
         rows = [entry for entry in self.entries(item=item) if entry.state != "removing"]
         return rows[-1] if rows else None
 
     def seal(self, entry: VaultEntry) -> None:
-        """Remember a blob before a byte of it is sent."""
+        """Insert the row of a blob; call this before sending any byte of it."""
         with self._store.writing() as connection:
             _prepare(connection)
             connection.execute(
@@ -105,12 +105,12 @@ class VaultQueue:
             )  # fmt: skip
 
     def mark(self, blob: str, state: State) -> None:
-        """Move a blob on to another state."""
+        """Set the state of a blob."""
         with self._store.writing() as connection:
             connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
 
     def settle(self, entry: VaultEntry) -> None:
-        """An upload was acknowledged: other blobs of the same item must go."""
+        """Mark a blob as stored, and other blobs of the same item for removal."""
         with self._store.writing() as connection:
             connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))
             connection.execute(
@@ -119,13 +119,13 @@ class VaultQueue:
             )
 
     def adopt(self, key: str) -> None:
-        """Say of rows that do not name their key that it is this one."""
+        """Set the key of all rows that have none."""
         with self._store.writing() as connection:
             _prepare(connection)
             connection.execute("UPDATE vault SET key = ? WHERE key IS NULL", (key,))
 
     def forget(self, blob: str) -> None:
-        """Delete the row of a blob that is gone from the vault."""
+        """Delete the row of a blob; call this after the vault deleted the blob."""
         with self._store.writing() as connection:
             connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
 
@@ -144,7 +144,7 @@ def _is_sound(entry: VaultEntry) -> bool:
 
 
 def _prepare(connection: Connection) -> None:
-    """Make the table, or bring that of an older version up to date."""
+    """Create the table, or migrate that of an older version."""
     connection.execute(TABLE)
     connection.execute(_INDEX)
     if "key" not in {name for (name,) in connection.execute(_COLUMNS)}:

@@ -1,7 +1,8 @@
-"""Images into the vault and out of it, resumed where a transfer broke off.
+"""Push images to the vault and pull them back; interrupted transfers resume.
 
-A push encrypts here and sends ciphertext. A pull decrypts here and compares each image with what
-was added."""
+A push encrypts on the device and sends ciphertext. A pull decrypts on the device and compares each
+image with its digest.
+"""
 
 import hashlib
 import os
@@ -15,7 +16,7 @@ from typing import Any, Self
 from pyrage.x25519 import Identity, Recipient
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile, beside
+from nobackfill.client.gallery_file import GalleryFile, sidecar
 from nobackfill.client.output import Output, size
 from nobackfill.client.photos import local_image
 from nobackfill.client.vault import keys
@@ -38,10 +39,18 @@ _PAGE = 500
 
 
 @dataclass
-class Pushed:
-    """What a push did. `skipped`: items whose file is gone or was changed since it was added;
-    `unreadable`: such items of which the vault holds an image that another key opens; `lost`: such
-    items whose pushed image the vault has lost."""
+class PushReport:
+    """The result of a push.
+
+    Attributes:
+        pushed: how many images were uploaded.
+        bytes_sent: bytes of ciphertext sent.
+        removed: how many blobs were deleted in the vault.
+        held: how many images the vault held already.
+        skipped: items whose file is gone or was changed after it was added.
+        unreadable: such items whose image in the vault only another key opens.
+        lost: such items whose pushed image the vault has lost.
+    """
 
     pushed: int = 0
     bytes_sent: int = 0
@@ -52,7 +61,7 @@ class Pushed:
     lost: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for --json."""
+        """Return all fields, for --json."""
         return asdict(self)
 
 
@@ -63,26 +72,40 @@ def push(
     output: Output,
     *,
     new_key: bool = False,
-) -> Pushed:
+) -> PushReport:
     """Upload every image that the vault does not hold, and delete there what was removed here.
 
-    `recipients` (public keys age1...) can decrypt what is pushed from now on, beside this device's
-    own key; they and the vault at `where` are remembered once it has answered. With `new_key` a
-    lost key is given up: what only that opened is pushed again while its file is there. A kill
-    costs at most one chunk: what was sealed is sent as it is. Raises ConfigurationError (also for a
-    vault that lacks what was pushed before), UnavailableError, BusyError, CannotWriteError.
+    The recipients and the vault's address are stored in the gallery once the vault has answered.
+    After a kill, the next push sends the sealed ciphertext and repeats at most one chunk.
+
+    Args:
+        device: the gallery.
+        recipients: public keys age1... that can decrypt what is pushed from now on, in addition to
+            the device's own key.
+        where: the vault's gateway; None: the stored one, else the gallery's source.
+        output: where to write progress.
+        new_key: give up a lost key; push again, while their files exist, the images that only the
+            lost key opens.
+
+    Raises:
+        ConfigurationError: a key is missing or malformed, or the vault lacks pushed images.
+        UnavailableError: the vault does not answer.
+        BusyError: another push or pull runs.
+        CannotWriteError: the disk is full or read-only.
     """
-    known = [*device.state("recipients", []), *recipients]
-    keys = [read_recipient(text) for text in dict.fromkeys(known)]
-    with device.vaulting():
+    all_recipients = [*device.state("recipients", []), *recipients]
+    keys = [read_recipient(text) for text in dict.fromkeys(all_recipients)]
+    with device.vault_lock():
         queue = VaultQueue(device.store)
-        report = Pushed()
+        report = PushReport()
         address = vault_address(device, where)
         with Gateway(address) as gateway:
-            listed = check_vault(device, queue, gateway, address)
-            device.store.state_set({"recipients": list(dict.fromkeys(known)), "vault": address})
+            vault_blobs = check_vault(device, queue, gateway, address)
+            device.store.state_set(
+                {"recipients": list(dict.fromkeys(all_recipients)), "vault": address}
+            )
             identity = identity_for_push(device, queue, new_key)
-            outbox = beside(device.path, "outbox")
+            outbox = sidecar(device.path, "outbox")
             durable.make_dir(outbox, 0o700)
             durable.sweep(outbox)
             _sweep(queue, outbox)
@@ -91,7 +114,7 @@ def push(
             with output.progress("pushing") as advance:
                 recipients_of_all = [identity.to_public(), *keys]
                 for done, item in enumerate(_items(device), start=1):
-                    _push_one(item, gateway, queue, listed, outbox, recipients_of_all, report)
+                    _push_one(item, gateway, queue, vault_blobs, outbox, recipients_of_all, report)
                     advance(done, total)
             _remove(gateway, queue, outbox, report)
     return report
@@ -105,15 +128,15 @@ def _items(device: GalleryFile) -> Iterator[StoredItem]:
 
 
 def _sweep(queue: VaultQueue, outbox: Path) -> None:
-    """Remove ciphertext that was written, but not recorded before a kill."""
-    known = {entry.blob for entry in queue.entries("sealed")}
+    """Delete ciphertext in the outbox that a killed push wrote without a row."""
+    all_recipients = {entry.blob for entry in queue.entries("sealed")}
     for path in sorted(outbox.iterdir()):
-        if path.name not in known:
+        if path.name not in all_recipients:
             durable.remove_tree(path)
 
 
-def _remove(gateway: Gateway, queue: VaultQueue, outbox: Path, report: Pushed) -> None:
-    # An item that was removed while its push was under way left a row behind.
+def _remove(gateway: Gateway, queue: VaultQueue, outbox: Path, report: PushReport) -> None:
+    # An item that was removed during its push has left a row.
     for entry in queue.obsolete():
         gateway.delete_blob(entry.blob)
         durable.remove_tree(outbox / entry.blob)
@@ -125,32 +148,32 @@ def _push_one(
     item: StoredItem,
     gateway: Gateway,
     queue: VaultQueue,
-    listed: set[str],
+    vault_blobs: set[str],
     outbox: Path,
     keys: list[Recipient],
-    report: Pushed,
+    report: PushReport,
 ) -> None:
-    held = queue.of(item.id)
-    readable = held is not None and held.key == str(keys[0])
-    # An item may have got another image since.
-    same = held is not None and held.image_sha256 == item.digest
-    lost = held is not None and held.state == "stored" and held.blob not in listed
-    if held is not None and held.state == "stored" and readable and same and not lost:
+    previous = queue.of(item.id)
+    readable = previous is not None and previous.key == str(keys[0])
+    # The item's image may have been replaced since the push.
+    same = previous is not None and previous.image_sha256 == item.digest
+    lost = previous is not None and previous.state == "stored" and previous.blob not in vault_blobs
+    if previous is not None and previous.state == "stored" and readable and same and not lost:
         report.held += 1
         return
-    entry = held
-    if held is None or not (readable and same) or not (outbox / held.blob).is_file():
+    entry = previous
+    if previous is None or not (readable and same) or not (outbox / previous.blob).is_file():
         entry = _seal(item, queue, outbox, keys)
     if entry is None and lost and same:
         report.lost.append(item.id)
         return
     if entry is None:
-        stored = held is not None and held.state == "stored" and same
+        stored = previous is not None and previous.state == "stored" and same
         (report.unreadable if stored else report.skipped).append(item.id)
         return
     blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
     report.bytes_sent += upload_blob(gateway, blob, outbox / entry.blob)
-    # Only now may an older blob of the item go: one lost from the outbox, or of another key.
+    # Only now delete older blobs of the item: lost from the outbox, or sealed with another key.
     queue.settle(entry)
     durable.remove_tree(outbox / entry.blob)
     report.pushed += 1
@@ -162,7 +185,7 @@ def _seal(
     outbox: Path,
     keys: list[Recipient],
 ) -> VaultEntry | None:
-    """Encrypt an item's file into the outbox; None if the file is not what was added."""
+    """Encrypt an item's file into the outbox; return None if the file is gone or was changed."""
     image = local_image(item)
     if image is None:
         return None
@@ -182,39 +205,39 @@ def _seal(
     return entry
 
 
-# Bytes; 255 with what a temporary file adds.
+# Longest file name in bytes: 255 less what a temporary name adds.
 _LONGEST_NAME = 200
 _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 
 
 @dataclass
-class Pulled:
-    """What a pull did: paths restored, images that were there, blobs that failed and why."""
+class PullReport:
+    """The result of a pull: paths restored, images already there, the reason by failed blob."""
 
     restored: list[str] = field(default_factory=list)
     held: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
     def reasons(self) -> dict[str, list[str]]:
-        """What failed, by the reason that it has in common with others."""
+        """Group the failed blobs by their reason."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.failed.items():
             by_reason.setdefault(reason, []).append(name)
         return by_reason
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for --json."""
+        """Return all fields, for --json."""
         return asdict(self)
 
 
-class Vaulted:
-    """Images of the vault, connected to on first use; close it, or use it in a `with`."""
+class VaultReader:
+    """Reads images of the vault; connects on first use. Close it, or use it in a `with`."""
 
     def __init__(self, device: GalleryFile, identity: Path | None = None) -> None:
-        """`identity`: an age identity file to use instead of this gallery's, a recovery key."""
+        """Prepare to read; `identity` is an age key file to use instead of the gallery's own."""
         self._device = device
         self._identity = identity
-        self._inbox = beside(device.path, "inbox")
+        self._inbox = sidecar(device.path, "inbox")
         self._open = ExitStack()
         self._gateway: Gateway | None = None
         self.queue = VaultQueue(device.store)
@@ -226,23 +249,25 @@ class Vaulted:
         self.close()
 
     def close(self) -> None:
-        """End the connection, if there is one."""
+        """Close the connection, if there is one."""
         self._open.close()
 
     def image(self, item_id: str) -> bytes | None:
-        """The image that an item was made from; None if the vault does not hold it.
+        """Return the image that an item was made from; None if the vault does not hold it.
 
-        Raises VerificationError if it comes back as anything but what was pushed.
+        Raises:
+            VerificationError: the vault returns something other than what was pushed.
+            UnavailableError: the vault does not answer.
         """
         entry, item = self.queue.of(item_id), self._device.store.get(item_id)
         if entry is None or entry.state != "stored" or not _is_of(entry, item):
             return None
-        return self.decrypted(entry)
+        return self.decrypt_entry(entry)
 
-    def decrypted(self, entry: VaultEntry) -> bytes:
-        """The image of a row. Raises VerificationError, UnavailableError, NotFoundError."""
+    def decrypt_entry(self, entry: VaultEntry) -> bytes:
+        """Return the image of a row. Raises VerificationError, UnavailableError, NotFoundError."""
         blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
-        image = self.fetched(blob)
+        image = self.fetch(blob)
         if hashlib.sha256(image).hexdigest() != entry.image_sha256:
             raise VerificationError(
                 f"blob {entry.blob}: decrypts to another image than was pushed; nothing was written"
@@ -250,17 +275,18 @@ class Vaulted:
         return image
 
     def unknown(self) -> list[vault_pb2.Blob]:
-        """The blobs that the vault lists and this gallery has no row for."""
-        known = {entry.blob for entry in self.queue.entries()}
-        return [blob for blob in list_blobs(self._connected()) if blob.id not in known]
+        """List the blobs of the vault that have no row in this gallery."""
+        all_recipients = {entry.blob for entry in self.queue.entries()}
+        return [blob for blob in list_blobs(self._connect()) if blob.id not in all_recipients]
 
-    def fetched(self, blob: vault_pb2.Blob) -> bytes:
-        """The plaintext of a blob. Raises VerificationError, UnavailableError, NotFoundError."""
+    def fetch(self, blob: vault_pb2.Blob) -> bytes:
+        """Return the plaintext of a blob. Raises VerificationError, UnavailableError and
+        NotFoundError."""
         durable.make_dir(self._inbox, 0o700)
-        # A name of ours: what the vault calls it is no path.
+        # The vault's ids are untrusted, so they are not used as file names.
         name = hashlib.sha256(f"{blob.id} {blob.size} {blob.sha256}".encode()).hexdigest()
         sealed = self._inbox / name
-        download_blob(self._connected(), blob, sealed)
+        download_blob(self._connect(), blob, sealed)
         try:
             return keys.decrypt(sealed, [self._key()])
         finally:
@@ -271,7 +297,7 @@ class Vaulted:
             return keys.read_identity(self._identity)
         return own_identity(self._device)
 
-    def _connected(self) -> Gateway:
+    def _connect(self) -> Gateway:
         if self._gateway is None:
             self._gateway = self._open.enter_context(Gateway(vault_address(self._device)))
         return self._gateway
@@ -284,16 +310,26 @@ def pull(
     identity: Path | None,
     unknown: bool,
     output: Output,
-) -> Pulled:
-    """Restore images from the vault into `folder`: those of `items`, or all that it holds.
+) -> PullReport:
+    """Restore images from the vault into a folder; a failed image is reported, the others go on.
 
-    With `unknown`, also blobs that this gallery has no row for, as after the loss of a device; they
-    are named by their digest. An image that fails is named, and the others go on. Raises
-    NotFoundError for an item that the vault does not hold, ConfigurationError, UnavailableError.
+    Args:
+        device: the gallery.
+        items: ids of items; empty: all images that the gallery pushed.
+        folder: where to write the images.
+        identity: an age key file to use instead of the gallery's own.
+        unknown: also restore blobs without a row in this gallery, named by their digest; for
+            example after the loss of a device.
+        output: where to write progress and notes.
+
+    Raises:
+        NotFoundError: the vault holds no image of one of `items`.
+        ConfigurationError: the key is missing or malformed.
+        UnavailableError: the vault does not answer.
     """
-    report = Pulled()
+    report = PullReport()
     durable.make_dir(folder)
-    with device.vaulting(), Vaulted(device, identity) as vaulted:
+    with device.vault_lock(), VaultReader(device, identity) as vaulted:
         entries = _entries(vaulted.queue, items)
         others = vaulted.unknown() if unknown else []
         if others:
@@ -302,19 +338,19 @@ def pull(
         total = len(entries) + len(others)
         with output.progress("pulling") as advance:
             for done, entry in enumerate(entries, start=1):
-                with _failing(report, entry.item):
+                with _report_failure(report, entry.item):
                     _restore(device, vaulted, entry, folder, report)
                 advance(done, total)
             for done, blob in enumerate(others, start=len(entries) + 1):
-                with _failing(report, blob.id):
-                    _restore_unknown(vaulted.fetched(blob), folder, report)
+                with _report_failure(report, blob.id):
+                    _restore_unknown(vaulted.fetch(blob), folder, report)
                 advance(done, total)
     return report
 
 
 @contextmanager
-def _failing(report: Pulled, name: str) -> Iterator[None]:
-    """Name what cannot be restored, and go on."""
+def _report_failure(report: PullReport, name: str) -> Iterator[None]:
+    """Report an image that cannot be restored, and continue."""
     try:
         yield
     except (VerificationError, NotFoundError) as error:
@@ -325,55 +361,55 @@ def _entries(queue: VaultQueue, items: Sequence[str]) -> list[VaultEntry]:
     stored = {entry.item: entry for entry in queue.entries("stored")}
     for item in items:
         if item not in stored:
-            raise NotFoundError(f"{item}: the vault holds no image of such an item; push it first")
+            raise NotFoundError(f"{item}: the vault holds no image of this item; push it first")
     return [stored[item] for item in items or sorted(stored)]
 
 
 def _restore(
-    device: GalleryFile, vaulted: Vaulted, entry: VaultEntry, folder: Path, report: Pulled
+    device: GalleryFile, vaulted: VaultReader, entry: VaultEntry, folder: Path, report: PullReport
 ) -> None:
     item = device.store.get(entry.item)
     own = str(item.metadata.get("name", "")) if item is not None else ""
     digest = entry.image_sha256[:16]
-    # Names and ids are any text, and an item may have got another image since.
-    wished = (own, f"{entry.item}{entry.suffix}") if _is_of(entry, item) else ()
-    names = filter(_is_plain, (*wished, f"{digest}{entry.suffix}"))
+    # Names and ids are arbitrary text, and the item's image may have been replaced.
+    preferred = (own, f"{entry.item}{entry.suffix}") if _is_of(entry, item) else ()
+    names = filter(_is_plain, (*preferred, f"{digest}{entry.suffix}"))
     target = _free([folder / name for name in (*names, digest)], entry.image_sha256)
-    _write(target, lambda: vaulted.decrypted(entry), report)
+    _write(target, lambda: vaulted.decrypt_entry(entry), report)
 
 
 def _is_of(entry: VaultEntry, item: StoredItem | None) -> bool:
-    """Whether what was pushed is still the item's image, or its last where it is gone."""
+    """Return whether a row holds the item's present image, or the last image of a removed item."""
     return item is None or item.digest == entry.image_sha256
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a text can name a file in a folder, and nothing outside it."""
+    """Return whether a text is a file name inside a folder, and no path out of it."""
     short = len(name.encode("utf-8", "replace")) <= _LONGEST_NAME
     return short and name not in ("", ".", "..") and "/" not in name
 
 
-def _restore_unknown(image: bytes, folder: Path, report: Pulled) -> None:
+def _restore_unknown(image: bytes, folder: Path, report: PullReport) -> None:
     digest = hashlib.sha256(image).hexdigest()
     target = _free([folder / f"{digest[:16]}{_suffix(image)}"], digest)
     _write(target, lambda: image, report)
 
 
 def _free(targets: Sequence[Path], sha256: str) -> Path | None:
-    """The first of `targets` where nothing is; None if the image is there already."""
+    """Return the first of `targets` that does not exist; None if one holds the image already."""
     for target in targets:
         if not os.path.lexists(target):
             return target
         if target.is_file() and sha256_file(target) == sha256:
             return None
-    raise VerificationError(f"{targets[-1]}: is there with other content; pull into another folder")
+    raise VerificationError(f"{targets[-1]}: exists with other content; pull into another folder")
 
 
-def _write(target: Path | None, image: Callable[[], bytes], report: Pulled) -> None:
+def _write(target: Path | None, image: Callable[[], bytes], report: PullReport) -> None:
     if target is None:
         report.held += 1
         return
-    # The folder is the user's: of what a killed pull left there, only what was to be this file.
+    # The folder is the user's: delete only temporary files of this very target.
     durable.sweep(target.parent, f"{target.name}-")
     durable.write_file(target, image(), 0o600)
     report.restored.append(str(target))

@@ -22,7 +22,7 @@ from nobackfill.client.photos import Encoder, local_image
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.search import DeviceAnswer, Search
 from nobackfill.client.status import status
-from nobackfill.client.sync import Wishes, embed_again, re_embed, roll_back, sentence, sync
+from nobackfill.client.sync import SyncOptions, embed_again, re_embed, roll_back, sentence, sync
 from nobackfill.errors import (
     BusyError,
     IncompatibleSpaceError,
@@ -436,7 +436,7 @@ class ReleasePages:
     def preview(self, request: Request) -> Response:
         """What a sync would do; asks the source, and changes nothing."""
         try:
-            report = sync(self._device, Wishes(dry_run=True), Output(bars=False))
+            report = sync(self._device, SyncOptions(dry_run=True), Output(bars=False))
         except NobackfillError as error:
             # Being without a network is no mistake of whoever looks.
             return self._site.show(request, "notice.html.j2", sentence=str(error))
@@ -444,7 +444,7 @@ class ReleasePages:
 
     def sync(self, request: Request, body: bytes) -> Response:
         """Begin to follow the newest release."""
-        wishes = Wishes(retry=fields(body).get("retry") == "yes")
+        wishes = SyncOptions(retry=fields(body).get("retry") == "yes")
 
         def work(output: Output) -> str:
             report = sync(self._device, wishes, output)
