@@ -1,4 +1,4 @@
-"""Generate Python code beside the .proto files; `--check` says whether the committed code is fresh.
+"""Generate Python code from the .proto files; `--check` reports whether committed code is fresh.
 
 Run as `python protos/generate.py [--check]` (`make proto`, `make lint`).
 """
@@ -19,20 +19,24 @@ SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 def generate(into: Path) -> None:
     """Write message classes, their type stubs and service code for every .proto under ROOT.
 
-    Raises SystemExit when protoc refuses a file; it has printed why.
+    Args:
+        into: the folder to write to.
+
+    Raises:
+        SystemExit: protoc refuses a file; it has printed the reason.
     """
     sources = sorted(str(path) for path in ROOT.rglob("*.proto"))
     wellknown = str(importlib.resources.files("grpc_tools") / "_proto")
     kinds = ("python_out", "pyi_out", "grpc_python_out", "mypy_grpc_out")
     outputs = [f"--{kind}={into}" for kind in kinds]
-    # The plugin behind mypy_grpc_out (typed stubs) is a script beside this interpreter.
+    # The plugin behind mypy_grpc_out (typed stubs) is a script in the folder of this interpreter.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if protoc.main(["protoc", f"-I{ROOT}", f"-I{wellknown}", *outputs, *sources]) != 0:
         raise SystemExit(1)
 
 
 def stale(fresh: Path) -> list[str]:
-    """Generated files under ROOT that differ from `fresh`, are missing, or are left over."""
+    """List generated files under ROOT that differ from `fresh`, are missing, or are superfluous."""
     committed = {p.relative_to(ROOT) for s in SUFFIXES for p in ROOT.rglob(f"*{s}")}
     wanted = {p.relative_to(fresh) for s in SUFFIXES for p in fresh.rglob(f"*{s}")}
     same = {n for n in committed & wanted if (ROOT / n).read_bytes() == (fresh / n).read_bytes()}

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GalleryServiceStub:
-    """Named collections of items.
+    """Manages galleries, which are named collections of items.
     """
 
     def __init__(self, channel):
@@ -93,78 +93,79 @@ class GalleryServiceStub:
 
 
 class GalleryServiceServicer:
-    """Named collections of items.
+    """Manages galleries, which are named collections of items.
     """
 
     def CreateGallery(self, request, context):
-        """Makes an empty gallery in the active release's space. Errors: ALREADY_EXISTS, INVALID_ARGUMENT
-        (names are 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is active yet).
+        """Creates an empty gallery in the active release's space. Errors: ALREADY_EXISTS,
+        INVALID_ARGUMENT (a name has 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is
+        active).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGallery(self, request, context):
-        """One gallery with its spaces. Errors: NOT_FOUND.
+        """Returns one gallery with its spaces. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListGalleries(self, request, context):
-        """Galleries by page, by name; a token for some galleries sees those.
+        """Lists galleries by page, ordered by name. A token restricted to some galleries sees only those.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteGallery(self, request, context):
-        """Removes a gallery with everything in it. Errors: NOT_FOUND, ABORTED (an activation is running).
+        """Deletes a gallery with all its items. Errors: NOT_FOUND, ABORTED (an activation is running).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutItems(self, request_iterator, context):
-        """Stores items. The first message names the gallery. An item is acknowledged, through a response
-        that counts it, only when it is durable. Putting an id again replaces the item; putting the very
-        same content again changes nothing. An item that is refused is reported and the others go on.
+        """Stores items. The first message names the gallery. A response counts an item only once it is
+        durable. Putting an existing id replaces the item; putting identical content changes nothing.
+        A refused item is reported, and the others are stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetItem(self, request, context):
-        """What is stored of one item, but for its vectors. Errors: NOT_FOUND.
+        """Returns one item without its vectors. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListItems(self, request, context):
-        """Items by page, all or those that pass a filter.
+        """Lists items by page: all items, or those that pass a filter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CountItems(self, request, context):
-        """How many items there are, or pass a filter.
+        """Counts all items, or those that pass a filter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetMetadata(self, request, context):
-        """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
-        or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
+        """Changes the metadata of items, chosen by ids or by a filter. Each item is changed completely or
+        not at all. Errors: INVALID_ARGUMENT (an item's metadata would exceed 64 KiB).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteItems(self, request, context):
-        """Removes items, by ids or by filter.
+        """Deletes items, chosen by ids or by a filter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,7 +245,7 @@ def add_GalleryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class GalleryService:
-    """Named collections of items.
+    """Manages galleries, which are named collections of items.
     """
 
     @staticmethod

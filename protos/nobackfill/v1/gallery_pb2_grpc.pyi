@@ -27,79 +27,81 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class GalleryServiceStub:
-    """Named collections of items."""
+    """Manages galleries, which are named collections of items."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GalleryServiceAsyncStub: ...
     CreateGallery: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.CreateGalleryRequest, _gallery_pb2.CreateGalleryResponse]
-    """Makes an empty gallery in the active release's space. Errors: ALREADY_EXISTS, INVALID_ARGUMENT
-    (names are 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is active yet).
+    """Creates an empty gallery in the active release's space. Errors: ALREADY_EXISTS,
+    INVALID_ARGUMENT (a name has 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is
+    active).
     """
     GetGallery: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.GetGalleryRequest, _gallery_pb2.GetGalleryResponse]
-    """One gallery with its spaces. Errors: NOT_FOUND."""
+    """Returns one gallery with its spaces. Errors: NOT_FOUND."""
     ListGalleries: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.ListGalleriesRequest, _gallery_pb2.ListGalleriesResponse]
-    """Galleries by page, by name; a token for some galleries sees those."""
+    """Lists galleries by page, ordered by name. A token restricted to some galleries sees only those."""
     DeleteGallery: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.DeleteGalleryRequest, _gallery_pb2.DeleteGalleryResponse]
-    """Removes a gallery with everything in it. Errors: NOT_FOUND, ABORTED (an activation is running)."""
+    """Deletes a gallery with all its items. Errors: NOT_FOUND, ABORTED (an activation is running)."""
     PutItems: _grpc.StreamStreamMultiCallable[_gallery_pb2.PutItemsRequest, _gallery_pb2.PutItemsResponse]
-    """Stores items. The first message names the gallery. An item is acknowledged, through a response
-    that counts it, only when it is durable. Putting an id again replaces the item; putting the very
-    same content again changes nothing. An item that is refused is reported and the others go on.
+    """Stores items. The first message names the gallery. A response counts an item only once it is
+    durable. Putting an existing id replaces the item; putting identical content changes nothing.
+    A refused item is reported, and the others are stored.
     """
     GetItem: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.GetItemRequest, _gallery_pb2.GetItemResponse]
-    """What is stored of one item, but for its vectors. Errors: NOT_FOUND."""
+    """Returns one item without its vectors. Errors: NOT_FOUND."""
     ListItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.ListItemsRequest, _gallery_pb2.ListItemsResponse]
-    """Items by page, all or those that pass a filter."""
+    """Lists items by page: all items, or those that pass a filter."""
     CountItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.CountItemsRequest, _gallery_pb2.CountItemsResponse]
-    """How many items there are, or pass a filter."""
+    """Counts all items, or those that pass a filter."""
     SetMetadata: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.SetMetadataRequest, _gallery_pb2.SetMetadataResponse]
-    """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
-    or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
+    """Changes the metadata of items, chosen by ids or by a filter. Each item is changed completely or
+    not at all. Errors: INVALID_ARGUMENT (an item's metadata would exceed 64 KiB).
     """
     DeleteItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.DeleteItemsRequest, _gallery_pb2.DeleteItemsResponse]
-    """Removes items, by ids or by filter."""
+    """Deletes items, chosen by ids or by a filter."""
     UpdateGallery: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.UpdateGalleryRequest, _gallery_pb2.UpdateGalleryResponse]
     """Changes options of a gallery."""
 
 @_typing.type_check_only
 class GalleryServiceAsyncStub(GalleryServiceStub):
-    """Named collections of items."""
+    """Manages galleries, which are named collections of items."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateGallery: _aio.UnaryUnaryMultiCallable[_gallery_pb2.CreateGalleryRequest, _gallery_pb2.CreateGalleryResponse]  # type: ignore[assignment]
-    """Makes an empty gallery in the active release's space. Errors: ALREADY_EXISTS, INVALID_ARGUMENT
-    (names are 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is active yet).
+    """Creates an empty gallery in the active release's space. Errors: ALREADY_EXISTS,
+    INVALID_ARGUMENT (a name has 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is
+    active).
     """
     GetGallery: _aio.UnaryUnaryMultiCallable[_gallery_pb2.GetGalleryRequest, _gallery_pb2.GetGalleryResponse]  # type: ignore[assignment]
-    """One gallery with its spaces. Errors: NOT_FOUND."""
+    """Returns one gallery with its spaces. Errors: NOT_FOUND."""
     ListGalleries: _aio.UnaryUnaryMultiCallable[_gallery_pb2.ListGalleriesRequest, _gallery_pb2.ListGalleriesResponse]  # type: ignore[assignment]
-    """Galleries by page, by name; a token for some galleries sees those."""
+    """Lists galleries by page, ordered by name. A token restricted to some galleries sees only those."""
     DeleteGallery: _aio.UnaryUnaryMultiCallable[_gallery_pb2.DeleteGalleryRequest, _gallery_pb2.DeleteGalleryResponse]  # type: ignore[assignment]
-    """Removes a gallery with everything in it. Errors: NOT_FOUND, ABORTED (an activation is running)."""
+    """Deletes a gallery with all its items. Errors: NOT_FOUND, ABORTED (an activation is running)."""
     PutItems: _aio.StreamStreamMultiCallable[_gallery_pb2.PutItemsRequest, _gallery_pb2.PutItemsResponse]  # type: ignore[assignment]
-    """Stores items. The first message names the gallery. An item is acknowledged, through a response
-    that counts it, only when it is durable. Putting an id again replaces the item; putting the very
-    same content again changes nothing. An item that is refused is reported and the others go on.
+    """Stores items. The first message names the gallery. A response counts an item only once it is
+    durable. Putting an existing id replaces the item; putting identical content changes nothing.
+    A refused item is reported, and the others are stored.
     """
     GetItem: _aio.UnaryUnaryMultiCallable[_gallery_pb2.GetItemRequest, _gallery_pb2.GetItemResponse]  # type: ignore[assignment]
-    """What is stored of one item, but for its vectors. Errors: NOT_FOUND."""
+    """Returns one item without its vectors. Errors: NOT_FOUND."""
     ListItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.ListItemsRequest, _gallery_pb2.ListItemsResponse]  # type: ignore[assignment]
-    """Items by page, all or those that pass a filter."""
+    """Lists items by page: all items, or those that pass a filter."""
     CountItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.CountItemsRequest, _gallery_pb2.CountItemsResponse]  # type: ignore[assignment]
-    """How many items there are, or pass a filter."""
+    """Counts all items, or those that pass a filter."""
     SetMetadata: _aio.UnaryUnaryMultiCallable[_gallery_pb2.SetMetadataRequest, _gallery_pb2.SetMetadataResponse]  # type: ignore[assignment]
-    """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
-    or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
+    """Changes the metadata of items, chosen by ids or by a filter. Each item is changed completely or
+    not at all. Errors: INVALID_ARGUMENT (an item's metadata would exceed 64 KiB).
     """
     DeleteItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.DeleteItemsRequest, _gallery_pb2.DeleteItemsResponse]  # type: ignore[assignment]
-    """Removes items, by ids or by filter."""
+    """Deletes items, chosen by ids or by a filter."""
     UpdateGallery: _aio.UnaryUnaryMultiCallable[_gallery_pb2.UpdateGalleryRequest, _gallery_pb2.UpdateGalleryResponse]  # type: ignore[assignment]
     """Changes options of a gallery."""
 
 class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Named collections of items."""
+    """Manages galleries, which are named collections of items."""
 
     @_abc_1.abstractmethod
     def CreateGallery(
@@ -107,8 +109,9 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.CreateGalleryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.CreateGalleryResponse, _abc.Awaitable[_gallery_pb2.CreateGalleryResponse]]:
-        """Makes an empty gallery in the active release's space. Errors: ALREADY_EXISTS, INVALID_ARGUMENT
-        (names are 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is active yet).
+        """Creates an empty gallery in the active release's space. Errors: ALREADY_EXISTS,
+        INVALID_ARGUMENT (a name has 1 to 64 of a-z, 0-9, '-', '_'), FAILED_PRECONDITION (no release is
+        active).
         """
 
     @_abc_1.abstractmethod
@@ -117,7 +120,7 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.GetGalleryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.GetGalleryResponse, _abc.Awaitable[_gallery_pb2.GetGalleryResponse]]:
-        """One gallery with its spaces. Errors: NOT_FOUND."""
+        """Returns one gallery with its spaces. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListGalleries(
@@ -125,7 +128,7 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.ListGalleriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.ListGalleriesResponse, _abc.Awaitable[_gallery_pb2.ListGalleriesResponse]]:
-        """Galleries by page, by name; a token for some galleries sees those."""
+        """Lists galleries by page, ordered by name. A token restricted to some galleries sees only those."""
 
     @_abc_1.abstractmethod
     def DeleteGallery(
@@ -133,7 +136,7 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.DeleteGalleryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.DeleteGalleryResponse, _abc.Awaitable[_gallery_pb2.DeleteGalleryResponse]]:
-        """Removes a gallery with everything in it. Errors: NOT_FOUND, ABORTED (an activation is running)."""
+        """Deletes a gallery with all its items. Errors: NOT_FOUND, ABORTED (an activation is running)."""
 
     @_abc_1.abstractmethod
     def PutItems(
@@ -141,9 +144,9 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_gallery_pb2.PutItemsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gallery_pb2.PutItemsResponse], _abc.AsyncIterator[_gallery_pb2.PutItemsResponse]]:
-        """Stores items. The first message names the gallery. An item is acknowledged, through a response
-        that counts it, only when it is durable. Putting an id again replaces the item; putting the very
-        same content again changes nothing. An item that is refused is reported and the others go on.
+        """Stores items. The first message names the gallery. A response counts an item only once it is
+        durable. Putting an existing id replaces the item; putting identical content changes nothing.
+        A refused item is reported, and the others are stored.
         """
 
     @_abc_1.abstractmethod
@@ -152,7 +155,7 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.GetItemRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.GetItemResponse, _abc.Awaitable[_gallery_pb2.GetItemResponse]]:
-        """What is stored of one item, but for its vectors. Errors: NOT_FOUND."""
+        """Returns one item without its vectors. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListItems(
@@ -160,7 +163,7 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.ListItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.ListItemsResponse, _abc.Awaitable[_gallery_pb2.ListItemsResponse]]:
-        """Items by page, all or those that pass a filter."""
+        """Lists items by page: all items, or those that pass a filter."""
 
     @_abc_1.abstractmethod
     def CountItems(
@@ -168,7 +171,7 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.CountItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.CountItemsResponse, _abc.Awaitable[_gallery_pb2.CountItemsResponse]]:
-        """How many items there are, or pass a filter."""
+        """Counts all items, or those that pass a filter."""
 
     @_abc_1.abstractmethod
     def SetMetadata(
@@ -176,8 +179,8 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.SetMetadataRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.SetMetadataResponse, _abc.Awaitable[_gallery_pb2.SetMetadataResponse]]:
-        """Changes metadata, by ids or by filter, and nothing else of the items. Each item is changed whole
-        or not at all; INVALID_ARGUMENT where one would become larger than 64 KiB.
+        """Changes the metadata of items, chosen by ids or by a filter. Each item is changed completely or
+        not at all. Errors: INVALID_ARGUMENT (an item's metadata would exceed 64 KiB).
         """
 
     @_abc_1.abstractmethod
@@ -186,7 +189,7 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.DeleteItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.DeleteItemsResponse, _abc.Awaitable[_gallery_pb2.DeleteItemsResponse]]:
-        """Removes items, by ids or by filter."""
+        """Deletes items, chosen by ids or by a filter."""
 
     @_abc_1.abstractmethod
     def UpdateGallery(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ReleaseServiceStub:
-    """Published releases, and which of them this gateway serves.
+    """Lists published releases, and changes which release this gateway serves.
     """
 
     def __init__(self, channel):
@@ -83,78 +83,79 @@ class ReleaseServiceStub:
 
 
 class ReleaseServiceServicer:
-    """Published releases, and which of them this gateway serves.
+    """Lists published releases, and changes which release this gateway serves.
     """
 
     def ListReleases(self, request, context):
-        """All published releases, the oldest first.
+        """Lists all published releases, the oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRelease(self, request, context):
-        """One release. Errors: NOT_FOUND.
+        """Returns one release. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchReleases(self, request, context):
-        """Sends the present list at once, then again whenever it changes. Ends with OK and the trailer
-        x-watch-again after ten minutes; call it again.
+        """Sends the list of releases at once, then at every change. After ten minutes the stream ends
+        with OK and the trailer x-watch-again; call it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchFile(self, request, context):
-        """One file of the publication folder (signed metadata or a file it names), from an offset on, so
-        that an interrupted download resumes. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
+        """Sends one file of the publication folder, from an offset on, so that a download can resume. The
+        file is signed metadata or named by it. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ActivateRelease(self, request, context):
-        """Makes a release the one that answers: verify, load, probe, switch, upgrade the galleries. The
-        stream reports each phase and ends with PHASE_DONE, or PHASE_FAILED and its reason while the
-        old release serves on. Ending the call early does not stop the activation. Errors: NOT_FOUND,
-        ABORTED (another activation is running), FAILED_PRECONDITION (GATE_FAILED,
-        VERIFICATION_FAILED).
+        """Activates a release: verify, load, probe, switch, upgrade the galleries. The stream reports
+        each phase. It ends with PHASE_DONE, or with PHASE_FAILED and a reason; the old release then
+        serves on. Cancelling the call does not stop the activation. Errors: NOT_FOUND, ABORTED
+        (another activation is running), FAILED_PRECONDITION (GATE_FAILED, VERIFICATION_FAILED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchCanary(self, request, context):
-        """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
-        more, or none since the gateway's start, has one message. Ends after ten minutes as
-        WatchReleases does. Errors: none of its own.
+        """Sends the state of the canary at once, then every second until it ends. Sends one message if no
+        canary is running. After ten minutes the stream ends with OK and the trailer x-watch-again;
+        call it again. It has no errors of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RollbackRelease(self, request, context):
-        """Returns to the release that served before. What exists in the newer space only is counted and
-        listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
-        to return to, or another than to_release; no such canary), ABORTED (another rollback or retirement is under way).
+        """Returns to the previous release. Without `confirm` it changes nothing: it counts and lists the
+        items that exist only in the newer space. Errors: FAILED_PRECONDITION (no release to return to,
+        another one than to_release, or no such canary), ABORTED (another rollback or retirement is
+        running).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportSync(self, request, context):
-        """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
-        Only counted. Errors: INVALID_ARGUMENT.
+        """Reports how a device's last sync went, in five numbers, without any id. The gateway only counts
+        them. Errors: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetireRelease(self, request, context):
-        """Drops the spaces and models of every release older than the active one. No rollback after it.
+        """Drops the spaces and models of every release older than the active one. Rollback is impossible
+        afterwards.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,7 +218,7 @@ def add_ReleaseServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReleaseService:
-    """Published releases, and which of them this gateway serves.
+    """Lists published releases, and changes which release this gateway serves.
     """
 
     @staticmethod

@@ -27,91 +27,95 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ReleaseServiceStub:
-    """Published releases, and which of them this gateway serves."""
+    """Lists published releases, and changes which release this gateway serves."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReleaseServiceAsyncStub: ...
     ListReleases: _grpc.UnaryUnaryMultiCallable[_release_pb2.ListReleasesRequest, _release_pb2.ListReleasesResponse]
-    """All published releases, the oldest first."""
+    """Lists all published releases, the oldest first."""
     GetRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.GetReleaseRequest, _release_pb2.GetReleaseResponse]
-    """One release. Errors: NOT_FOUND."""
+    """Returns one release. Errors: NOT_FOUND."""
     WatchReleases: _grpc.UnaryStreamMultiCallable[_release_pb2.WatchReleasesRequest, _release_pb2.WatchReleasesResponse]
-    """Sends the present list at once, then again whenever it changes. Ends with OK and the trailer
-    x-watch-again after ten minutes; call it again.
+    """Sends the list of releases at once, then at every change. After ten minutes the stream ends
+    with OK and the trailer x-watch-again; call it again.
     """
     FetchFile: _grpc.UnaryStreamMultiCallable[_release_pb2.FetchFileRequest, _release_pb2.FetchFileResponse]
-    """One file of the publication folder (signed metadata or a file it names), from an offset on, so
-    that an interrupted download resumes. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
+    """Sends one file of the publication folder, from an offset on, so that a download can resume. The
+    file is signed metadata or named by it. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
     """
     ActivateRelease: _grpc.UnaryStreamMultiCallable[_release_pb2.ActivateReleaseRequest, _release_pb2.ActivateReleaseResponse]
-    """Makes a release the one that answers: verify, load, probe, switch, upgrade the galleries. The
-    stream reports each phase and ends with PHASE_DONE, or PHASE_FAILED and its reason while the
-    old release serves on. Ending the call early does not stop the activation. Errors: NOT_FOUND,
-    ABORTED (another activation is running), FAILED_PRECONDITION (GATE_FAILED,
-    VERIFICATION_FAILED).
+    """Activates a release: verify, load, probe, switch, upgrade the galleries. The stream reports
+    each phase. It ends with PHASE_DONE, or with PHASE_FAILED and a reason; the old release then
+    serves on. Cancelling the call does not stop the activation. Errors: NOT_FOUND, ABORTED
+    (another activation is running), FAILED_PRECONDITION (GATE_FAILED, VERIFICATION_FAILED).
     """
     WatchCanary: _grpc.UnaryStreamMultiCallable[_release_pb2.WatchCanaryRequest, _release_pb2.WatchCanaryResponse]
-    """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
-    more, or none since the gateway's start, has one message. Ends after ten minutes as
-    WatchReleases does. Errors: none of its own.
+    """Sends the state of the canary at once, then every second until it ends. Sends one message if no
+    canary is running. After ten minutes the stream ends with OK and the trailer x-watch-again;
+    call it again. It has no errors of its own.
     """
     RollbackRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]
-    """Returns to the release that served before. What exists in the newer space only is counted and
-    listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
-    to return to, or another than to_release; no such canary), ABORTED (another rollback or retirement is under way).
+    """Returns to the previous release. Without `confirm` it changes nothing: it counts and lists the
+    items that exist only in the newer space. Errors: FAILED_PRECONDITION (no release to return to,
+    another one than to_release, or no such canary), ABORTED (another rollback or retirement is
+    running).
     """
     ReportSync: _grpc.UnaryUnaryMultiCallable[_release_pb2.ReportSyncRequest, _release_pb2.ReportSyncResponse]
-    """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
-    Only counted. Errors: INVALID_ARGUMENT.
+    """Reports how a device's last sync went, in five numbers, without any id. The gateway only counts
+    them. Errors: INVALID_ARGUMENT.
     """
     RetireRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RetireReleaseRequest, _release_pb2.RetireReleaseResponse]
-    """Drops the spaces and models of every release older than the active one. No rollback after it."""
+    """Drops the spaces and models of every release older than the active one. Rollback is impossible
+    afterwards.
+    """
 
 @_typing.type_check_only
 class ReleaseServiceAsyncStub(ReleaseServiceStub):
-    """Published releases, and which of them this gateway serves."""
+    """Lists published releases, and changes which release this gateway serves."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListReleases: _aio.UnaryUnaryMultiCallable[_release_pb2.ListReleasesRequest, _release_pb2.ListReleasesResponse]  # type: ignore[assignment]
-    """All published releases, the oldest first."""
+    """Lists all published releases, the oldest first."""
     GetRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.GetReleaseRequest, _release_pb2.GetReleaseResponse]  # type: ignore[assignment]
-    """One release. Errors: NOT_FOUND."""
+    """Returns one release. Errors: NOT_FOUND."""
     WatchReleases: _aio.UnaryStreamMultiCallable[_release_pb2.WatchReleasesRequest, _release_pb2.WatchReleasesResponse]  # type: ignore[assignment]
-    """Sends the present list at once, then again whenever it changes. Ends with OK and the trailer
-    x-watch-again after ten minutes; call it again.
+    """Sends the list of releases at once, then at every change. After ten minutes the stream ends
+    with OK and the trailer x-watch-again; call it again.
     """
     FetchFile: _aio.UnaryStreamMultiCallable[_release_pb2.FetchFileRequest, _release_pb2.FetchFileResponse]  # type: ignore[assignment]
-    """One file of the publication folder (signed metadata or a file it names), from an offset on, so
-    that an interrupted download resumes. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
+    """Sends one file of the publication folder, from an offset on, so that a download can resume. The
+    file is signed metadata or named by it. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
     """
     ActivateRelease: _aio.UnaryStreamMultiCallable[_release_pb2.ActivateReleaseRequest, _release_pb2.ActivateReleaseResponse]  # type: ignore[assignment]
-    """Makes a release the one that answers: verify, load, probe, switch, upgrade the galleries. The
-    stream reports each phase and ends with PHASE_DONE, or PHASE_FAILED and its reason while the
-    old release serves on. Ending the call early does not stop the activation. Errors: NOT_FOUND,
-    ABORTED (another activation is running), FAILED_PRECONDITION (GATE_FAILED,
-    VERIFICATION_FAILED).
+    """Activates a release: verify, load, probe, switch, upgrade the galleries. The stream reports
+    each phase. It ends with PHASE_DONE, or with PHASE_FAILED and a reason; the old release then
+    serves on. Cancelling the call does not stop the activation. Errors: NOT_FOUND, ABORTED
+    (another activation is running), FAILED_PRECONDITION (GATE_FAILED, VERIFICATION_FAILED).
     """
     WatchCanary: _aio.UnaryStreamMultiCallable[_release_pb2.WatchCanaryRequest, _release_pb2.WatchCanaryResponse]  # type: ignore[assignment]
-    """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
-    more, or none since the gateway's start, has one message. Ends after ten minutes as
-    WatchReleases does. Errors: none of its own.
+    """Sends the state of the canary at once, then every second until it ends. Sends one message if no
+    canary is running. After ten minutes the stream ends with OK and the trailer x-watch-again;
+    call it again. It has no errors of its own.
     """
     RollbackRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RollbackReleaseRequest, _release_pb2.RollbackReleaseResponse]  # type: ignore[assignment]
-    """Returns to the release that served before. What exists in the newer space only is counted and
-    listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
-    to return to, or another than to_release; no such canary), ABORTED (another rollback or retirement is under way).
+    """Returns to the previous release. Without `confirm` it changes nothing: it counts and lists the
+    items that exist only in the newer space. Errors: FAILED_PRECONDITION (no release to return to,
+    another one than to_release, or no such canary), ABORTED (another rollback or retirement is
+    running).
     """
     ReportSync: _aio.UnaryUnaryMultiCallable[_release_pb2.ReportSyncRequest, _release_pb2.ReportSyncResponse]  # type: ignore[assignment]
-    """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
-    Only counted. Errors: INVALID_ARGUMENT.
+    """Reports how a device's last sync went, in five numbers, without any id. The gateway only counts
+    them. Errors: INVALID_ARGUMENT.
     """
     RetireRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RetireReleaseRequest, _release_pb2.RetireReleaseResponse]  # type: ignore[assignment]
-    """Drops the spaces and models of every release older than the active one. No rollback after it."""
+    """Drops the spaces and models of every release older than the active one. Rollback is impossible
+    afterwards.
+    """
 
 class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Published releases, and which of them this gateway serves."""
+    """Lists published releases, and changes which release this gateway serves."""
 
     @_abc_1.abstractmethod
     def ListReleases(
@@ -119,7 +123,7 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.ListReleasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_release_pb2.ListReleasesResponse, _abc.Awaitable[_release_pb2.ListReleasesResponse]]:
-        """All published releases, the oldest first."""
+        """Lists all published releases, the oldest first."""
 
     @_abc_1.abstractmethod
     def GetRelease(
@@ -127,7 +131,7 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.GetReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_release_pb2.GetReleaseResponse, _abc.Awaitable[_release_pb2.GetReleaseResponse]]:
-        """One release. Errors: NOT_FOUND."""
+        """Returns one release. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def WatchReleases(
@@ -135,8 +139,8 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.WatchReleasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_release_pb2.WatchReleasesResponse], _abc.AsyncIterator[_release_pb2.WatchReleasesResponse]]:
-        """Sends the present list at once, then again whenever it changes. Ends with OK and the trailer
-        x-watch-again after ten minutes; call it again.
+        """Sends the list of releases at once, then at every change. After ten minutes the stream ends
+        with OK and the trailer x-watch-again; call it again.
         """
 
     @_abc_1.abstractmethod
@@ -145,8 +149,8 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.FetchFileRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_release_pb2.FetchFileResponse], _abc.AsyncIterator[_release_pb2.FetchFileResponse]]:
-        """One file of the publication folder (signed metadata or a file it names), from an offset on, so
-        that an interrupted download resumes. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
+        """Sends one file of the publication folder, from an offset on, so that a download can resume. The
+        file is signed metadata or named by it. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the end).
         """
 
     @_abc_1.abstractmethod
@@ -155,11 +159,10 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.ActivateReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_release_pb2.ActivateReleaseResponse], _abc.AsyncIterator[_release_pb2.ActivateReleaseResponse]]:
-        """Makes a release the one that answers: verify, load, probe, switch, upgrade the galleries. The
-        stream reports each phase and ends with PHASE_DONE, or PHASE_FAILED and its reason while the
-        old release serves on. Ending the call early does not stop the activation. Errors: NOT_FOUND,
-        ABORTED (another activation is running), FAILED_PRECONDITION (GATE_FAILED,
-        VERIFICATION_FAILED).
+        """Activates a release: verify, load, probe, switch, upgrade the galleries. The stream reports
+        each phase. It ends with PHASE_DONE, or with PHASE_FAILED and a reason; the old release then
+        serves on. Cancelling the call does not stop the activation. Errors: NOT_FOUND, ABORTED
+        (another activation is running), FAILED_PRECONDITION (GATE_FAILED, VERIFICATION_FAILED).
         """
 
     @_abc_1.abstractmethod
@@ -168,9 +171,9 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.WatchCanaryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_release_pb2.WatchCanaryResponse], _abc.AsyncIterator[_release_pb2.WatchCanaryResponse]]:
-        """How a canary goes: the first message at once, then one a second, to its end. A canary that is no
-        more, or none since the gateway's start, has one message. Ends after ten minutes as
-        WatchReleases does. Errors: none of its own.
+        """Sends the state of the canary at once, then every second until it ends. Sends one message if no
+        canary is running. After ten minutes the stream ends with OK and the trailer x-watch-again;
+        call it again. It has no errors of its own.
         """
 
     @_abc_1.abstractmethod
@@ -179,9 +182,10 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.RollbackReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_release_pb2.RollbackReleaseResponse, _abc.Awaitable[_release_pb2.RollbackReleaseResponse]]:
-        """Returns to the release that served before. What exists in the newer space only is counted and
-        listed first; nothing is changed unless confirm is set. Errors: FAILED_PRECONDITION (no release
-        to return to, or another than to_release; no such canary), ABORTED (another rollback or retirement is under way).
+        """Returns to the previous release. Without `confirm` it changes nothing: it counts and lists the
+        items that exist only in the newer space. Errors: FAILED_PRECONDITION (no release to return to,
+        another one than to_release, or no such canary), ABORTED (another rollback or retirement is
+        running).
         """
 
     @_abc_1.abstractmethod
@@ -190,8 +194,8 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.ReportSyncRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_release_pb2.ReportSyncResponse, _abc.Awaitable[_release_pb2.ReportSyncResponse]]:
-        """How the last sync of a device went, in five numbers: no id of it, and nothing of its gallery.
-        Only counted. Errors: INVALID_ARGUMENT.
+        """Reports how a device's last sync went, in five numbers, without any id. The gateway only counts
+        them. Errors: INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod
@@ -200,6 +204,8 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _release_pb2.RetireReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_release_pb2.RetireReleaseResponse, _abc.Awaitable[_release_pb2.RetireReleaseResponse]]:
-        """Drops the spaces and models of every release older than the active one. No rollback after it."""
+        """Drops the spaces and models of every release older than the active one. Rollback is impossible
+        afterwards.
+        """
 
 def add_ReleaseServiceServicer_to_server(servicer: ReleaseServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SearchServiceStub:
-    """Finds the nearest items of a gallery.
+    """Searches galleries for the nearest items.
     """
 
     def __init__(self, channel):
@@ -53,30 +53,32 @@ class SearchServiceStub:
 
 
 class SearchServiceServicer:
-    """Finds the nearest items of a gallery.
+    """Searches galleries for the nearest items.
     """
 
     def Search(self, request, context):
-        """Nearest items to one query. Errors: INVALID_ARGUMENT (no image, wrong dimension, NaN, k out of
-        range), NOT_FOUND (gallery), FAILED_PRECONDITION with ErrorInfo reason INCOMPATIBLE_SPACE,
-        NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
+        """Returns the items nearest to one query. Errors: INVALID_ARGUMENT (not an image, wrong
+        dimension, NaN, k out of range), NOT_FOUND (gallery), UNAVAILABLE (the model server does not
+        answer; queries by embedding still work). FAILED_PRECONDITION with the ErrorInfo reasons
+        INCOMPATIBLE_SPACE, NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) and
+        RELEASE_RETIRED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SearchBatch(self, request, context):
-        """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
-        refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
-        cost too much to decode together.
+        """Answers several queries on one snapshot of one gallery. An invalid query is refused alone: see
+        SearchResponse.error. Errors: RESOURCE_EXHAUSTED (too many queries, or images that cost too
+        much to decode together).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Feedback(self, request, context):
-        """Says what became of an answer, while a canary compares two releases; at any other time nothing
-        is counted. Errors: INVALID_ARGUMENT (no kind, no request id).
+        """Reports what a user did with an answer, for a canary that compares two releases. It counts
+        nothing at other times. Errors: INVALID_ARGUMENT (no kind, no request id).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +111,7 @@ def add_SearchServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SearchService:
-    """Finds the nearest items of a gallery.
+    """Searches galleries for the nearest items.
     """
 
     @staticmethod

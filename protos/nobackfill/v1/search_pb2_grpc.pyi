@@ -27,49 +27,53 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SearchServiceStub:
-    """Finds the nearest items of a gallery."""
+    """Searches galleries for the nearest items."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SearchServiceAsyncStub: ...
     Search: _grpc.UnaryUnaryMultiCallable[_search_pb2.SearchRequest, _search_pb2.SearchResponse]
-    """Nearest items to one query. Errors: INVALID_ARGUMENT (no image, wrong dimension, NaN, k out of
-    range), NOT_FOUND (gallery), FAILED_PRECONDITION with ErrorInfo reason INCOMPATIBLE_SPACE,
-    NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
+    """Returns the items nearest to one query. Errors: INVALID_ARGUMENT (not an image, wrong
+    dimension, NaN, k out of range), NOT_FOUND (gallery), UNAVAILABLE (the model server does not
+    answer; queries by embedding still work). FAILED_PRECONDITION with the ErrorInfo reasons
+    INCOMPATIBLE_SPACE, NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) and
+    RELEASE_RETIRED.
     """
     SearchBatch: _grpc.UnaryUnaryMultiCallable[_search_pb2.SearchBatchRequest, _search_pb2.SearchBatchResponse]
-    """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
-    refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
-    cost too much to decode together.
+    """Answers several queries on one snapshot of one gallery. An invalid query is refused alone: see
+    SearchResponse.error. Errors: RESOURCE_EXHAUSTED (too many queries, or images that cost too
+    much to decode together).
     """
     Feedback: _grpc.UnaryUnaryMultiCallable[_search_pb2.FeedbackRequest, _search_pb2.FeedbackResponse]
-    """Says what became of an answer, while a canary compares two releases; at any other time nothing
-    is counted. Errors: INVALID_ARGUMENT (no kind, no request id).
+    """Reports what a user did with an answer, for a canary that compares two releases. It counts
+    nothing at other times. Errors: INVALID_ARGUMENT (no kind, no request id).
     """
 
 @_typing.type_check_only
 class SearchServiceAsyncStub(SearchServiceStub):
-    """Finds the nearest items of a gallery."""
+    """Searches galleries for the nearest items."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Search: _aio.UnaryUnaryMultiCallable[_search_pb2.SearchRequest, _search_pb2.SearchResponse]  # type: ignore[assignment]
-    """Nearest items to one query. Errors: INVALID_ARGUMENT (no image, wrong dimension, NaN, k out of
-    range), NOT_FOUND (gallery), FAILED_PRECONDITION with ErrorInfo reason INCOMPATIBLE_SPACE,
-    NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
+    """Returns the items nearest to one query. Errors: INVALID_ARGUMENT (not an image, wrong
+    dimension, NaN, k out of range), NOT_FOUND (gallery), UNAVAILABLE (the model server does not
+    answer; queries by embedding still work). FAILED_PRECONDITION with the ErrorInfo reasons
+    INCOMPATIBLE_SPACE, NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) and
+    RELEASE_RETIRED.
     """
     SearchBatch: _aio.UnaryUnaryMultiCallable[_search_pb2.SearchBatchRequest, _search_pb2.SearchBatchResponse]  # type: ignore[assignment]
-    """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
-    refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
-    cost too much to decode together.
+    """Answers several queries on one snapshot of one gallery. An invalid query is refused alone: see
+    SearchResponse.error. Errors: RESOURCE_EXHAUSTED (too many queries, or images that cost too
+    much to decode together).
     """
     Feedback: _aio.UnaryUnaryMultiCallable[_search_pb2.FeedbackRequest, _search_pb2.FeedbackResponse]  # type: ignore[assignment]
-    """Says what became of an answer, while a canary compares two releases; at any other time nothing
-    is counted. Errors: INVALID_ARGUMENT (no kind, no request id).
+    """Reports what a user did with an answer, for a canary that compares two releases. It counts
+    nothing at other times. Errors: INVALID_ARGUMENT (no kind, no request id).
     """
 
 class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Finds the nearest items of a gallery."""
+    """Searches galleries for the nearest items."""
 
     @_abc_1.abstractmethod
     def Search(
@@ -77,9 +81,11 @@ class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _search_pb2.SearchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_search_pb2.SearchResponse, _abc.Awaitable[_search_pb2.SearchResponse]]:
-        """Nearest items to one query. Errors: INVALID_ARGUMENT (no image, wrong dimension, NaN, k out of
-        range), NOT_FOUND (gallery), FAILED_PRECONDITION with ErrorInfo reason INCOMPATIBLE_SPACE,
-        NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) or RELEASE_RETIRED, UNAVAILABLE (model server away; queries by embedding still work).
+        """Returns the items nearest to one query. Errors: INVALID_ARGUMENT (not an image, wrong
+        dimension, NaN, k out of range), NOT_FOUND (gallery), UNAVAILABLE (the model server does not
+        answer; queries by embedding still work). FAILED_PRECONDITION with the ErrorInfo reasons
+        INCOMPATIBLE_SPACE, NEEDS_IMAGE, NO_ENCODER (the release embeds no images, or no texts) and
+        RELEASE_RETIRED.
         """
 
     @_abc_1.abstractmethod
@@ -88,9 +94,9 @@ class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _search_pb2.SearchBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_search_pb2.SearchBatchResponse, _abc.Awaitable[_search_pb2.SearchBatchResponse]]:
-        """Several queries on one snapshot of one gallery. What is no image, or no vector of its space, is
-        refused by itself: see SearchResponse.error. RESOURCE_EXHAUSTED: too many queries, or images that
-        cost too much to decode together.
+        """Answers several queries on one snapshot of one gallery. An invalid query is refused alone: see
+        SearchResponse.error. Errors: RESOURCE_EXHAUSTED (too many queries, or images that cost too
+        much to decode together).
         """
 
     @_abc_1.abstractmethod
@@ -99,8 +105,8 @@ class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _search_pb2.FeedbackRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_search_pb2.FeedbackResponse, _abc.Awaitable[_search_pb2.FeedbackResponse]]:
-        """Says what became of an answer, while a canary compares two releases; at any other time nothing
-        is counted. Errors: INVALID_ARGUMENT (no kind, no request id).
+        """Reports what a user did with an answer, for a canary that compares two releases. It counts
+        nothing at other times. Errors: INVALID_ARGUMENT (no kind, no request id).
         """
 
 def add_SearchServiceServicer_to_server(servicer: SearchServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class UpgradeServiceStub:
-    """Carries a gallery's vectors into another release's space. ActivateRelease starts upgrades by
-    itself; these calls are for galleries that stayed behind, for watching, and for holding back.
+    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
+    behind.
     """
 
     def __init__(self, channel):
@@ -59,34 +60,35 @@ class UpgradeServiceStub:
 
 
 class UpgradeServiceServicer:
-    """Carries a gallery's vectors into another release's space. ActivateRelease starts upgrades by
-    itself; these calls are for galleries that stayed behind, for watching, and for holding back.
+    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
+    behind.
     """
 
     def EstimateUpgrade(self, request, context):
-        """Items, seconds and bytes of an upgrade, from a short measured probe. Nothing is changed.
+        """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartUpgrade(self, request, context):
-        """Starts, or resumes, the upgrade of one gallery to the active release.
+        """Starts or resumes the upgrade of one gallery to the active release.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchUpgrade(self, request, context):
-        """Progress now, then at every chunk, until the upgrade ends. Ends after ten minutes as
-        WatchReleases does, with the trailer x-watch-again.
+        """Sends the progress now, then after every chunk, until the upgrade ends. After ten minutes the
+        stream ends with OK and the trailer x-watch-again; call it again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseUpgrade(self, request, context):
-        """Stops after the present chunk; what is done stays done. StartUpgrade resumes.
+        """Pauses after the present chunk; StartUpgrade resumes from there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,8 +126,9 @@ def add_UpgradeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class UpgradeService:
-    """Carries a gallery's vectors into another release's space. ActivateRelease starts upgrades by
-    itself; these calls are for galleries that stayed behind, for watching, and for holding back.
+    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
+    behind.
     """
 
     @staticmethod

@@ -27,8 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class UpgradeServiceStub:
-    """Carries a gallery's vectors into another release's space. ActivateRelease starts upgrades by
-    itself; these calls are for galleries that stayed behind, for watching, and for holding back.
+    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
+    behind.
     """
 
     @_typing.overload
@@ -36,37 +37,39 @@ class UpgradeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> UpgradeServiceAsyncStub: ...
     EstimateUpgrade: _grpc.UnaryUnaryMultiCallable[_upgrade_pb2.EstimateUpgradeRequest, _upgrade_pb2.EstimateUpgradeResponse]
-    """Items, seconds and bytes of an upgrade, from a short measured probe. Nothing is changed."""
+    """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing."""
     StartUpgrade: _grpc.UnaryUnaryMultiCallable[_upgrade_pb2.StartUpgradeRequest, _upgrade_pb2.StartUpgradeResponse]
-    """Starts, or resumes, the upgrade of one gallery to the active release."""
+    """Starts or resumes the upgrade of one gallery to the active release."""
     WatchUpgrade: _grpc.UnaryStreamMultiCallable[_upgrade_pb2.WatchUpgradeRequest, _upgrade_pb2.WatchUpgradeResponse]
-    """Progress now, then at every chunk, until the upgrade ends. Ends after ten minutes as
-    WatchReleases does, with the trailer x-watch-again.
+    """Sends the progress now, then after every chunk, until the upgrade ends. After ten minutes the
+    stream ends with OK and the trailer x-watch-again; call it again.
     """
     PauseUpgrade: _grpc.UnaryUnaryMultiCallable[_upgrade_pb2.PauseUpgradeRequest, _upgrade_pb2.PauseUpgradeResponse]
-    """Stops after the present chunk; what is done stays done. StartUpgrade resumes."""
+    """Pauses after the present chunk; StartUpgrade resumes from there."""
 
 @_typing.type_check_only
 class UpgradeServiceAsyncStub(UpgradeServiceStub):
-    """Carries a gallery's vectors into another release's space. ActivateRelease starts upgrades by
-    itself; these calls are for galleries that stayed behind, for watching, and for holding back.
+    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
+    behind.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     EstimateUpgrade: _aio.UnaryUnaryMultiCallable[_upgrade_pb2.EstimateUpgradeRequest, _upgrade_pb2.EstimateUpgradeResponse]  # type: ignore[assignment]
-    """Items, seconds and bytes of an upgrade, from a short measured probe. Nothing is changed."""
+    """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing."""
     StartUpgrade: _aio.UnaryUnaryMultiCallable[_upgrade_pb2.StartUpgradeRequest, _upgrade_pb2.StartUpgradeResponse]  # type: ignore[assignment]
-    """Starts, or resumes, the upgrade of one gallery to the active release."""
+    """Starts or resumes the upgrade of one gallery to the active release."""
     WatchUpgrade: _aio.UnaryStreamMultiCallable[_upgrade_pb2.WatchUpgradeRequest, _upgrade_pb2.WatchUpgradeResponse]  # type: ignore[assignment]
-    """Progress now, then at every chunk, until the upgrade ends. Ends after ten minutes as
-    WatchReleases does, with the trailer x-watch-again.
+    """Sends the progress now, then after every chunk, until the upgrade ends. After ten minutes the
+    stream ends with OK and the trailer x-watch-again; call it again.
     """
     PauseUpgrade: _aio.UnaryUnaryMultiCallable[_upgrade_pb2.PauseUpgradeRequest, _upgrade_pb2.PauseUpgradeResponse]  # type: ignore[assignment]
-    """Stops after the present chunk; what is done stays done. StartUpgrade resumes."""
+    """Pauses after the present chunk; StartUpgrade resumes from there."""
 
 class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Carries a gallery's vectors into another release's space. ActivateRelease starts upgrades by
-    itself; these calls are for galleries that stayed behind, for watching, and for holding back.
+    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
+    behind.
     """
 
     @_abc_1.abstractmethod
@@ -75,7 +78,7 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.EstimateUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_upgrade_pb2.EstimateUpgradeResponse, _abc.Awaitable[_upgrade_pb2.EstimateUpgradeResponse]]:
-        """Items, seconds and bytes of an upgrade, from a short measured probe. Nothing is changed."""
+        """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing."""
 
     @_abc_1.abstractmethod
     def StartUpgrade(
@@ -83,7 +86,7 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.StartUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_upgrade_pb2.StartUpgradeResponse, _abc.Awaitable[_upgrade_pb2.StartUpgradeResponse]]:
-        """Starts, or resumes, the upgrade of one gallery to the active release."""
+        """Starts or resumes the upgrade of one gallery to the active release."""
 
     @_abc_1.abstractmethod
     def WatchUpgrade(
@@ -91,8 +94,8 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.WatchUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_upgrade_pb2.WatchUpgradeResponse], _abc.AsyncIterator[_upgrade_pb2.WatchUpgradeResponse]]:
-        """Progress now, then at every chunk, until the upgrade ends. Ends after ten minutes as
-        WatchReleases does, with the trailer x-watch-again.
+        """Sends the progress now, then after every chunk, until the upgrade ends. After ten minutes the
+        stream ends with OK and the trailer x-watch-again; call it again.
         """
 
     @_abc_1.abstractmethod
@@ -101,6 +104,6 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.PauseUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_upgrade_pb2.PauseUpgradeResponse, _abc.Awaitable[_upgrade_pb2.PauseUpgradeResponse]]:
-        """Stops after the present chunk; what is done stays done. StartUpgrade resumes."""
+        """Pauses after the present chunk; StartUpgrade resumes from there."""
 
 def add_UpgradeServiceServicer_to_server(servicer: UpgradeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class VaultServiceStub:
-    """Ciphertext of images, encrypted on the device. The gateway sees ids, sizes and digests of
-    ciphertext, nothing else.
+    """Stores images as ciphertext, encrypted on the device. The gateway sees only ids, sizes and
+    digests of ciphertext.
     """
 
     def __init__(self, channel):
@@ -59,36 +59,36 @@ class VaultServiceStub:
 
 
 class VaultServiceServicer:
-    """Ciphertext of images, encrypted on the device. The gateway sees ids, sizes and digests of
-    ciphertext, nothing else.
+    """Stores images as ciphertext, encrypted on the device. The gateway sees only ids, sizes and
+    digests of ciphertext.
     """
 
     def PutBlob(self, request_iterator, context):
-        """Stores one blob. The first message names it; an upload that broke off resumes at the offset
-        that a PutBlob with no chunk reports. Errors: INVALID_ARGUMENT (digest or size differs, not age
-        ciphertext), RESOURCE_EXHAUSTED (too large),
-        FAILED_PRECONDITION QUOTA_EXCEEDED (as much is kept under the token's name as may be).
+        """Stores one blob. The first message names it. A PutBlob without a chunk reports the offset at
+        which an interrupted upload resumes. Errors: INVALID_ARGUMENT (digest or size differs, not age
+        ciphertext), RESOURCE_EXHAUSTED (too large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED
+        (the quota of the token's name is used up).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetBlob(self, request, context):
-        """Sends a blob from an offset on.
+        """Sends a blob, from an offset on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteBlob(self, request, context):
-        """Removes a blob of the caller. Errors: NOT_FOUND.
+        """Deletes a blob of the caller. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBlobs(self, request, context):
-        """The caller's blobs, by page.
+        """Lists the caller's blobs by page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,8 +126,8 @@ def add_VaultServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VaultService:
-    """Ciphertext of images, encrypted on the device. The gateway sees ids, sizes and digests of
-    ciphertext, nothing else.
+    """Stores images as ciphertext, encrypted on the device. The gateway sees only ids, sizes and
+    digests of ciphertext.
     """
 
     @staticmethod

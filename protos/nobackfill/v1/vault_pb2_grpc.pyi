@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class VaultServiceStub:
-    """Ciphertext of images, encrypted on the device. The gateway sees ids, sizes and digests of
-    ciphertext, nothing else.
+    """Stores images as ciphertext, encrypted on the device. The gateway sees only ids, sizes and
+    digests of ciphertext.
     """
 
     @_typing.overload
@@ -36,41 +36,41 @@ class VaultServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> VaultServiceAsyncStub: ...
     PutBlob: _grpc.StreamUnaryMultiCallable[_vault_pb2.PutBlobRequest, _vault_pb2.PutBlobResponse]
-    """Stores one blob. The first message names it; an upload that broke off resumes at the offset
-    that a PutBlob with no chunk reports. Errors: INVALID_ARGUMENT (digest or size differs, not age
-    ciphertext), RESOURCE_EXHAUSTED (too large),
-    FAILED_PRECONDITION QUOTA_EXCEEDED (as much is kept under the token's name as may be).
+    """Stores one blob. The first message names it. A PutBlob without a chunk reports the offset at
+    which an interrupted upload resumes. Errors: INVALID_ARGUMENT (digest or size differs, not age
+    ciphertext), RESOURCE_EXHAUSTED (too large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED
+    (the quota of the token's name is used up).
     """
     GetBlob: _grpc.UnaryStreamMultiCallable[_vault_pb2.GetBlobRequest, _vault_pb2.GetBlobResponse]
-    """Sends a blob from an offset on."""
+    """Sends a blob, from an offset on."""
     DeleteBlob: _grpc.UnaryUnaryMultiCallable[_vault_pb2.DeleteBlobRequest, _vault_pb2.DeleteBlobResponse]
-    """Removes a blob of the caller. Errors: NOT_FOUND."""
+    """Deletes a blob of the caller. Errors: NOT_FOUND."""
     ListBlobs: _grpc.UnaryUnaryMultiCallable[_vault_pb2.ListBlobsRequest, _vault_pb2.ListBlobsResponse]
-    """The caller's blobs, by page."""
+    """Lists the caller's blobs by page."""
 
 @_typing.type_check_only
 class VaultServiceAsyncStub(VaultServiceStub):
-    """Ciphertext of images, encrypted on the device. The gateway sees ids, sizes and digests of
-    ciphertext, nothing else.
+    """Stores images as ciphertext, encrypted on the device. The gateway sees only ids, sizes and
+    digests of ciphertext.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PutBlob: _aio.StreamUnaryMultiCallable[_vault_pb2.PutBlobRequest, _vault_pb2.PutBlobResponse]  # type: ignore[assignment]
-    """Stores one blob. The first message names it; an upload that broke off resumes at the offset
-    that a PutBlob with no chunk reports. Errors: INVALID_ARGUMENT (digest or size differs, not age
-    ciphertext), RESOURCE_EXHAUSTED (too large),
-    FAILED_PRECONDITION QUOTA_EXCEEDED (as much is kept under the token's name as may be).
+    """Stores one blob. The first message names it. A PutBlob without a chunk reports the offset at
+    which an interrupted upload resumes. Errors: INVALID_ARGUMENT (digest or size differs, not age
+    ciphertext), RESOURCE_EXHAUSTED (too large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED
+    (the quota of the token's name is used up).
     """
     GetBlob: _aio.UnaryStreamMultiCallable[_vault_pb2.GetBlobRequest, _vault_pb2.GetBlobResponse]  # type: ignore[assignment]
-    """Sends a blob from an offset on."""
+    """Sends a blob, from an offset on."""
     DeleteBlob: _aio.UnaryUnaryMultiCallable[_vault_pb2.DeleteBlobRequest, _vault_pb2.DeleteBlobResponse]  # type: ignore[assignment]
-    """Removes a blob of the caller. Errors: NOT_FOUND."""
+    """Deletes a blob of the caller. Errors: NOT_FOUND."""
     ListBlobs: _aio.UnaryUnaryMultiCallable[_vault_pb2.ListBlobsRequest, _vault_pb2.ListBlobsResponse]  # type: ignore[assignment]
-    """The caller's blobs, by page."""
+    """Lists the caller's blobs by page."""
 
 class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Ciphertext of images, encrypted on the device. The gateway sees ids, sizes and digests of
-    ciphertext, nothing else.
+    """Stores images as ciphertext, encrypted on the device. The gateway sees only ids, sizes and
+    digests of ciphertext.
     """
 
     @_abc_1.abstractmethod
@@ -79,10 +79,10 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_vault_pb2.PutBlobRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_vault_pb2.PutBlobResponse, _abc.Awaitable[_vault_pb2.PutBlobResponse]]:
-        """Stores one blob. The first message names it; an upload that broke off resumes at the offset
-        that a PutBlob with no chunk reports. Errors: INVALID_ARGUMENT (digest or size differs, not age
-        ciphertext), RESOURCE_EXHAUSTED (too large),
-        FAILED_PRECONDITION QUOTA_EXCEEDED (as much is kept under the token's name as may be).
+        """Stores one blob. The first message names it. A PutBlob without a chunk reports the offset at
+        which an interrupted upload resumes. Errors: INVALID_ARGUMENT (digest or size differs, not age
+        ciphertext), RESOURCE_EXHAUSTED (too large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED
+        (the quota of the token's name is used up).
         """
 
     @_abc_1.abstractmethod
@@ -91,7 +91,7 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vault_pb2.GetBlobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vault_pb2.GetBlobResponse], _abc.AsyncIterator[_vault_pb2.GetBlobResponse]]:
-        """Sends a blob from an offset on."""
+        """Sends a blob, from an offset on."""
 
     @_abc_1.abstractmethod
     def DeleteBlob(
@@ -99,7 +99,7 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vault_pb2.DeleteBlobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_vault_pb2.DeleteBlobResponse, _abc.Awaitable[_vault_pb2.DeleteBlobResponse]]:
-        """Removes a blob of the caller. Errors: NOT_FOUND."""
+        """Deletes a blob of the caller. Errors: NOT_FOUND."""
 
     @_abc_1.abstractmethod
     def ListBlobs(
@@ -107,6 +107,6 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vault_pb2.ListBlobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_vault_pb2.ListBlobsResponse, _abc.Awaitable[_vault_pb2.ListBlobsResponse]]:
-        """The caller's blobs, by page."""
+        """Lists the caller's blobs by page."""
 
 def add_VaultServiceServicer_to_server(servicer: VaultServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
