@@ -240,7 +240,7 @@ def test_a_source_is_where_the_settings_say(client: Client, name: str, folder: P
     (top / "elsewhere").mkdir()
     for address, kind, why in (
         ("https://images.example/{id}.jpg", ConfigurationError, "item_hosts"),
-        ("http://127.0.0.1:1/no.jpg", ConfigurationError, "nothing is filled in"),
+        ("http://127.0.0.1:1/no.jpg", ConfigurationError, "{id} in the path"),
         (f"folder:{top}/elsewhere", ConfigurationError, "item_folders"),
         (f"folder:{top}/pictures/../elsewhere", ConfigurationError, "item_folders"),
         (f"folder:{top}/pictures/none", NotFoundError, "found none"),

@@ -192,7 +192,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     """Nobody writes to the pipe: who opened it would wait for ever."""
     os.mkfifo(tmp_path / "notes.jsonl")
     for place in (tmp_path / "notes.jsonl", tmp_path):
-        with pytest.raises(InvalidInputError, match="expected a file"):
+        with pytest.raises(InvalidInputError, match="expected a regular file"):
             LineItems(place)
 
 

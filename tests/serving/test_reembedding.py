@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.serving import FunctionItems, Items, LedgerFile, Limits, Resting, reembedding
+from nobackfill.serving import Backoff, FunctionItems, Items, LedgerFile, Limits, reembedding
 from nobackfill.serving.ledger import today
 from nobackfill.serving.reembedding import Reembedding
 from tests.support.waiting import wait_until
@@ -21,9 +21,9 @@ class Keeping(Reembedding[str]):
 
     def __init__(
         self, items: Items, limits: Limits, ledger: LedgerFile[str],
-        resting: Resting[str] | None = None,
+        backoff: Backoff[str] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(items, limits, ledger, resting)
+        super().__init__(items, limits, ledger, backoff)
         self.kept: set[str] = set()
 
     def keep(self, found: Mapping[str, str | bytes], gone: Sequence[str]) -> Collection[str]:
@@ -90,8 +90,8 @@ def test_what_was_not_embedded_costs_the_day_nothing(ledger: LedgerFile[str]) ->
             raise OSError("broken")
         return None if name == "i2" else text(name)
 
-    resting = Resting[str](60.0, 3600.0)
-    with closing(Keeping(FunctionItems(source, "text"), Limits(), ledger, resting)) as again:
+    backoff = Backoff[str](60.0, 3600.0)
+    with closing(Keeping(FunctionItems(source, "text"), Limits(), ledger, backoff)) as again:
         for times in (1, 2, 3):
             # What is kept is embedded again, as this one knows no better; the others rest.
             again.finish(named(range(3)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nobackfill.serving import Resting, reembedding
+from nobackfill.serving import Backoff, reembedding
 
 DAY_S = 86_400.0
 
@@ -16,7 +16,7 @@ class Clock:
         return self.now
 
 
-def rest(of: Resting[str], clock: Clock, key: str) -> float:
+def rest(of: Backoff[str], clock: Clock, key: str) -> float:
     """How long an item rests from now on, to the second."""
     begun = clock.now
     while not of.ready([key]):
@@ -26,7 +26,7 @@ def rest(of: Resting[str], clock: Clock, key: str) -> float:
 
 def test_what_fails_again_rests_twice_as_long() -> None:
     clock = Clock()
-    found = Resting[str](60.0, 3600.0, clock)
+    found = Backoff[str](60.0, 3600.0, clock)
     lasted = []
     for _ in range(8):
         found.failed(["bad"])
@@ -41,7 +41,7 @@ def test_what_fails_again_rests_twice_as_long() -> None:
 
 def test_what_is_gone_rests_a_day() -> None:
     clock = Clock()
-    found = Resting[str](60.0, 3600.0, clock)
+    found = Backoff[str](60.0, 3600.0, clock)
     found.failed(["gone"])
     found.gone(["gone"])
     assert rest(found, clock, "gone") == DAY_S
@@ -50,7 +50,7 @@ def test_what_is_gone_rests_a_day() -> None:
 def test_a_source_that_lacks_everything_fills_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reembedding, "_MOST", 10)
     clock = Clock()
-    found = Resting[int](60.0, 3600.0, clock)
+    found = Backoff[int](60.0, 3600.0, clock)
     found.gone(range(4))
     for key in range(4, 12):
         clock.now += 1

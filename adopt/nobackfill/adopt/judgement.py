@@ -24,9 +24,9 @@ from nobackfill.serving.fusion import (
     Mask,
     OddsLine,
     candidates,
-    fused,
+    fuse,
     hubs,
-    standardised,
+    standardise,
 )
 from nobackfill.vectors import Vectors, normalise
 
@@ -280,15 +280,15 @@ def judge(
     figures, truth = measure_figures(native, queries)
     anchors = _anchors(gallery, seed)
     halves = np.arange(len(queries.rows)) % 2 == 0
-    near_old, near_new = standardised(stay, anchors), standardised(carried, anchors)
+    near_old, near_new = standardise(stay, anchors), standardise(carried, anchors)
     # Hubs of either half of the queries are told by the other half.
     less = np.where(halves[:, None], *(_hubs(gallery, queries, half) for half in (~halves, halves)))
-    near_crowd = standardised(carried + less, anchors)
+    near_crowd = standardise(carried + less, anchors)
 
     def joined(way: Way) -> Block:
         weight, crowded = way
         by_new = near_crowd if crowded else near_new
-        return fused(weight, near_old, by_new)
+        return fuse(weight, near_old, by_new)
 
     ranked = _ranked(stay, carried)
     # Hubs are told by what people ask, which items that ask for their neighbours do not say.
@@ -300,7 +300,7 @@ def judge(
         both[half] = -joined(_best(scores, queries.own, ~half))[half]
     both = ranked(both)
     best = _best(scores, queries.own, np.ones(len(halves), bool))
-    chosen = Mixed(joined(best), standardised(native, anchors), truth, queries).chosen(halves)
+    chosen = Mixed(joined(best), standardise(native, anchors), truth, queries).chosen(halves)
     healing = HealingCurves(chosen.curves, Mixed(-carried, -native, truth, queries).raw())
     ways = {
         "stay": stay,
@@ -339,11 +339,11 @@ def served(
     """What each of these ways ranks the gallery by: [q, g], smaller is nearer."""
     stay, carried, native = _blocks(gallery, queries, apart)
     anchors = _anchors(gallery, seed)
-    near_new = standardised(carried + hubs(gallery.carried, joining.crowd)[None], anchors)
-    near_old = standardised(stay, anchors)
-    near = fused(joining.weight, near_old, near_new)
+    near_new = standardise(carried + hubs(gallery.carried, joining.crowd)[None], anchors)
+    near_old = standardise(stay, anchors)
+    near = fuse(joining.weight, near_old, near_new)
     both = _ranked(stay, carried)(-near)
-    lazily = _lazily(both, -joining.native(standardised(native, anchors), near))
+    lazily = _lazily(both, -joining.native(standardise(native, anchors), near))
     return {"stay": stay, "map": carried, "both": both, "lazily": lazily, "re-embed": native}
 
 

@@ -1,7 +1,7 @@
-"""Searching a gallery that stays in its own database while its model changes; extra `adopt`.
+"""Search a gallery in its own database while its model changes; needs the extra `adopt`.
 
-`Dual` joins the old model's scores and the carried ones into one ranking, and with `items` embeds
-the first hits again as people look, bounded in time, bytes and by a budget a day.
+`Dual` ranks by the old and the new model together. With a source of items it embeds the first hits
+again, bounded in time, in bytes and by a daily budget.
 
 >>> import numpy as np
 >>> from nobackfill.serve import Natives

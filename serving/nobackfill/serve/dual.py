@@ -1,8 +1,8 @@
-"""One ranking while a gallery changes its model: old scores, carried ones, and native ones.
+"""Rank a gallery by old, migrated and native vectors at once, while its model changes.
 
-The store stays where it is and is only asked. With `again`, the first hits of a query are embedded
-again from their items and ranked by the new model; what was made is kept, so that the gallery heals
-where people look.
+The store is only read. With a source of items, the first hits of a query are embedded again and
+ranked by the new model. Their vectors are stored, so that frequent hits become native first (lazy
+re-embedding).
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _HEALED_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class DualHit:
-    """`probability` of a match, 0 to 1; `origin` of the vector that it was ranked by."""
+    """A hit: the probability of a match, 0 to 1, and the origin of the vector that ranked it."""
 
     id: str
     probability: float
@@ -42,7 +42,8 @@ class DualHit:
 
 @dataclass(frozen=True)
 class DualAnswer:
-    """Hits, best first. `native`: the share of the candidates that the new model itself ranked."""
+    """Hits, best first. `native` is the share of the candidates ranked by native vectors, 0 to
+    1."""
 
     hits: list[DualHit]
     native: float
@@ -50,7 +51,15 @@ class DualAnswer:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the gallery has healed, and what this process has spent on it."""
+    """Progress of re-embedding, over all processes, and this process's cost.
+
+    Attributes:
+        items: items of the store.
+        native: items with a native vector.
+        today: items claimed today (UTC).
+        a_day: the daily limit; None without re-embedding.
+        cost: what this process has done.
+    """
 
     items: int
     native: int
@@ -69,15 +78,23 @@ class Dual:
         joining: Joining,
         natives: Natives,
         *,
-        again: SourceReembedding | None = None,
+        reembedder: SourceReembedding | None = None,
         carried: str | None = None,
     ) -> None:
-        """`carried`: the name that `nobackfill carry --to` was given, whose vectors a query by the
-        new model searches. Without it the candidates are the old model's and native items, which
-        find less than `fit` predicted: the less, the larger the gallery.
+        """Combine the parts of a search; `Dual.open` makes them from files.
 
-        Raises IncompatibleSpaceError where `joining` was fitted for another map,
-        InvalidInputError where the store searches by a metric that no joining ranks by.
+        Args:
+            source: the store with the old vectors.
+            mapping: the map of `nobackfill fit`.
+            joining: the ranking of the same `fit`.
+            natives: the new model's own vectors.
+            reembedder: re-embeds hits; None: hits are never embedded again.
+            carried: the name that `nobackfill carry --to` was given. Its vectors add candidates for
+                the new model's query. Without it, large galleries find less than `fit` predicted.
+
+        Raises:
+            IncompatibleSpaceError: `joining` was fitted for another map.
+            InvalidInputError: the store's metric has no joining.
         """
         judged_by(source.facts())
         if joining.mark != mapping.digest:
@@ -85,7 +102,7 @@ class Dual:
                 "the joining was fitted for another map; take --out and --joining of one `fit`"
             )
         self._source, self._mapping, self._joining = source, mapping, joining
-        self._natives, self._again = natives, again
+        self._natives, self._reembedder = natives, reembedder
         self._carried = carried
 
     @classmethod
@@ -101,30 +118,61 @@ class Dual:
         limits: Limits | None = None,
         carried: str | None = None,
     ) -> "Dual":
-        """From the files of `nobackfill fit`; `embedder`: the new model. With `items`, hits are
-        embedded again. Raises what the parts raise."""
-        found = load_map(mapping)
-        same_model(found.facts.get(NEW_MODEL), embedder.fingerprint, f"{mapping} and the embedder")
+        """Open from the files of `nobackfill fit`.
+
+        Args:
+            source: the store with the old vectors.
+            mapping: the map's file, `--out` of `fit`.
+            joining: the joining's file, `--joining` of the same `fit`.
+            natives: the file of native vectors; made if it is missing.
+            embedder: the new model, for items.
+            items: where to read items; None: hits are never embedded again.
+            limits: bounds of re-embedding.
+            carried: the name that `nobackfill carry --to` was given.
+
+        Raises:
+            InvalidInputError: the embedder embeds queries, or the store's metric has no joining.
+            IncompatibleSpaceError: the files belong to different models.
+            NotFoundError, VerificationError, BusyError, CannotWriteError: a file cannot be used.
+        """
+        new_map = load_map(mapping)
+        same_model(
+            new_map.facts.get(NEW_MODEL), embedder.fingerprint, f"{mapping} and the embedder"
+        )
         if embedder.reads.startswith(QUERIES):
             raise InvalidInputError(
-                "expected an embedder of items, got one of queries, which its model reads otherwise"
+                "expected an embedder of items, got one of queries; this model embeds them "
+                "differently"
             )
-        kept = Natives(natives, embedder.fingerprint, found.dims[1])
-        again = None
+        native_file = Natives(natives, embedder.fingerprint, new_map.dims[1])
+        reembedder = None
         if items is not None:
-            again = SourceReembedding(source, items, embedder, kept, limits or Limits())
-        return cls(source, found, load_joining(joining), kept, again=again, carried=carried)
+            reembedder = SourceReembedding(source, items, embedder, native_file, limits or Limits())
+        return cls(
+            source,
+            new_map,
+            load_joining(joining),
+            native_file,
+            reembedder=reembedder,
+            carried=carried,
+        )
 
     def close(self) -> None:
-        """End what embeds, after the batches that have begun."""
-        if self._again is not None:
-            self._again.close()
+        """Finish the batches that have started, then close the file of native vectors."""
+        if self._reembedder is not None:
+            self._reembedder.close()
         self._natives.close()
 
     def search(self, old: Vectors, new: Vectors, k: int = 10) -> DualAnswer:
-        """The k best items for a query by the old model [a] and by the new one [b].
+        """Return the k best items for one query.
 
-        Raises InvalidInputError for vectors of other dimensions, or k beyond the candidates.
+        Args:
+            old: the query by the old model, float32 [a] or [1, a].
+            new: the query by the new model, float32 [b] or [1, b].
+            k: the number of hits, 1 to 100.
+
+        Raises:
+            InvalidInputError: a vector has another dimension, or `k` is out of range.
         """
         if not 1 <= k <= HITS:
             raise InvalidInputError(f"expected k from 1 to {HITS}, got {k}")
@@ -132,11 +180,11 @@ class Dual:
         by_old = check_vectors(np.atleast_2d(old), dims[0], what="query by the old model")
         by_new = check_vectors(np.atleast_2d(new), dims[1], what="query by the new model")
         rows = self._candidates(by_old, by_new)
-        rows, odds, native = self._ranked(rows, by_old, by_new)
-        if self._again is not None and len(rows):
-            self._again.ask(versions(without(rows, native)))
-            # An item that was deleted while the query waited is not shown.
-            rows, odds, native = self._ranked(self._source.lookup(rows.ids), by_old, by_new)
+        rows, odds, native = self._rank(rows, by_old, by_new)
+        if self._reembedder is not None and len(rows):
+            self._reembedder.ask(versions(exclude(rows, native)))
+            # The second lookup drops items that were deleted while the query waited.
+            rows, odds, native = self._rank(self._source.lookup(rows.ids), by_old, by_new)
         probabilities = 1 / (1 + np.exp(-odds.astype(np.float64).clip(-500, 500)))
         hits = [
             DualHit(name, float(p), "native" if name in native else "carried")
@@ -149,26 +197,28 @@ class Dual:
         searches = [partial(self._source.nearest, by_old[0])]
         if self._carried is not None:
             searches.append(partial(self._source.nearest, by_new[0], beside=self._carried))
-        near = self._natives.nearest(by_new, HITS, self._joining.metric)
-        rows = self._source.lookup(candidates(*searches, lambda count: near[:count]))
-        known = set(rows.ids)
-        # An item that the store no longer has is no longer kept here either.
-        self._natives.forget([name for name in near if name not in known])
+        nearest_native = self._natives.nearest(by_new, HITS, self._joining.metric)
+        rows = self._source.lookup(candidates(*searches, lambda count: nearest_native[:count]))
+        existing = set(rows.ids)
+        # Native vectors of deleted items are removed.
+        self._natives.forget([name for name in nearest_native if name not in existing])
         return rows
 
-    def _ranked(self, rows: Rows, by_old: Vectors, by_new: Vectors) -> tuple[Rows, Block, set[str]]:
-        """The best of `rows`, their log-odds, and which of them are native."""
+    def _rank(self, rows: Rows, by_old: Vectors, by_new: Vectors) -> tuple[Rows, Block, set[str]]:
+        """Return the best of `rows`, their log-odds, and the ids of native ones."""
         if not len(rows):
             return rows, np.empty(0, np.float32), set()
-        found = self._natives.get(rows.ids)
-        places = {name: row for row, name in enumerate(rows.ids)}
+        native_vectors = self._natives.get(rows.ids)
+        row_of = {name: row for row, name in enumerate(rows.ids)}
         stale = {
-            name: one.seen
-            for name, one in found.items()
-            if one.seen != digest(rows.vectors[places[name]])
+            name: one.old_digest
+            for name, one in native_vectors.items()
+            if one.old_digest != digest(rows.vectors[row_of[name]])
         }
-        self._natives.outdated(stale)
-        native = {places[name]: one.vector for name, one in found.items() if name not in stale}
+        self._natives.delete_outdated(stale)
+        native = {
+            row_of[name]: one.vector for name, one in native_vectors.items() if name not in stale
+        }
         carried = self._mapping(rows.vectors)
         (odds,) = self._joining.odds(by_old, by_new, rows.vectors, carried, native)
         best = np.argsort(-odds, kind="stable")[:HITS]
@@ -177,67 +227,75 @@ class Dual:
         return Rows(list(ids.values()), rows.vectors[best]), odds[best], new_ids
 
     def heal(self, count: int) -> int:
-        """Embed up to `count` items again, those first that people asked for; how many came.
+        """Embed up to `count` items again, those first that queries wanted; for a background job.
 
-        For a background job; the day's budget holds. 0 without items, or when all is done.
+        Returns:
+            How many items got a native vector. 0 without `items`, when all items are native, or
+            when the day's budget is used up.
         """
-        if self._again is None:
+        if self._reembedder is None:
             return 0
-        before, came = len(self._natives), 0
-        for rows in self._waiting():
-            # An item that cannot be embedded does not count: others would never have their turn.
-            some = slice(count - came)
-            self._again.finish(versions(Rows(rows.ids[some], rows.vectors[some])))
-            came = len(self._natives) - before
-            if came >= count or self._natives.spent(today()) >= self._again.limits.a_day:
+        count_before, count_new = len(self._natives), 0
+        for rows in self._without_native():
+            # Only stored vectors count: items that fail must not block the others.
+            part = slice(count - count_new)
+            self._reembedder.finish(versions(Rows(rows.ids[part], rows.vectors[part])))
+            count_new = len(self._natives) - count_before
+            if count_new >= count or self._natives.spent(today()) >= self._reembedder.limits.a_day:
                 break
-        return max(0, came)
+        return max(0, count_new)
 
-    def _waiting(self) -> Iterator[Rows]:
-        """Items without a native vector, in pieces: wanted ones, then the others by key."""
-        wanted = self._natives.wanted(100_000)
-        for first in range(0, len(wanted), _HEALED_AT_ONCE):
-            ids = wanted[first : first + _HEALED_AT_ONCE]
+    def _without_native(self) -> Iterator[Rows]:
+        """Yield items without a native vector, in batches: wanted ones, then the others by key."""
+        wanted_ids = self._natives.wanted_ids(100_000)
+        for first in range(0, len(wanted_ids), _HEALED_AT_ONCE):
+            ids = wanted_ids[first : first + _HEALED_AT_ONCE]
             rows = self._source.lookup(ids)
-            known = set(rows.ids)
-            self._natives.forget([name for name in ids if name not in known])
+            existing = set(rows.ids)
+            self._natives.forget([name for name in ids if name not in existing])
             if len(rows):
                 yield rows
-        tried = set(wanted)
+        tried = set(wanted_ids)
         for window in self._source.windows(_HEALED_AT_ONCE):
             rows = self._source.read(window)
-            rest = without(rows, set(self._natives.get(rows.ids)) | tried)
-            if len(rest):
-                yield rest
+            others = exclude(rows, set(self._natives.get(rows.ids)) | tried)
+            if len(others):
+                yield others
 
     def forget(self, ids: list[str]) -> None:
-        """Remove what is kept of items that were deleted, at once."""
+        """Delete native vectors of items that were deleted."""
         self._natives.forget(ids)
 
     def purge(self) -> int:
-        """Remove what is kept of items that the store no longer has, or has changed; how many."""
+        """Delete native vectors of items that the store has deleted or changed.
+
+        Returns:
+            How many vectors were deleted.
+        """
         removed, after = 0, ""
         while page := self._natives.ids(after, _WINDOW):
             rows = self._source.lookup([name for name, _ in page])
             now = {name: digest(rows.vectors[row]) for row, name in enumerate(rows.ids)}
-            gone = {name: seen for name, seen in page if now.get(name) != seen}
-            self._natives.outdated(gone)
+            gone = {name: old_digest for name, old_digest in page if now.get(name) != old_digest}
+            self._natives.delete_outdated(gone)
             removed, after = removed + len(gone), page[-1][0]
         return removed
 
     def progress(self) -> Progress:
-        """For a person, or for metrics."""
-        again = self._again
+        """Report the progress of re-embedding."""
+        reembedder = self._reembedder
         return Progress(
             self._source.count(),
             len(self._natives),
             self._natives.spent(today()),
-            None if again is None else again.limits.a_day,
-            EmbeddingCost() if again is None else again.cost,
+            None if reembedder is None else reembedder.limits.a_day,
+            EmbeddingCost() if reembedder is None else reembedder.cost,
         )
 
 
-def without(rows: Rows, ids: set[str]) -> Rows:
-    """Rows of other items than these, in their order."""
-    kept = [row for row, name in enumerate(rows.ids) if name not in ids]
-    return Rows([rows.ids[row] for row in kept], rows.vectors[np.asarray(kept, np.int64)])
+def exclude(rows: Rows, ids: set[str]) -> Rows:
+    """Return the rows of all items except these, in their order."""
+    native_file = [row for row, name in enumerate(rows.ids) if name not in ids]
+    return Rows(
+        [rows.ids[row] for row in native_file], rows.vectors[np.asarray(native_file, np.int64)]
+    )

@@ -1,4 +1,4 @@
-"""Items of a store that stays where it is, embedded again into a file of natives."""
+"""Re-embed items of a database into a file of native vectors."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -9,12 +9,12 @@ from nobackfill.adopt.sources.source import Rows, Searchable
 from nobackfill.errors import BusyError, InvalidInputError, NotPermittedError, UnavailableError
 from nobackfill.serving.natives import ItemVersion, Natives, digest
 from nobackfill.serving.reembedding import Limits, Reembedding
-from nobackfill.serving.sources import Items, bounded
+from nobackfill.serving.sources import Items, check_size
 from nobackfill.vectors import Kind, Vectors
 
 
 class ColumnItems:
-    """Texts of a column of the store that holds the vectors; see Items."""
+    """Texts of a column in the database that holds the vectors; implements Items."""
 
     kind: Kind = "text"
 
@@ -22,14 +22,17 @@ class ColumnItems:
         self._source, self._column = source, column
 
     def read(self, name: str, most_bytes: int) -> str | None:
-        found = self._source.texts([name], self._column).get(name)
-        if found is not None:
-            bounded(found.encode("utf-8", "surrogatepass"), name, most_bytes)
-        return found
+        contents = self._source.texts([name], self._column).get(name)
+        if contents is not None:
+            check_size(contents.encode("utf-8", "surrogatepass"), name, most_bytes)
+        return contents
 
 
 class SourceReembedding(Reembedding[ItemVersion]):
-    """Embeds items of `source` by `embedder`, reading them from `items`, into `natives`."""
+    """Reads items of `source` from `items`, embeds them, and stores native vectors.
+
+    The constructor raises InvalidInputError if the model cannot read this kind of items.
+    """
 
     def __init__(
         self,
@@ -47,39 +50,39 @@ class SourceReembedding(Reembedding[ItemVersion]):
         self._source, self._embedder, self._natives = source, embedder, natives
 
     def keep(
-        self, found: Mapping[ItemVersion, str | bytes], gone: Sequence[ItemVersion]
+        self, contents: Mapping[ItemVersion, str | bytes], gone: Sequence[ItemVersion]
     ) -> Collection[ItemVersion]:
-        """Embed, keep, and look again: what went meanwhile is taken back."""
-        vectors = self._embedded(found)
+        """Embed and store; then delete the vectors of items that changed meanwhile."""
+        vectors = self._embed(contents)
         if vectors:
             ids, seen = zip(*vectors, strict=True)
             self._natives.keep(ids, seen, np.stack(list(vectors.values())))
             now = versions(self._source.lookup(ids))
-            self._natives.outdated(dict(one for one in vectors if one not in now))
+            self._natives.delete_outdated(dict(one for one in vectors if one not in now))
         self._natives.forget([name for name, _ in gone])
         return vectors
 
-    def _embedded(self, found: Mapping[ItemVersion, str | bytes]) -> dict[ItemVersion, Vectors]:
-        """Vectors by item; one that cannot be embedded takes no other along."""
-        if not found:
+    def _embed(self, contents: Mapping[ItemVersion, str | bytes]) -> dict[ItemVersion, Vectors]:
+        """Embed items; one that fails does not affect the others."""
+        if not contents:
             return {}
         try:
-            made = self._embedder.embed(list(found.values()))  # type: ignore[arg-type]
-            return dict(zip(found, made, strict=True))
+            embeddings = self._embedder.embed(list(contents.values()))  # type: ignore[arg-type]
+            return dict(zip(contents, embeddings, strict=True))
         except (UnavailableError, BusyError, NotPermittedError):
-            # No item's fault: to ask for each of them would be more of the same.
+            # The embedder's host fails, not an item: retrying each item alone cannot help.
             raise
-        except Exception as error:  # noqa: BLE001 - and so may a model be
+        except Exception as error:  # noqa: BLE001 - a model may raise anything
             self.failed(error)
-            if len(found) == 1:
+            if len(contents) == 1:
                 return {}
         return {
             key: vector
-            for one in found
-            for key, vector in self._embedded({one: found[one]}).items()
+            for one in contents
+            for key, vector in self._embed({one: contents[one]}).items()
         }
 
 
 def versions(rows: Rows) -> dict[ItemVersion, str]:
-    """Name the items of `rows`, each by its id as long as its old vector is this one."""
+    """Return the items' names in the source by version: their id and the digest of their vector."""
     return {(name, digest(rows.vectors[row])): name for row, name in enumerate(rows.ids)}

@@ -1,8 +1,8 @@
-"""The engine for searching while a model changes.
+"""The engine of searches during a change of model.
 
-It chooses candidates, fuses ranks, embeds items again from where they are, and keeps the ledger of
-that work. `nobackfill.serve` uses it for galleries in a database of their own, the gateway for its
-galleries, and `nobackfill fit` to predict what a search finds.
+It chooses candidates, fuses ranks, re-embeds items from their source, and keeps the ledger of that
+work. `nobackfill.serve` uses it for galleries in their own database, the gateway for its galleries,
+and `nobackfill fit` to predict what a search finds.
 
 >>> from nobackfill.serving import FolderItems, LedgerFile, candidates
 >>> candidates(lambda count: ["a", "b"], lambda count: ["b", "c"])
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         EmbeddingCost as EmbeddingCost,
         Limits as Limits,
         Reembedding as Reembedding,
-        Resting as Resting,
+        Backoff as Backoff,
     )
     from nobackfill.serving.sources import (
         FolderItems as FolderItems,
@@ -46,7 +46,7 @@ else:
         {
             "fusion": "Joining OddsLine candidates",
             "ledger": "Ledger LedgerFile",
-            "reembedding": "EmbeddingCost Limits Reembedding Resting",
+            "reembedding": "Backoff EmbeddingCost Limits Reembedding",
             "sources": "FolderItems FunctionItems Items LineItems UrlItems",
         },
     )

@@ -1,10 +1,10 @@
-"""One ranking of items whose vectors come from two models: every score as the log-odds of a match.
+"""Rank fusion of items whose vectors come from two models, by the log-odds of a match.
 
-A carried item's score joins old/old and new/carried, a native one's is new/new, and may keep a
-share of what it scored while it was carried. Each distance is standardised per query over the same
-few anchor items, so that "near" means the same in every space; a line per origin, fitted on
-relevance, turns it into log-odds. Distances themselves are never compared between origins: a new
-query is nearer to carried items than to native ones on average.
+The score of a migrated item combines old/old and new/migrated distances. The score of a native item
+is new/new, plus a fitted share of its score as a migrated item. Each distance is standardised per
+query over the same few anchor items, so that nearness has the same scale in every space. One line
+per origin, fitted on relevance, converts nearness to log-odds. Distances are never compared between
+origins, because a new query is on average nearer to migrated items than to native ones.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.vectors import Vectors, normalise
 
-# Candidates of a query from each search, and those of them that are embedded again.
+# Candidates that each search contributes to a query; the same number may be embedded again.
 HITS = 100
-# The nearest queries of a crowd that say how much of a hub an item is.
+# How many nearest queries of the crowd measure whether an item is a hub.
 NEAREST = 10
 
 Block = NDArray[np.float32]
@@ -30,7 +30,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class OddsLine:
-    """log-odds = slope x nearness + share x nearness as a carried item + intercept."""
+    """The line log-odds = slope * nearness + share * nearness as migrated + intercept."""
 
     slope: float = 1.0
     intercept: float = 0.0
@@ -43,12 +43,19 @@ class OddsLine:
 
 @dataclass(frozen=True)
 class Joining:
-    """`weight`: the new model's share in a carried item's score, 0 is the old model alone.
+    """A fitted rank fusion.
 
-    `joined`, `native`: lines of the two origins. Anchors are the same items by the old model
-    [m, a], carried [m, b] and by the new model [m, b], rows of norm 1 where `metric`, the store's,
-    is cosine. `crowd`: queries by the new model [q, b] that correct hubs among carried items; none:
-    they are not corrected. `mark`: the digest of the map that carries.
+    Attributes:
+        weight: the new model's share in the score of a migrated item; 0 uses the old model alone.
+        joined: the line of migrated items.
+        native: the line of native items.
+        old: the m anchor items by the old model [m, a]; norm 1 if `metric` is cosine.
+        carried: the same items migrated [m, b].
+        new: the same items by the new model [m, b].
+        mark: the digest of the map that migrates.
+        crowd: queries by the new model [q, b] that correct hubs among migrated items; empty: no
+            correction.
+        metric: the metric of the store.
     """
 
     weight: float
@@ -62,26 +69,42 @@ class Joining:
     metric: Metric = "cosine"
 
     def near(self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors) -> Block:
-        """Both models' nearness [q, n] of items with vectors old [n, a] and carried [n, b] to
-        queries by either model, [q, a] and [q, b]."""
+        """Return both models' nearness of migrated items.
+
+        Args:
+            by_old: queries by the old model [q, a].
+            by_new: the same queries by the new model [q, b].
+            old: items by the old model [n, a].
+            carried: the same items migrated [n, b].
+
+        Returns:
+            float32 [q, n].
+        """
         near_old = nearness(by_old, old, self.old, metric=self.metric)
         less = (hubs(carried, self.crowd), self._hubs)
         near_new = nearness(by_new, carried, self.carried, less, self.metric)
-        return fused(self.weight, near_old, near_new)
+        return fuse(self.weight, near_old, near_new)
 
     def odds(
         self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors,
         native: Mapping[int, Vectors],
     ) -> Block:  # fmt: skip
-        """Log-odds [q, n] of a match; arguments as in `near`. `native`: the new model's own vectors
-        [b], by the rows of the items that have one."""
+        """Return the log-odds of a match.
+
+        Args:
+            by_old, by_new, old, carried: as in `near`.
+            native: the new model's own vectors [b], by row, of the items that have one.
+
+        Returns:
+            float32 [q, n].
+        """
         near = self.near(by_old, by_new, old, carried)
-        found = self.joined(near, near)
+        log_odds = self.joined(near, near)
         if native:
             rows, new = list(native), np.stack(list(native.values()))
             near_native = nearness(by_new, new, self.new, metric=self.metric)
-            found[:, rows] = self.native(near_native, near[:, rows])
-        return found
+            log_odds[:, rows] = self.native(near_native, near[:, rows])
+        return log_odds
 
     @cached_property
     def _hubs(self) -> Block:
@@ -89,25 +112,35 @@ class Joining:
 
 
 def candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> list[Key]:
-    """Collect the items that are ranked for a query, each once: the `count` nearest of each search.
+    """Collect the candidates of a query, each once: the `count` nearest of each search.
 
-    `nobackfill.serve.Dual` searches a store, the gateway its galleries, and `fit` the judged items:
-    what is predicted is what is served.
+    `nobackfill.serve.Dual`, the gateway and `fit` all use this rule, so `fit` predicts what
+    searches return.
+
+    Args:
+        searches: functions that return the given number of nearest keys.
+        count: how many keys to take from each.
     """
     return list(dict.fromkeys(key for search in searches for key in search(count)))
 
 
-def fused(weight: float, near_old: Block, near_new: Block) -> Block:
-    """Join both models' nearness [q, n] of carried items; `weight` is the new model's share."""
+def fuse(weight: float, near_old: Block, near_new: Block) -> Block:
+    """Combine both models' nearness [q, n] of migrated items; `weight` is the new model's share."""
     return np.asarray(weight * near_new + (1 - weight) * near_old, np.float32)
 
 
 def hubs(vectors: Vectors, crowd: Vectors) -> Block:
-    """How near vectors [n, d] are to any query at all: half the mean cosine to the 10 nearest of
-    `crowd` [q, d], 0 without one; [n].
+    """Measure how near vectors are to all queries: half the mean cosine to their 10 nearest.
 
-    Taken from a cosine it leaves what is near to one query (CSLS: Conneau et al. 2018, Eq. 3,
+    Subtracting this from a cosine removes the advantage of hubs (CSLS: Conneau et al. 2018, Eq. 3,
     without the term that all items of a query share).
+
+    Args:
+        vectors: [n, d].
+        crowd: queries [q, d] of norm 1.
+
+    Returns:
+        float32 [n]; zeros if `crowd` is empty.
     """
     if not len(crowd):
         return np.zeros(len(vectors), np.float32)
@@ -123,8 +156,18 @@ def nearness(
     less: tuple[Block, Block] | None = None,
     metric: Metric = "cosine",
 ) -> Block:
-    """Deviations [q, n] by which vectors are nearer to queries [q, d] than anchors on average;
-    `less` is taken from the cosines of either."""
+    """Return by how many standard deviations vectors are nearer to queries than anchors are.
+
+    Args:
+        queries: [q, d].
+        vectors: [n, d].
+        anchors: [m, d]; of norm 1 if `metric` is cosine.
+        less: values to subtract from the cosines of vectors [n] and of anchors [m].
+        metric: the metric of the store.
+
+    Returns:
+        float32 [q, n].
+    """
     if metric == "cosine":
         unit = normalise(queries)
         block = np.concatenate([unit @ normalise(vectors).T, unit @ anchors.T], axis=1)
@@ -134,13 +177,20 @@ def nearness(
     if less is not None:
         block -= np.concatenate(less)
     columns = np.arange(len(vectors), block.shape[1])
-    standard: Block = standardised(-block, columns)[:, : len(vectors)]
+    standard: Block = standardise(-block, columns)[:, : len(vectors)]
     return standard
 
 
-def standardised(block: Block, anchors: NDArray[np.int64]) -> Block:
-    """Nearness [q, g] from distances [q, g]: how far below the mean of the anchors' columns, in
-    their deviations."""
-    some = block[:, anchors]
-    spread = np.maximum(some.std(1, keepdims=True), 1e-12)
-    return np.asarray((some.mean(1, keepdims=True) - block) / spread, np.float32)
+def standardise(block: Block, anchors: NDArray[np.int64]) -> Block:
+    """Standardise distances over anchors: how far below their mean, in standard deviations.
+
+    Args:
+        block: distances [q, g].
+        anchors: the columns of the anchors.
+
+    Returns:
+        Nearness, float32 [q, g]; larger is nearer.
+    """
+    anchor_block = block[:, anchors]
+    spread = np.maximum(anchor_block.std(1, keepdims=True), 1e-12)
+    return np.asarray((anchor_block.mean(1, keepdims=True) - block) / spread, np.float32)

@@ -1,7 +1,7 @@
-"""The ledger of re-embedding: who embeds which item, what is wanted, and what a day has cost.
+"""The ledger of re-embedding: claims of items, wanted items, and the count of each day.
 
-Any number of processes share a ledger. A claim keeps others from embedding the same item. It ends
-with its process, or after a while. An item that could not be embedded costs its day nothing.
+Any number of processes share a ledger. A claim keeps other processes from embedding the same item.
+It ends with its process or after ten minutes. An item that fails costs nothing of the budget.
 """
 
 import os
@@ -17,47 +17,57 @@ from typing import Generic, Protocol, TypeVar
 from nobackfill.durable import refusal, transaction, translate_sqlite_errors
 from nobackfill.errors import CannotWriteError
 
-# A claim is another's after this many seconds, or when its process has ended.
+# A claim expires after this many seconds, or when its process has ended.
 CLAIM_SECONDS = 600.0
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def today() -> str:
-    """Return the day (UTC) that a budget is of."""
+    """Return the present day (UTC), YYYY-MM-DD, as a key of the budget."""
     return datetime.now(UTC).date().isoformat()
 
 
 class Ledger(Protocol[Key]):
-    """The work on one gallery's items. Each change is durable. All raise BusyError,
-    CannotWriteError, UnavailableError."""
+    """The re-embedding work on one gallery. Every change is durable. Every method may raise
+    BusyError, CannotWriteError and UnavailableError."""
 
     def claim(self, keys: Sequence[Key], day: str, budget: int) -> list[Key]:
-        """Claim items, in their order, that nobody embeds at present and that the day's `budget`
-        has room for. The others are noted as wanted."""
+        """Claim items that no process embeds at present, within the day's budget.
+
+        Args:
+            keys: items, claimed in their order.
+            day: the day of the budget, as `today` returns it.
+            budget: the most items of this day.
+
+        Returns:
+            The items that were claimed. The others are recorded as wanted.
+        """
         ...
 
     def settle(self, keys: Collection[Key]) -> None:
-        """Note that items are embedded, or gone: nobody claims or wants them any more."""
+        """End claims of items that are embedded or deleted; they are no longer wanted."""
         ...
 
     def release(self, keys: Collection[Key]) -> None:
-        """Give up claims of items that could not be embedded, and give back what they cost their
-        day. They are wanted last, until they are asked for again."""
+        """Give up claims of items that failed, and return their cost to the budget.
+
+        The items are wanted last, until a query wants them again.
+        """
         ...
 
     def spent(self, day: str) -> int:
-        """Count the items that were claimed on a day, without those that were given up."""
+        """Return how many items were claimed on a day, without those that were given up."""
         ...
 
 
 class LedgerFile(Generic[Key]):
-    """A ledger in an SQLite file; see Ledger. Threads may share it.
+    """A ledger in an SQLite file, made if it is missing; threads may share it.
 
-    Raises DamagedError for another file, CannotWriteError, BusyError.
+    Methods raise as Ledger says, and DamagedError if the file is not a ledger.
     """
 
-    # Statements that are run when the file is opened.
+    # Statements to run when the file is opened.
     opening = """
 CREATE TABLE IF NOT EXISTS claim (
     id TEXT PRIMARY KEY, process INTEGER NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
@@ -69,18 +79,18 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.RLock()
-        self._opened: sqlite3.Connection | None = None
+        self._file: sqlite3.Connection | None = None
 
     def claim(self, keys: Sequence[Key], day: str, budget: int) -> list[Key]:
         with self._writing() as connection:
-            now, mine = time.time(), list[Key]()
+            now, claims = time.time(), list[Key]()
             _free(connection, now)
             room = budget - _spent(connection, day)
             for key in self._lacking(connection, keys):
                 row = (self._name(key), os.getpid(), now + CLAIM_SECONDS)
                 insert = "INSERT OR IGNORE INTO claim VALUES (?, ?, ?)"
-                if room > len(mine) and connection.execute(insert, row).rowcount:
-                    mine.append(key)
+                if room > len(claims) and connection.execute(insert, row).rowcount:
+                    claims.append(key)
                     continue
                 connection.execute(
                     "INSERT INTO wanted VALUES (?, 1) "
@@ -90,9 +100,9 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             connection.execute(
                 "INSERT INTO spent VALUES (?, ?) "
                 "ON CONFLICT (day) DO UPDATE SET items = items + excluded.items",
-                (day, len(mine)),
+                (day, len(claims)),
             )
-            return mine
+            return claims
 
     def settle(self, keys: Collection[Key]) -> None:
         with self._writing() as connection:
@@ -106,7 +116,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def release(self, keys: Collection[Key]) -> None:
         rows = [(self._name(key),) for key in keys]
         with self._writing() as connection:
-            # A claim says when it was made. One that is another's by now was paid by that one.
+            # Refund only our own claim: a claim that another process took over was refunded there.
             connection.executemany(
                 "UPDATE spent SET items = items - 1 WHERE items > 0 AND day = "
                 "(SELECT date(until - ?, 'unixepoch') FROM claim WHERE id = ? AND process = ?)",
@@ -118,8 +128,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             )
 
     def names_wanted(self, count: int, where: str = "times > 0") -> list[str]:
-        """Return the names of items that were asked for in vain and for which `where` holds, most
-        often first."""
+        """Return names of wanted items that pass the SQL condition `where`, most wanted first."""
         with self._reading() as connection:
             rows = connection.execute(
                 f"SELECT id FROM wanted WHERE {where} ORDER BY times DESC, id LIMIT ?",  # noqa: S608
@@ -132,18 +141,18 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             return _spent(connection, day)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file; the next call opens it again."""
         with self._lock:
-            if self._opened is not None:
-                self._opened.close()
-                self._opened = None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def _name(self, key: Key) -> str:
-        """The name of an item in the file."""
+        """Return the name of an item in the file."""
         return str(key)
 
     def _lacking(self, connection: sqlite3.Connection, keys: Sequence[Key]) -> Sequence[Key]:
-        """Items without a vector; another process may have kept one since it was looked for."""
+        """Return the items without a vector; another process may have stored one meanwhile."""
         del connection
         return keys
 
@@ -159,14 +168,14 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
 
     @property
     def _connection(self) -> sqlite3.Connection:
-        if self._opened is None:
-            self._opened = self._open()
-        return self._opened
+        if self._file is None:
+            self._file = self._open()
+        return self._file
 
     def _open(self) -> sqlite3.Connection:
         connection = None
         try:
-            # Vectors and wishes are private: no other user reads the file.
+            # Vectors and queries are private: no other user may read the file.
             self._path.touch(0o600)
             connection = sqlite3.connect(
                 self._path, timeout=30, isolation_level=None, check_same_thread=False
@@ -190,7 +199,7 @@ def _spent(connection: sqlite3.Connection, day: str) -> int:
 
 
 def _free(connection: sqlite3.Connection, now: float) -> None:
-    """End claims that are too old, and those of processes that were killed."""
+    """End claims that have expired, and claims of processes that have ended."""
     connection.execute("DELETE FROM claim WHERE until < ?", (now,))
     holders = connection.execute("SELECT DISTINCT process FROM claim").fetchall()
     for (process,) in holders:

@@ -1,7 +1,7 @@
-"""The new model's own vectors, as they are made where people look: one SQLite file.
+"""Store native vectors: the new model's own vectors of items, in one SQLite file.
 
-What is acknowledged survives a kill and a power cut. Any number of processes share the file: an
-item is claimed before it is embedded, and the day's budget is counted in it.
+Writes are durable when they return. Any number of processes share the file: items are claimed in it
+before they are embedded, and it counts the daily budget.
 """
 
 import hashlib
@@ -19,26 +19,28 @@ from nobackfill.serving.ledger import LedgerFile
 from nobackfill.vectors import Vectors, check_vectors, from_bytes
 
 _ROOM = 1024
-# An item's id, and the digest of its old vector: what is claimed, and what a new one is kept of.
+# An item's id and the digest of its old vector: the key of a claim and of a native vector.
 ItemVersion = tuple[str, bytes]
 
 
 def digest(vector: Vectors) -> bytes:
-    """Digest an old vector: it tells that an item is still the one that was embedded."""
+    """Return the digest of an old vector, which tells whether the item has changed."""
     return hashlib.blake2b(np.ascontiguousarray(vector, "<f4").tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class Native:
-    """A vector of norm 1, or as the model makes it, and the digest of the old one beside it."""
+    """A native vector [dim], and the digest of the old vector that the item had then."""
 
-    seen: bytes
+    old_digest: bytes
     vector: Vectors
 
 
 class Natives(LedgerFile[ItemVersion]):
-    """Vectors of one model, `fingerprint`, of dimension `dim`. Raises IncompatibleSpaceError where
-    the file holds another's, DamagedError, CannotWriteError, BusyError."""
+    """The native vectors of one model, in an SQLite file; threads may share it.
+
+    Every method may raise DamagedError, CannotWriteError and BusyError.
+    """
 
     opening = (
         """
@@ -61,24 +63,24 @@ CREATE TABLE IF NOT EXISTS native (
         if not same:
             self.close()
             raise IncompatibleSpaceError(
-                f"{path}: holds vectors of another model (or of this one, declared otherwise); "
-                "give each model a file of its own"
+                f"{path}: holds vectors of another model, or of this model with other options; "
+                "use one file per model"
             )
-        # For search; the newest number that is in memory.
+        # A copy in memory for search; `_newest` is the last number that was read.
         self._matrix: Vectors = np.zeros((_ROOM, dim), np.float32)
         self._norms: Vectors = np.zeros(_ROOM, np.float32)
         self._ids: list[str | None] = []
-        self._known: dict[str, tuple[int, Native]] = {}
+        self._rows_by_id: dict[str, tuple[int, Native]] = {}
         self._newest = 0
         processes.watch_forks(self)
 
     def before_fork(self) -> None:
-        # SQLite's locks are of a process: a connection that both have would corrupt the file.
+        # SQLite locks belong to a process: a connection shared with a child would corrupt the file.
         self._lock.acquire()
         self.close()
 
     def after_fork(self, child: bool) -> None:
-        del child  # Either opens the file again when it needs it.
+        del child  # Parent and child each reopen the file when they need it.
         self._lock.release()
 
     def __len__(self) -> int:
@@ -86,16 +88,22 @@ CREATE TABLE IF NOT EXISTS native (
             return int(connection.execute("SELECT count(*) FROM native").fetchone()[0])
 
     def get(self, ids: Sequence[str]) -> dict[str, Native]:
-        """Return the vectors that are there, by id."""
+        """Return the native vectors of these items, by id; items without one are absent."""
         with self._lock:
             self._catch_up()
-            return {name: self._known[name][1] for name in ids if name in self._known}
+            return {name: self._rows_by_id[name][1] for name in ids if name in self._rows_by_id}
 
     def nearest(self, query: Vectors, count: int, metric: str = "cosine") -> list[str]:
-        """Ids of the nearest to a query [1, dim], exactly, nearest first."""
+        """Return the ids nearest to a query [1, dim], nearest first; the search is exact.
+
+        Args:
+            query: float32 [1, dim].
+            count: the most ids to return.
+            metric: cosine, l2 or dot.
+        """
         with self._lock:
             self._catch_up()
-            if not self._known:
+            if not self._rows_by_id:
                 return []
             rows = len(self._ids)
             products, norms = self._matrix[:rows] @ query[0], self._norms[:rows]
@@ -103,18 +111,27 @@ CREATE TABLE IF NOT EXISTS native (
                 products /= np.maximum(norms, np.float32(1e-12))
             elif metric == "l2":
                 products = 2 * products - norms**2
-            # A few more: rows of items that went hold zeros.
-            most = min(rows, count + rows - len(self._known))
+            # Rows of deleted items hold zeros, so take as many more.
+            most = min(rows, count + rows - len(self._rows_by_id))
             best = np.argpartition(-products, most - 1)[:most]
             ordered = best[np.argsort(-products[best], kind="stable")].tolist()
-            found = [name for row in ordered if (name := self._ids[row]) is not None]
-            return found[:count]
+            listing = [name for row in ordered if (name := self._ids[row]) is not None]
+            return listing[:count]
 
-    def keep(self, ids: Sequence[str], seen: Sequence[bytes], vectors: Vectors) -> None:
-        """Write vectors [n, dim] and free their claims; on return they are on the disk."""
+    def keep(self, ids: Sequence[str], old_digest: Sequence[bytes], vectors: Vectors) -> None:
+        """Store vectors [n, dim] durably, and settle their claims.
+
+        Args:
+            ids: n ids; existing vectors are replaced.
+            old_digest: the n digests of the old vectors.
+            vectors: float32 [n, dim].
+
+        Raises:
+            InvalidInputError: the vectors have another dimension or are not finite.
+        """
         checked = check_vectors(vectors, self._dim, what="new vectors")
         blobs = (vector.astype("<f4").tobytes() for vector in checked)
-        rows = list(zip(ids, seen, blobs, strict=True))
+        rows = list(zip(ids, old_digest, blobs, strict=True))
         with self._writing() as connection:
             connection.executemany(
                 "INSERT OR REPLACE INTO native (id, seen, vector) VALUES (?, ?, ?)", rows
@@ -122,7 +139,7 @@ CREATE TABLE IF NOT EXISTS native (
             self._settle(connection, [row[:2] for row in rows])
 
     def forget(self, ids: Sequence[str]) -> None:
-        """Remove what is known of items that are gone."""
+        """Delete the vectors and wishes of deleted items."""
         if not ids:
             return
         names = [(name,) for name in ids]
@@ -133,23 +150,25 @@ CREATE TABLE IF NOT EXISTS native (
             for name in ids:
                 self._drop(name)
 
-    def outdated(self, seen: Mapping[str, bytes]) -> None:
-        """Remove vectors that were made of just this, by id; newer ones stay."""
-        if not seen:
+    def delete_outdated(self, old_digest: Mapping[str, bytes]) -> None:
+        """Delete vectors by id and digest of the old vector; vectors of newer content stay."""
+        if not old_digest:
             return
         with self._lock:
             with self._writing() as connection:
-                connection.executemany("DELETE FROM native WHERE id = ? AND seen = ?", seen.items())
-            for name, digest_ in seen.items():
-                if name in self._known and self._known[name][1].seen == digest_:
+                connection.executemany(
+                    "DELETE FROM native WHERE id = ? AND seen = ?", old_digest.items()
+                )
+            for name, digest_ in old_digest.items():
+                if name in self._rows_by_id and self._rows_by_id[name][1].old_digest == digest_:
                     self._drop(name)
 
-    def wanted(self, count: int) -> list[str]:
-        """Ids that were asked for and are not there, most often first."""
+    def wanted_ids(self, count: int) -> list[str]:
+        """Return ids that queries wanted and that have no native vector, most wanted first."""
         return self.names_wanted(count, "id NOT IN (SELECT id FROM native)")
 
     def ids(self, after: str, count: int) -> list[ItemVersion]:
-        """Ids and digests in the order of ids, those above `after`."""
+        """Return up to `count` ids above `after`, with digests, ordered by id."""
         with self._reading() as connection:
             return connection.execute(
                 "SELECT id, seen FROM native WHERE id > ? ORDER BY id LIMIT ?", (after, count)
@@ -165,25 +184,25 @@ CREATE TABLE IF NOT EXISTS native (
         return [key for key in keys if not connection.execute(exists, key).fetchone()]
 
     def _catch_up(self) -> None:
-        """Take into memory what this process and others have kept since."""
+        """Read the vectors that this and other processes have stored since the last call."""
         with self._reading() as connection:
             rows = connection.execute(
                 "SELECT number, id, seen, vector FROM native WHERE number > ? ORDER BY number",
                 (self._newest,),
             ).fetchall()
-        for number, name, seen, blob in rows:
+        for number, name, old_digest, blob in rows:
             try:
                 vector = from_bytes(blob, self._dim, what=f"{self._path}: {name!r}")[0]
             except (InvalidInputError, TypeError) as error:
                 raise VerificationError(
-                    f"{error}; remove {self._path}: it fills again as people search"
+                    f"{error}; delete {self._path}: re-embedding fills it again"
                 ) from error
             self._drop(name)
-            self._add(name, Native(seen, vector))
+            self._add(name, Native(old_digest, vector))
             self._newest = number
-        if len(self._ids) > 2 * len(self._known) + _ROOM:
-            known = [(name, native) for name, (_, native) in self._known.items()]
-            self._ids, self._known = [], {}
+        if len(self._ids) > 2 * len(self._rows_by_id) + _ROOM:
+            known = [(name, native) for name, (_, native) in self._rows_by_id.items()]
+            self._ids, self._rows_by_id = [], {}
             self._matrix = np.zeros((_ROOM, self._dim), np.float32)
             self._norms = np.zeros(_ROOM, np.float32)
             for name, native in known:
@@ -195,11 +214,11 @@ CREATE TABLE IF NOT EXISTS native (
             self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
             self._norms = np.concatenate([self._norms, np.zeros_like(self._norms)])
         self._ids.append(name)
-        self._known[name] = (row, native)
+        self._rows_by_id[name] = (row, native)
         self._matrix[row] = native.vector
         self._norms[row] = np.linalg.norm(native.vector)
 
     def _drop(self, name: str) -> None:
-        if found := self._known.pop(name, None):
-            self._ids[found[0]] = None
-            self._matrix[found[0]] = self._norms[found[0]] = 0
+        if listing := self._rows_by_id.pop(name, None):
+            self._ids[listing[0]] = None
+            self._matrix[listing[0]] = self._norms[listing[0]] = 0

@@ -1,8 +1,9 @@
-"""Items embedded again on threads, bounded in time, bytes, concurrency and by a budget a day.
+"""Re-embed items on threads, bounded in time, bytes, concurrency and by a daily budget.
 
-No item is embedded twice at once: within a process a second query waits for the same work, across
-processes a claim keeps it from beginning. Late items are kept all the same. An item that could not
-be embedded costs its day nothing, and backs off. An item that was not begun stays wanted.
+No item is embedded twice at once. Within a process a second query waits for the same work; across
+processes a claim keeps others from starting it. Vectors that arrive late are stored all the same.
+An item that fails costs nothing of the budget, and backs off. An item that was not started stays
+in the queue of wanted items.
 """
 
 import os
@@ -21,80 +22,93 @@ from nobackfill.serving.ledger import Key, Ledger, today
 from nobackfill.serving.sources import Items
 
 _DAY_S = 86_400.0
-# Items that back off and are known at most: of more, those whose rest is longest.
+# The most items whose back-off is remembered; beyond it, those with the longest back-off stay.
 _MOST = 100_000
 
 
 @dataclass(frozen=True)
-class _Rest:
-    """The end of an item's rest on the clock, and its length in seconds."""
+class _Pause:
+    """An item's back-off: its end on the clock, and its length in seconds."""
 
     end: float
     seconds: float
 
 
-class Resting(Generic[Key]):
-    """Back-off: an item that fails rests `first` seconds, twice as long each time, and `longest` at
-    most; one that the source lacks rests a day. An item that has not failed again for as long as
-    it had rested begins anew. Threads may share it."""
+class Backoff(Generic[Key]):
+    """Exponential back-off of items that failed; threads may share it.
+
+    An item that fails waits `first` seconds, then twice as long each time, at most `longest`. An
+    item that its source lacks waits a day. An item without failures for as long as its last
+    back-off starts again at `first`.
+    """
 
     def __init__(
         self, first: float, longest: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._first, self._longest, self._clock = first, longest, clock
         self._lock = threading.Lock()
-        self._rests: dict[Key, _Rest] = {}
+        self._pauses: dict[Key, _Pause] = {}
 
     def ready(self, keys: Sequence[Key]) -> list[Key]:
-        """Return the items that do not rest, in their order."""
+        """Return the items that need not wait now, in their order."""
         now = self._clock()
         with self._lock:
             return [
-                key for key in keys if (rest := self._rests.get(key)) is None or rest.end <= now
+                key for key in keys if (rest := self._pauses.get(key)) is None or rest.end <= now
             ]
 
     def failed(self, keys: Collection[Key]) -> None:
-        """Let items rest that could not be embedded."""
+        """Start or extend the back-off of items that could not be embedded."""
         now = self._clock()
         with self._lock:
             for key in keys:
-                seconds = self._longer(self._rests.get(key), now)
-                self._rests[key] = _Rest(now + seconds, seconds)
+                seconds = self._longer(self._pauses.get(key), now)
+                self._pauses[key] = _Pause(now + seconds, seconds)
             self._forget(now)
 
-    def _longer(self, last: _Rest | None, now: float) -> float:
-        """Return how long an item rests after its last rest."""
+    def _longer(self, last: _Pause | None, now: float) -> float:
+        """Return the seconds of the next back-off, given the last one."""
         if last is None or now >= last.end + last.seconds:
             return self._first
         return min(2 * last.seconds, self._longest)
 
     def gone(self, keys: Collection[Key]) -> None:
-        """Let items rest that the source lacks."""
+        """Start a back-off of a day for items that their source lacks."""
         now = self._clock()
         with self._lock:
-            self._rests |= dict.fromkeys(keys, _Rest(now + _DAY_S, _DAY_S))
+            self._pauses |= dict.fromkeys(keys, _Pause(now + _DAY_S, _DAY_S))
             self._forget(now)
 
     def _forget(self, now: float) -> None:
-        """Drop items where there are too many: first those that begin anew."""
-        if len(self._rests) <= _MOST:
+        """Drop entries beyond the limit; first those that would start again at `first`."""
+        if len(self._pauses) <= _MOST:
             return
-        known = {key: rest for key, rest in self._rests.items() if now < rest.end + rest.seconds}
-        longest = sorted(known.items(), key=lambda one: one[1].end, reverse=True)
-        # Half, so that it is not sorted again at the next one.
-        self._rests = dict(longest[: _MOST // 2]) if len(known) > _MOST // 2 else known
+        remembered = {
+            key: rest for key, rest in self._pauses.items() if now < rest.end + rest.seconds
+        }
+        longest = sorted(remembered.items(), key=lambda one: one[1].end, reverse=True)
+        # Keep half, so that the next failure need not sort again.
+        self._pauses = dict(longest[: _MOST // 2]) if len(remembered) > _MOST // 2 else remembered
 
 
-# Items that wait for a thread.
+# The most items that wait for a thread.
 _MOST_WAITING = 10_000
-# So long an end waits for batches that have begun.
+# How long `close` waits for batches that have started.
 _CLOSED_S = 30.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`seconds`: what a query waits. `bytes_a_query`, `bytes_an_item`: what is read of items.
-    `concurrency`: batches at once. `a_day`: items of a day (UTC), of all processes."""
+    """Limits of re-embedding.
+
+    Attributes:
+        seconds: how long a query waits.
+        bytes_a_query: bytes that one query may read.
+        bytes_an_item: bytes that one item may have.
+        concurrency: batches at once.
+        batch: items of a batch.
+        a_day: items a day (UTC), over all processes.
+    """
 
     seconds: float = 1.0
     bytes_a_query: int = 64 << 20
@@ -106,7 +120,7 @@ class Limits:
 
 @dataclass
 class EmbeddingCost:
-    """Since the start of this process."""
+    """Totals since the start of this process; `seconds` counts threads, `failed` items."""
 
     embedded: int = 0
     failed: int = 0
@@ -127,114 +141,143 @@ class _Bytes:
             self.left -= count
 
 
-class _Read(NamedTuple, Generic[Key]):
-    """Items of a batch, those that are gone, and those that were not begun."""
+class _BatchRead(NamedTuple, Generic[Key]):
+    """A batch after reading: its items, those that are gone, those that were not started."""
 
-    found: dict[Key, str | bytes]
+    contents: dict[Key, str | bytes]
     gone: list[Key]
     unread: list[Key]
 
 
 class Reembedding(ABC, Generic[Key]):
-    """Reads items from a source; a subclass embeds them and keeps the vectors."""
+    """Reads items from a source; a subclass embeds them and stores the vectors."""
 
     def __init__(
         self,
         items: Items,
         limits: Limits,
         ledger: Ledger[Key],
-        resting: Resting[Key] | None = None,
+        backoff: Backoff[Key] | None = None,
     ) -> None:
-        """`resting`: items that failed a while ago are not begun; None: all may be tried again."""
-        self._items, self.limits, self.ledger, self.resting = items, limits, ledger, resting
-        # Again by the same thread: a batch may have ended before `_begin` asks to be told.
+        """Prepare threads that embed `items`.
+
+        Args:
+            items: the source of the items.
+            limits: bounds of time, bytes, concurrency and budget.
+            ledger: the claims and the budget, shared with other processes.
+            resting: the back-off of failed items; None: failed items are retried at once.
+        """
+        self._items, self.limits, self.ledger, self.backoff = items, limits, ledger, backoff
+        # Reentrant: a batch may end before `_begin` registers its callback in the same thread.
         self._lock = threading.RLock()
         self._closed = False
         self._process = os.getpid()
         self._claiming = 0
-        self._claimed = threading.Condition(self._lock)
+        self._claims_ended = threading.Condition(self._lock)
         self._under_way: dict[Key, Future[None]] = {}
-        # A source may hang for ever: no stop waits for it.
+        # A source may hang for ever, so closing must not wait for its thread.
         self._threads = DaemonThreads(limits.concurrency, "nobackfill-embed")
         self.cost = EmbeddingCost()
 
     @abstractmethod
-    def keep(self, found: Mapping[Key, str | bytes], gone: Sequence[Key]) -> Collection[Key]:
-        """Embed what was `found`, keep the vectors durably and settle their items; return the items
-        that are done with. `gone`: there is no such item any more. May raise anything."""
+    def keep(self, contents: Mapping[Key, str | bytes], gone: Sequence[Key]) -> Collection[Key]:
+        """Embed items, store their vectors durably, and settle them in the ledger.
+
+        Args:
+            found: texts or encoded images by item.
+            gone: items that the source no longer has.
+
+        Returns:
+            The items that are finished. May raise any error; unfinished items then back off.
+        """
 
     def claim(self, keys: Sequence[Key], budget: int) -> Sequence[Key]:
-        """Claim items that nobody else embeds, at most `budget` a day; the others are noted as
-        wanted. Raises BusyError, CannotWriteError: then nothing is embedded."""
+        """Claim items that no other process embeds, within a daily budget; queue the others.
+
+        Raises:
+            BusyError: the ledger is locked; nothing was claimed.
+            CannotWriteError: the ledger cannot be written; nothing was claimed.
+        """
         return self.ledger.claim(keys, today(), budget)
 
     def close(self, seconds: float = _CLOSED_S) -> bool:
-        """End after the items that are being read, and keep what was: what waits is not begun, and
-        calls from now on begin nothing. Returns whether all has ended within `seconds`; what has
-        not, as a source hangs, ends by itself or with the process. May be called again."""
+        """Finish the batches that have started, drop those that wait, and refuse later work.
+
+        May be called again.
+
+        Args:
+            seconds: how long to wait. A batch whose source hangs ends later by itself.
+
+        Returns:
+            Whether all batches have ended.
+        """
         end = time.monotonic() + seconds
         with self._lock:
             self._closed = True
-            # Whoever claims gives it up, as long as claims can be written.
-            claimed = self._claimed.wait_for(lambda: not self._claiming, seconds)
-        return self._threads.close(max(0.0, end - time.monotonic())) and claimed
+            # Threads that are claiming give their claims up while the ledger is still open.
+            claims_ended = self._claims_ended.wait_for(lambda: not self._claiming, seconds)
+        return self._threads.close(max(0.0, end - time.monotonic())) and claims_ended
 
     def ask(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
-        """Embed items again by their names in the source; return when they are kept or time is up:
-        that of the limits, and no more than `seconds`."""
+        """Re-embed items; return once their vectors are stored or the time is up.
+
+        Args:
+            names: the item's name in its source, by key.
+            seconds: how long to wait; at most the limit, and None means the limit.
+        """
         patience = self.limits.seconds if seconds is None else min(seconds, self.limits.seconds)
         deadline = time.monotonic() + patience
-        started = self._begin(names)
-        wait(started, timeout=max(0.0, deadline - time.monotonic()))
+        pending = self._begin(names)
+        wait(pending, timeout=max(0.0, deadline - time.monotonic()))
 
     def finish(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
-        """Embed as `ask` does, however long it takes, or for `seconds` whatever the limits say."""
+        """Re-embed as `ask` does, but wait without the limit, or for `seconds`."""
         wait(self._begin(names), timeout=seconds)
 
     def busy(self, keys: Collection[Key]) -> bool:
-        """Return whether any of these is under way still."""
+        """Return whether any of these items is being embedded or waits for a thread."""
         with self._lock:
             return any(key in self._under_way for key in keys)
 
     def failed(self, error: Exception) -> None:
-        """Remember why an item could not be embedded."""
+        """Record why an item could not be embedded."""
         with self._lock:
             self.cost.last_failure = f"{type(error).__name__}: {error}"
 
     def _begin(self, names: Mapping[Key, str]) -> list[Future[None]]:
-        """Begin to embed items; return their work, and that of other queries on them."""
+        """Start to embed items; return their futures, and those of other queries on them."""
         if os.getpid() != self._process:
             raise ConfigurationError(
-                "what embeds items again was opened before this process was forked, and its "
-                "threads stayed in the parent; open it after the fork, in each process"
+                "this re-embedder was opened before the process was forked, and its threads "
+                "stayed in the parent; open it after the fork, in each process"
             )
         with self._lock:
             if self._closed:
                 return []
             shared = [future for key in names if (future := self._under_way.get(key))]
             idle = [key for key in names if key not in self._under_way]
-            if self.resting is not None:
-                idle = self.resting.ready(idle)
-            # More than that is noted as wanted: a crowd shall not fill the memory.
+            if self.backoff is not None:
+                idle = self.backoff.ready(idle)
+            # Items beyond the limit are only queued in the ledger, so that memory stays bounded.
             room = max(0, _MOST_WAITING - len(self._under_way))
             idle, beyond = idle[:room], idle[room:]
-            own = {key: Future[None]() for key in idle}
-            self._under_way |= own
+            started_here = {key: Future[None]() for key in idle}
+            self._under_way |= started_here
             self._claiming += 1
-        mine: dict[Key, str] = {}
+        claims: dict[Key, str] = {}
         try:
-            # Not under the lock: it may wait for other processes, and nobody else here shall.
-            mine = {key: names[key] for key in self._claim(idle, beyond)}
-            self._submit(mine)
+            # Without the lock: claiming may wait for other processes, and threads must not.
+            claims = {key: names[key] for key in self._claim(idle, beyond)}
+            self._submit(claims)
         finally:
-            self._end([key for key in idle if key not in mine])
+            self._end([key for key in idle if key not in claims])
             with self._lock:
                 self._claiming -= 1
-                self._claimed.notify_all()
-        return [*shared, *(own[key] for key in mine)]
+                self._claims_ended.notify_all()
+        return [*shared, *(started_here[key] for key in claims)]
 
     def _claim(self, idle: list[Key], beyond: list[Key]) -> Sequence[Key]:
-        """Claim the items that are to be embedded here."""
+        """Claim the items that this process will embed."""
         try:
             if beyond:
                 self.claim(beyond, 0)
@@ -244,14 +287,14 @@ class Reembedding(ABC, Generic[Key]):
             return ()
 
     def _submit(self, names: Mapping[Key, str]) -> None:
-        """Start claimed items in batches; give them up once it is closed."""
+        """Start claimed items in batches; give the claims up if this is closed."""
         bytes_, keys = _Bytes(self.limits.bytes_a_query), list(names)
         with self._lock:
             closed = self._closed
             for first in range(0, 0 if closed else len(keys), self.limits.batch):
-                some = {key: names[key] for key in keys[first : first + self.limits.batch]}
-                future = self._threads.submit(partial(self._work, some, bytes_))
-                future.add_done_callback(self._done(list(some)))
+                part = {key: names[key] for key in keys[first : first + self.limits.batch]}
+                future = self._threads.submit(partial(self._work, part, bytes_))
+                future.add_done_callback(self._done(list(part)))
         if closed and keys:
             self._postpone(keys)
             self._end(keys)
@@ -265,59 +308,59 @@ class Reembedding(ABC, Generic[Key]):
         return done
 
     def _end(self, keys: Collection[Key]) -> None:
-        """Note that items are under way no more, and tell the callers that wait for them."""
+        """Mark items as finished, and wake the callers that wait for them."""
         with self._lock:
             ended = [self._under_way.pop(key) for key in keys]
         for future in ended:
             future.set_result(None)
 
     def _postpone(self, keys: Sequence[Key]) -> None:
-        """Give up items that were not begun: they cost nothing, and stay wanted."""
+        """Give up claims of items that were not started; they stay wanted and cost nothing."""
         try:
             self.ledger.release(keys)
             self.claim(keys, 0)
-        except Exception as error:  # noqa: BLE001 - claims end by themselves
+        except Exception as error:  # noqa: BLE001 - claims also expire
             self.failed(error)
 
     def _work(self, names: Mapping[Key, str], bytes_: _Bytes) -> None:
         begun = time.perf_counter()
-        read: _Read[Key] = _Read({}, [], [])
-        kept: Collection[Key] = ()
+        read: _BatchRead[Key] = _BatchRead({}, [], [])
+        finished: Collection[Key] = ()
         try:
             read = self._read(names, bytes_)
-            kept = self.keep(read.found, read.gone)
-        except Exception as error:  # noqa: BLE001 - whatever it is, claims are freed
+            finished = self.keep(read.contents, read.gone)
+        except Exception as error:  # noqa: BLE001 - claims are freed after any error
             self.failed(error)
         finally:
-            lost = [key for key in names if key not in kept and key not in read.unread]
+            lost = [key for key in names if key not in finished and key not in read.unread]
             with self._lock:
-                self.cost.embedded += len(kept)
+                self.cost.embedded += len(finished)
                 self.cost.failed += len(lost)
                 self.cost.seconds += time.perf_counter() - begun
-            if self.resting is not None:
-                self.resting.failed([key for key in lost if key not in read.gone])
-                self.resting.gone([key for key in lost if key in read.gone])
+            if self.backoff is not None:
+                self.backoff.failed([key for key in lost if key not in read.gone])
+                self.backoff.gone([key for key in lost if key in read.gone])
             if read.unread:
                 self._postpone(read.unread)
             if lost:
                 self.ledger.release(lost)
 
-    def _read(self, names: Mapping[Key, str], bytes_: _Bytes) -> _Read[Key]:
-        """Read as many items as the bytes reach for."""
-        found: dict[Key, str | bytes] = {}
+    def _read(self, names: Mapping[Key, str], bytes_: _Bytes) -> _BatchRead[Key]:
+        """Read items until the query's bytes are used up."""
+        contents: dict[Key, str | bytes] = {}
         gone, keys = list[Key](), list(names)
-        whole = min(self.limits.bytes_an_item, self.limits.bytes_a_query)
+        item_limit = min(self.limits.bytes_an_item, self.limits.bytes_a_query)
         for number, (key, name) in enumerate(names.items()):
-            most = min(whole, bytes_.left)
+            most = min(item_limit, bytes_.left)
             if most <= 0 or self._closed:
-                return _Read(found, gone, keys[number:])
+                return _BatchRead(contents, gone, keys[number:])
             try:
                 item = self._items.read(name, most)
-            except Exception as error:  # noqa: BLE001 - a function of the user's, perhaps
-                if isinstance(error, TooLargeError) and most < whole:
-                    # Not too large but last: what was left of the query's bytes went for it.
+            except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+                if isinstance(error, TooLargeError) and most < item_limit:
+                    # The item fits the limit but not the rest of the query's bytes.
                     bytes_.take(most)
-                    return _Read(found, gone, keys[number:])
+                    return _BatchRead(contents, gone, keys[number:])
                 self.failed(error)
                 continue
             if item is None:
@@ -327,5 +370,5 @@ class Reembedding(ABC, Generic[Key]):
             bytes_.take(size)
             with self._lock:
                 self.cost.bytes += size
-            found[key] = item
-        return _Read(found, gone, [])
+            contents[key] = item
+        return _BatchRead(contents, gone, [])

@@ -1,4 +1,4 @@
-"""Where the items themselves are: what is embedded again comes from here, bounded in bytes."""
+"""Sources of items to re-embed: folders, functions, URLs and JSON Lines, bounded in bytes."""
 
 import http.client
 import os
@@ -27,7 +27,7 @@ from nobackfill.text import LARGEST_BYTES, read_line
 from nobackfill.vectors import Kind
 
 _PIECE = 1 << 16
-# Errors that a host can cause: urllib3 lets some of other libraries through.
+# Errors that a host can cause; urllib3 passes some of other libraries on.
 _TROUBLE = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
 
 
@@ -36,18 +36,25 @@ class Items(Protocol):
 
     @property
     def kind(self) -> Kind | None:
-        """The kind of its items; None: it may give either."""
+        """The kind of all its items; None if it may return either kind."""
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
-        """A text, or an image's bytes; None where there is no such item.
+        """Return a text, or an encoded image; None if there is no such item.
 
-        Raises TooLargeError above `most_bytes`, UnavailableError, InvalidInputError.
+        Args:
+            name: the item's id.
+            most_bytes: the largest size to accept.
+
+        Raises:
+            TooLargeError: the item is larger than `most_bytes`.
+            UnavailableError: the source cannot be read now.
+            InvalidInputError: the id or the content is not valid.
         """
 
 
 class FolderItems:
-    """Files below a folder: images, or texts. An id is a path in it, as `nobackfill embed` names
-    them, or is filled into `pattern`, such as {id}.jpg."""
+    """Files below a folder, images or texts. An id is a path in the folder, as `nobackfill embed`
+    names files; with a `pattern` such as {id}.jpg it is a part of the path."""
 
     def __init__(self, folder: Path, pattern: str = "{id}", kind: Kind = "image") -> None:
         self._folder, self._pattern, self.kind = folder.resolve(), pattern, kind
@@ -56,33 +63,36 @@ class FolderItems:
         try:
             path = (self._folder / PurePosixPath(self._pattern.replace("{id}", name))).resolve()
             if not path.is_relative_to(self._folder):
-                raise InvalidInputError(f"{name!r}: expected a path below the folder of images")
+                raise InvalidInputError(f"{name!r}: expected a path inside the folder of items")
             if not path.is_file():
                 return None
             with path.open("rb") as file:
-                return _as(self.kind, bounded(file.read(most_bytes + 1), name, most_bytes), name)
+                return _decode(
+                    self.kind, check_size(file.read(most_bytes + 1), name, most_bytes), name
+                )
         except OSError as error:
             raise UnavailableError(f"{name!r}: cannot be read ({error.strerror})") from error
 
 
 class FunctionItems:
-    """Items by a function of the id: it returns a text, an image's bytes, or None for none."""
+    """Items from a function of the id, which returns a text, an encoded image, or None."""
 
     def __init__(self, function: Callable[[str], str | bytes | None], kind: Kind | None) -> None:
         self._function, self.kind = function, kind
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
-        found = self._function(name)
-        if found is not None:
-            bounded(found.encode() if isinstance(found, str) else found, name, most_bytes)
-        return found
+        content = self._function(name)
+        if content is not None:
+            check_size(content.encode() if isinstance(content, str) else content, name, most_bytes)
+        return content
 
 
 class UrlItems:
-    """`template` with {id} in its path, such as https://images.example/{id}.jpg.
+    """Items from a web host, at a template such as https://images.example/{id}.jpg.
 
-    Only `hosts` are asked, by https:// (or on this machine), and no redirect leads elsewhere. A
-    request has `timeout` seconds, from the connection to the last byte. Raises ConfigurationError.
+    Only the given `hosts` are requested, over https (or http on this machine), without following
+    redirects. A whole request may take `timeout` seconds. The constructor raises ConfigurationError
+    for another template.
     """
 
     def __init__(
@@ -99,14 +109,14 @@ class UrlItems:
             raise ConfigurationError("expected https://HOST/…{id}… as the items' address")
         if parsed.host not in hosts or "{id}" not in path:
             raise ConfigurationError(
-                f"expected a named host and {{id}} in the path: {parsed.host!r} is not among "
-                f"{sorted(hosts)}, or nothing is filled in"
+                f"expected one of the hosts {sorted(hosts)} and {{id}} in the path, got the host "
+                f"{parsed.host!r} in {template!r}"
             )
         self._timeout = timeout
         self._http = pool_manager(retries=False, timeout=timeout, maxsize=16)
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
-        # One part of a path: no id leads to another host or folder.
+        # Quoted as one segment, an id cannot lead to another host or folder.
         url = self._template.replace("{id}", quote(name, safe=""))
         if name in (".", ".."):
             raise InvalidInputError(f"{name!r}: expected an id that names a file")
@@ -121,29 +131,29 @@ class UrlItems:
             return None
         except _TROUBLE as error:
             raise UnavailableError(f"{name!r}: its host does not answer ({error})") from error
-        return _as(self.kind, bounded(bytes(data), name, most_bytes), name)
+        return _decode(self.kind, check_size(bytes(data), name, most_bytes), name)
 
     def _pieces(self, url: str, name: str) -> Iterator[bytes]:
-        """Raises NotFoundError, UnavailableError for another answer than the item, what urllib3
-        raises."""
-        got = self._http.request("GET", url, redirect=False, preload_content=False)
-        whole = False
+        """Yield the body. Raises NotFoundError, UnavailableError for another status, or any error
+        of urllib3."""
+        response = self._http.request("GET", url, redirect=False, preload_content=False)
+        complete = False
         try:
-            if got.status in (404, 410):
-                raise NotFoundError(f"{name!r}: its host has none")
-            if got.status != 200:
-                raise UnavailableError(f"{name!r}: its host answers {got.status}")
-            while piece := got.read1(_PIECE):
+            if response.status in (404, 410):
+                raise NotFoundError(f"{name!r}: its host has no such file")
+            if response.status != 200:
+                raise UnavailableError(f"{name!r}: its host answers {response.status}")
+            while piece := response.read1(_PIECE):
                 yield piece
-            whole = True
+            complete = True
         finally:
-            if not whole:
-                # The rest is in the way of the next request.
-                got.close()
+            if not complete:
+                # Unread bytes would spoil the connection for the next request.
+                response.close()
 
 
-def _as(kind: Kind, data: bytes, name: str) -> str | bytes:
-    """Raises InvalidInputError for a text that is none."""
+def _decode(kind: Kind, data: bytes, name: str) -> str | bytes:
+    """Decode a text; return an image unchanged. Raises InvalidInputError for bad UTF-8."""
     if kind == "image":
         return data
     try:
@@ -152,20 +162,20 @@ def _as(kind: Kind, data: bytes, name: str) -> str | bytes:
         raise InvalidInputError(f"{name!r}: expected a text in UTF-8") from error
 
 
-def bounded(data: bytes, name: str, most_bytes: int) -> bytes:
-    """`data`, where it is no larger. Raises TooLargeError."""
+def check_size(data: bytes, name: str, most_bytes: int) -> bytes:
+    """Return `data` if it has at most `most_bytes`. Raises TooLargeError."""
     if len(data) > most_bytes:
         raise TooLargeError(f"{name!r}: expected at most {most_bytes} bytes, got more")
     return data
 
 
-# A file as it was looked through: when it was written, its length, its inode.
+# Identifies a version of a file: modification time, length, inode.
 _Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """The last line that was looked at: its number, its first byte, and what it said."""
+class _LastLine:
+    """The last line that was indexed: its number, its first byte, and its content."""
 
     number: int = 1
     start: int = 0
@@ -173,10 +183,11 @@ class _Seen:
 
 
 class LineItems:
-    """Lines with `id` and `text`; of an id that comes twice the last. Where lines were added to the
-    file those are looked through, where it has changed otherwise all of it. See Items.
+    """Texts from a JSON Lines file with `id` and `text`; the last line of an id wins.
 
-    Raises NotFoundError, InvalidInputError for a line that is none, and for what is no file.
+    Lines appended to the file are indexed at the next read; any other change indexes the whole file
+    again. The constructor raises NotFoundError if there is no file, and InvalidInputError for a
+    malformed line or something other than a file.
     """
 
     kind: Kind = "text"
@@ -185,95 +196,95 @@ class LineItems:
         self._file = file
         self._lock = threading.Lock()
         self._stamp: _Stamp | None = None
-        self._places: dict[str, int] = {}
-        self._seen = _Seen()
+        self._offsets: dict[str, int] = {}
+        self._last_line = _LastLine()
         self._refresh()
 
     def read(self, name: str, most_bytes: int) -> str | None:
         with self._lock:
             try:
                 self._refresh()
-                place = self._places.get(name)
-                if place is None:
+                offset = self._offsets.get(name)
+                if offset is None:
                     return None
                 with self._file.open("rb") as file:
-                    file.seek(place)
+                    file.seek(offset)
                     line = file.readline(_longest(most_bytes))
             except OSError as error:
                 raise UnavailableError(f"{name!r}: cannot be read ({error.strerror})") from error
         if not line.endswith(b"\n") and len(line) == _longest(most_bytes):
             raise TooLargeError(f"{name!r}: expected at most {most_bytes} bytes, got more")
         try:
-            one = read_line(line, repr(name))
+            entry = read_line(line, repr(name))
         except InvalidInputError:
-            self._look_anew()
+            self._index_again()
             raise
-        if one.id != name:
-            self._look_anew()
-            # Written anew between the two looks: another's text would be this one's vector.
+        if entry.id != name:
+            self._index_again()
+            # The file was rewritten between index and read: this line belongs to another item.
             raise UnavailableError(f"{name!r}: its file changes while it is read; try again")
         try:
-            bounded(one.text.encode(), name, most_bytes)
+            check_size(entry.text.encode(), name, most_bytes)
         except UnicodeEncodeError as error:
             raise InvalidInputError(f"{name!r}: expected valid Unicode") from error
-        return one.text
+        return entry.text
 
-    def _look_anew(self) -> None:
-        """Next time at all of it: lines stand elsewhere, though the last one seen does not."""
+    def _index_again(self) -> None:
+        """Index the whole file at the next read: lines have moved, though the last one has not."""
         with self._lock:
             self._stamp = None
 
     def _refresh(self) -> None:
-        with _opened(self._file) as file:
-            found = os.fstat(file.fileno())
-            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
+        with _open_file(self._file) as file:
+            content = os.fstat(file.fileno())
+            stamp = (content.st_mtime_ns, content.st_size, content.st_ino)
             if stamp == self._stamp:
                 return
-            added = self._added(file, stamp)
-            if not added:
-                self._places, self._seen = {}, _Seen()
-            self._look(file, added=added)
+            appended = self._has_grown(file, stamp)
+            if not appended:
+                self._offsets, self._last_line = {}, _LastLine()
+            self._index(file, appended=appended)
             self._stamp = stamp
 
-    def _added(self, file: BinaryIO, stamp: _Stamp) -> bool:
-        """Return whether the file is the one that was looked through, and longer."""
+    def _has_grown(self, file: BinaryIO, stamp: _Stamp) -> bool:
+        """Return whether the file is the indexed one with appended lines."""
         if self._stamp is None or stamp[2] != self._stamp[2] or stamp[1] <= self._stamp[1]:
             return False
-        file.seek(self._seen.start)
-        return file.readline().startswith(self._seen.line)
+        file.seek(self._last_line.start)
+        return file.readline().startswith(self._last_line.line)
 
-    def _look(self, file: BinaryIO, *, added: bool) -> None:
-        """Note the places of the lines from that which was seen last."""
-        number, start = self._seen.number, self._seen.start
+    def _index(self, file: BinaryIO, *, appended: bool) -> None:
+        """Index the lines from the last indexed one on."""
+        number, start = self._last_line.number, self._last_line.start
         file.seek(start)
-        # Only a line feed ends a line, JSON may hold other separators of lines.
+        # Only a line feed ends a line; JSON may contain other line separators.
         for line in file:
             if line.strip():
                 try:
-                    one = read_line(line, f"{self._file}:{number}")
+                    entry = read_line(line, f"{self._file}:{number}")
                 except InvalidInputError:
-                    if added and not line.endswith(b"\n"):
-                        # Somebody is writing it: it is looked at when it is longer.
+                    if appended and not line.endswith(b"\n"):
+                        # A writer is still appending: index this line when it is complete.
                         return
                     raise
-                self._places[one.id] = start
-                self._seen = _Seen(number, start, line)
+                self._offsets[entry.id] = start
+                self._last_line = _LastLine(number, start, line)
             start, number = start + len(line), number + 1
 
 
-def _opened(path: Path) -> BinaryIO:
-    """Raises NotFoundError; InvalidInputError for a pipe, say: nobody may ever write to it."""
+def _open_file(path: Path) -> BinaryIO:
+    """Open a regular file. Raises NotFoundError; InvalidInputError for a pipe or a folder."""
     try:
-        # Opening a pipe waits for who writes, unless it is asked not to.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise NotFoundError(f"{path}: cannot be read ({error.strerror})") from error
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise InvalidInputError(f"{path}: expected a file, whose lines are read where they stand")
+    raise InvalidInputError(f"{path}: expected a regular file, because lines are read by offset")
 
 
 def _longest(most_bytes: int) -> int:
-    """Bound a line whose text has so many bytes: JSON may write six for one, and has other keys."""
+    """Bound the length of a line by its text's bytes: JSON may write six bytes for one."""
     return 6 * min(most_bytes, LARGEST_BYTES) + (1 << 16)

@@ -13,7 +13,7 @@ from nobackfill.server.healing.ledger import HealingLedger
 from nobackfill.server.healing.registration import HealingSource
 from nobackfill.server.upgrades.backfill import embed_again, read_again
 from nobackfill.serving.ledger import today
-from nobackfill.serving.reembedding import EmbeddingCost, Reembedding, Resting
+from nobackfill.serving.reembedding import Backoff, EmbeddingCost, Reembedding
 from nobackfill.serving.sources import Items
 
 # An item that could not be embedded rests so long, then twice as long, up to an hour.
@@ -45,14 +45,14 @@ class Healer(Reembedding[int]):
     """Embeds items of one space of a gallery again, by label."""
 
     ledger: HealingLedger
-    resting: Resting[int]
+    backoff: Backoff[int]
 
     def __init__(
         self, hosted: Hosted, manifest: Manifest, embedding: Embedding, source: HealingSource,
         items: Items, ledger: HealingLedger,
     ) -> None:  # fmt: skip
-        resting = Resting[int](_REST_S, _LONGEST_REST_S)
-        super().__init__(items, source.limits, ledger, resting)
+        backoff = Backoff[int](_REST_S, _LONGEST_REST_S)
+        super().__init__(items, source.limits, ledger, backoff)
         self.source, self.space = source, manifest.space
         self._hosted, self._manifest, self._embedding = hosted, manifest, embedding
         self._rest: Iterator[StoredItem] | None = None
@@ -102,7 +102,7 @@ class Healer(Reembedding[int]):
         return time.monotonic() < self._paused
 
     def _wanted(self, few: int) -> dict[int, str]:
-        labels = self.resting.ready(self.ledger.wanted(_PAGE))[:few]
+        labels = self.backoff.ready(self.ledger.wanted(_PAGE))[:few]
         return self._carried(labels)
 
     def _of_the_rest(self, few: int) -> dict[int, str]:
@@ -112,7 +112,7 @@ class Healer(Reembedding[int]):
             self._rest = self._by_doubt()
         some: dict[int, str] = {}
         for item in self._rest:
-            if self.resting.ready([item.label]):
+            if self.backoff.ready([item.label]):
                 some[item.label] = item.id
                 if len(some) == few:
                     return some

@@ -9,7 +9,7 @@ from psycopg import sql
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, UnavailableError
 from nobackfill.server.stores.postgresql.database import check_url, lost, refusal
-from nobackfill.serving.sources import bounded
+from nobackfill.serving.sources import check_size
 from nobackfill.vectors import Kind
 
 _SECONDS = 10
@@ -56,7 +56,7 @@ class DatabaseColumnItems:
         if row is None or row[0] is None:
             return None
         value: str | bytes = row[0]
-        bounded(value.encode() if isinstance(value, str) else value, name, most_bytes)
+        check_size(value.encode() if isinstance(value, str) else value, name, most_bytes)
         return value
 
     def _asked(self, name: str, most_bytes: int) -> Any:
