@@ -75,7 +75,7 @@ def _live(browser: Browser, addresses: dict[str, str], query: Path, into: Path) 
     yield _save(page.screenshot(), into / "browse.png")
     page = _open(browser, addresses["the gateway's console"], _LIVE)
     page.get_by_role("link", name="release 2").first.click()
-    page.get_by_role("heading", name="Who can search what").wait_for()
+    page.get_by_role("heading", name="Compatibility matrix").wait_for()
     yield _save(page.screenshot(), into / "console.png")
 
 

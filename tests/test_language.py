@@ -57,7 +57,7 @@ ALLOWED = {
     "adopt": (123, 74),
     "server": (260, 279),
     "client": (21, 1),
-    "plugins": (50, 70),
+    "plugins": (36, 0),
     "training": (48, 80),
     "research": (43, 33),
     "protos": (0, 1),

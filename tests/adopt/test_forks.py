@@ -81,7 +81,7 @@ def test_milvus_is_refused_in_a_forked_process(tmp_path: Path) -> None:
     found = told(f"milvus:{path}#docs", tmp_path)
     assert not (found["before"] or found["meanwhile"] or found["after"])
     for worker in WORKERS:
-        assert "open it after the fork alone" in found[worker][0]
+        assert "open it after the fork, in each process" in found[worker][0]
 
 
 def test_what_embeds_again_is_refused_in_a_forked_process(tmp_path: Path) -> None:

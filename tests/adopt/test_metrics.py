@@ -205,11 +205,11 @@ def test_chroma_keeps_its_metric(chroma_address: str, made: dict[str, Any]) -> N
     from nobackfill.plugins.chroma import ChromaServer
 
     with closing(ChromaServer(f"http://{chroma_address}")) as server:
-        for one in server.asked("GET", "", "all"):
+        for one in server.send("GET", "", "all"):
             server.drop(one["name"])
-        path = f"/{server.asked('POST', '', 'docs', {'name': 'docs', **made})['id']}/upsert"
+        path = f"/{server.send('POST', '', 'docs', {'name': 'docs', **made})['id']}/upsert"
         ids = [str(row) for row in range(200)]
-        server.asked("POST", path, "docs", {"ids": ids, "embeddings": OLD.tolist()})
+        server.send("POST", path, "docs", {"ids": ids, "embeddings": OLD.tolist()})
         metric = _copied_metric(f"chroma:http://{chroma_address}#docs")
         assert metric == ("squared_l2" if "l2" in str(made) else "inner_product")
         copied = server.collection("docs_to")

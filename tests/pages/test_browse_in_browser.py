@@ -55,7 +55,7 @@ PAGES = {
     "none that pass": ("?where=name=none", "No item passes"),
     "item": ("item/1", "More like this"),
     "release": ("release", "Would go from release 1 to 2"),
-    "least certain": ("uncertain", "No item here is uncertain"),
+    "least certain": ("uncertain", "No item has an uncertainty"),
 }
 
 
@@ -122,7 +122,7 @@ def test_dropped_pasted_and_wrong_pictures(page: Page, served: Served) -> None:
 
 def test_filters_stay_in_the_address(page: Page, served: Served) -> None:
     page.goto(served.address)
-    page.get_by_label("Only those whose metadata says").fill("name=0-0004.png")
+    page.get_by_label("Only items whose metadata matches").fill("name=0-0004.png")
     page.get_by_role("button", name="Filter").click()
     expect(page.locator(".tiles .tile")).to_have_count(1)
     check(page)

@@ -73,7 +73,7 @@ def searching(gateway: GatewayServer) -> Iterator[None]:
 # Each page's path, and what is there once all of it is.
 PAGES = {
     "overview": ("", "What expires"),
-    "first release": ("release/1", "no older release"),
+    "first release": ("release/1", "an older release"),
     "next release": ("release/2", "MB of memory"),
     "gallery": ("gallery/g?by=kind", "first hit right"),
     "playground": ("playground", "A picture: drop it"),
@@ -104,7 +104,7 @@ def test_an_operator_activates_compares_and_rolls_back(
         expect(page.get_by_text("metadata timestamp")).to_be_visible()
         check(page)
         page.get_by_role("link", name="release 2").click()
-        expect(page.get_by_role("heading", name="Who can search what")).to_be_visible()
+        expect(page.get_by_role("heading", name="Compatibility matrix")).to_be_visible()
         row = page.get_by_role("row", name="g 30")
         expect(row).to_contain_text("1 → 2", timeout=60_000)
         check(page)
@@ -131,7 +131,7 @@ def test_an_operator_activates_compares_and_rolls_back(
             check(page)
             client.delete("g", ["late"])
         page.reload()
-        expect(page.get_by_text("Every item would be found there.")).to_be_visible()
+        expect(page.get_by_text("Every item has a vector in its space.")).to_be_visible()
         page.get_by_role("button", name="Return to release 1").click()
         expect(page.get_by_role("row", name=re.compile("^release 1 active"))).to_be_visible()
     assert gateway.state.now.active == 1
@@ -149,13 +149,13 @@ def compare(page: Page, gateway: GatewayServer, picture: Path) -> None:
     page.goto(f"{gateway.console_address}playground")
     page.get_by_label("Where pictures of hits are").fill(PICTURES + "/{kind}/{id}.png")
     page.set_input_files("#picture", picture)
-    old = page.get_by_role("region", name="release 1 asks its own vectors")
+    old = page.get_by_role("region", name="release 1 searches its own vectors")
     new = page.get_by_role("region", name="release 2, as it is served")
     expect(new.locator("code").first).to_have_text("i4")
     expect(new.get_by_role("listitem").first).to_contain_text("release 2, upgraded")
     expect(old.locator("code").first).to_have_text("i4")
     expect(old.get_by_role("listitem").first).to_contain_text("release 1, native")
-    expect(page.get_by_text("does not declare that its queries may meet")).to_be_visible()
+    expect(page.get_by_text("so its queries never meet these vectors")).to_be_visible()
     expect(new.locator("li img")).to_have_count(10)
     page.wait_for_function("[...document.images].every(one => one.naturalWidth > 0)")
     found = [int(name[1:]) for name in new.locator("code").all_inner_texts()]

@@ -48,23 +48,23 @@ def test_a_text_is_asked_of_old_and_new(
     """The word w3 lies where the third picture does."""
     picture = tmp_path / "q.png"
     picture.write_bytes(png(images(20)[5]))
-    columns = ("release 1 asks its own vectors", "release 2, as it is served")
+    columns = ("release 1 searches its own vectors", "release 2, as it is served")
     for size in (DESKTOP, PHONE):
         with look.tab(browser, size) as page:
             page.goto(f"{gateway.console_address}playground")
             structure.same(page, "console, playground with texts,", size[0], tmp_path)
             check(page, "dark" if size is PHONE else "light")
-            page.get_by_label("A text, which is asked").fill("w3")
+            page.get_by_label("A text; it is not stored").fill("w3")
             page.keyboard.press("Enter")
             expect(page.get_by_role("heading", name="Side by side")).to_be_focused()
             assert [first(page, title) for title in columns] == ["i3", "i3"]
-            expect(page.get_by_text("does not declare that its queries may meet")).to_be_visible()
+            expect(page.get_by_text("so its queries never meet these vectors")).to_be_visible()
             check(page)
             page.set_input_files("#picture", picture)
             expect(page.get_by_role("region", name=columns[1]).locator("code").first).to_have_text(
                 "i5"
             )
-            page.get_by_label("A text, which is asked").fill("w7")
+            page.get_by_label("A text; it is not stored").fill("w7")
             page.get_by_role("button", name="Search by text").click()
             expect(page.get_by_role("region", name=columns[0]).locator("code").first).to_have_text(
                 "i7"
@@ -94,11 +94,11 @@ def test_where_a_release_reads_texts_alone_no_picture_is_asked_for(
         with look.tab(browser) as page:
             page.goto(f"{gateway.console_address}playground")
             expect(page.locator("#picture")).to_have_count(0)
-            page.get_by_label("A text, which is asked").fill("w4")
+            page.get_by_label("A text; it is not stored").fill("w4")
             page.keyboard.press("Enter")
             expect(
                 page.get_by_role("region", name="release 1, as it is served").locator("code").first
             ).to_have_text("n4")
-            page.get_by_label("A text, which is asked").fill("   ")
+            page.get_by_label("A text; it is not stored").fill("   ")
             page.keyboard.press("Enter")
             expect(page.get_by_role("alert")).to_contain_text("Expected a text")

@@ -135,7 +135,7 @@ def test_a_flip_waits_for_measured_recall(engine: MilvusEngine) -> None:
     assert looked >= 3
     probes = vectors(20, 5)
     true = engine.unfed(store, TWO).search(probes, 10, None, EVERY).labels.tolist()
-    found = [engine.candidates.found(store.schema, info, probe, 10) for probe in probes]
+    found = [engine.candidates.nearest_labels(store.schema, info, probe, 10) for probe in probes]
     shares = [len(set(a) & set(b or [])) / 10 for a, b in zip(true, found, strict=True)]
     assert np.mean(shares) >= RECALL
 

@@ -1,5 +1,5 @@
-"""Features that a user can do without: each is a plug-in, found through an entry point.
+"""Optional features: each is a plug-in, found by its entry point.
 
-pyproject.toml lists them by group. The rest of nobackfill imports none of them; it asks
+pyproject.toml lists the entry points by group. The rest of nobackfill imports no plug-in; it asks
 `nobackfill.extras.load_plugin` for one by name.
 """

@@ -1,7 +1,7 @@
-"""A collection of a Chroma server, by its HTTP API (v2): its own client brings 80 packages.
+"""A collection of a Chroma server as a source, over its HTTP API (v2).
 
-New vectors go into a collection of their own beside, with the same ids, documents, metadata and
-URIs.
+Chroma's own client is not used, because it installs 80 packages. New vectors go into a second
+collection with the same ids, documents, metadata and URIs.
 """
 
 import json
@@ -34,7 +34,7 @@ from nobackfill.errors import (
 )
 from nobackfill.vectors import Vectors
 
-# The variable that holds a server's token.
+# The environment variable with a server's token.
 KEY = "NOBACKFILL_CHROMA_TOKEN"
 _DEFAULT = ("default_tenant", "default_database")
 _SECONDS = 60.0
@@ -42,14 +42,17 @@ _STATUSES = STATUSES | {409: AlreadyExistsError}
 
 
 class ChromaServer:
-    """`place`: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE where they are
-    not the default ones. Raises ConfigurationError, InvalidInputError."""
+    """The HTTP API of a Chroma server, in one tenant and database.
+
+    The constructor takes https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless
+    they are the defaults. It raises ConfigurationError or InvalidInputError for another form.
+    """
 
     def __init__(self, place: str) -> None:
         if "://" not in place:
             raise InvalidInputError(
-                f"chroma: expected https://HOST:PORT, got a folder; its server is started by "
-                f"`chroma run --path {place}`, then chroma:http://localhost:8000#COLLECTION"
+                "chroma: expected https://HOST:PORT, got a folder; start its server with `chroma "
+                f"run --path {place}`, then name chroma:http://localhost:8000#COLLECTION"
             )
         parts = server_address(place, "chroma", KEY)
         names = [name for name in parts.path.split("/") if name]
@@ -66,35 +69,42 @@ class ChromaServer:
         processes.watch_forks(self)
 
     def before_fork(self) -> None:
-        """Requests of other threads go on in the parent alone."""
+        """Do nothing: requests of other threads continue in the parent."""
 
     def after_fork(self, child: bool) -> None:
         if child:
             self._http = _pool()
 
     def collection(self, name: str) -> dict[str, Any]:
-        """What the server says of a collection. Raises NotFoundError."""
+        """Return the server's description of a collection. Raises NotFoundError."""
         try:
-            found: dict[str, Any] = self.asked("GET", f"/{_part(name)}", name)
+            found: dict[str, Any] = self.send("GET", f"/{_part(name)}", name)
         except NotFoundError as error:
-            there = [one["name"] for one in self.asked("GET", "?limit=4", name)]
+            there = [one["name"] for one in self.send("GET", "?limit=4", name)]
             raise NotFoundError(
                 f"{name}: no such collection; there are {', '.join(there) or 'none'}"
             ) from error
         return found
 
     def make(self, body: Mapping[str, Any], name: str) -> None:
-        self.asked("POST", "", name, body)
+        self.send("POST", "", name, body)
 
     def drop(self, name: str) -> None:
-        self.asked("DELETE", f"/{_part(name)}", name)
+        self.send("DELETE", f"/{_part(name)}", name)
 
-    def asked(
-        self, method: str, path: str, name: str, body: Mapping[str, Any] | None = None
-    ) -> Any:
-        """The answer below `path` of the collections; `name`: what is asked about, for sentences.
+    def send(self, method: str, path: str, name: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send a request and return the decoded JSON answer; None for an empty one.
 
-        Raises UnavailableError, NotFoundError, NotPermittedError, BusyError, InvalidInputError.
+        Args:
+            method: the HTTP method.
+            path: the path below the database's collections.
+            name: the collection's name in error messages.
+            body: the JSON body; None: none.
+
+        Raises:
+            UnavailableError: the server does not answer.
+            NotFoundError, NotPermittedError, BusyError, AlreadyExistsError: by the HTTP status.
+            InvalidInputError: any other refusal, or an answer that is not JSON.
         """
         token = os.environ.get(KEY)
         headers = {"x-chroma-token": token, "Authorization": f"Bearer {token}"} if token else {}
@@ -102,18 +112,18 @@ class ChromaServer:
             headers["Content-Type"] = "application/json"
         data = None if body is None else json.dumps(body).encode()
         try:
-            got = self._http.request(
+            response = self._http.request(
                 method, self._root + path, body=data, headers=headers, redirect=False
             )
         except urllib3.exceptions.HTTPError as error:
             raise UnavailableError(f"{name}: Chroma does not answer ({error})") from error
-        if got.status >= 300:
-            ours = _STATUSES.get(got.status, InvalidInputError)
-            raise ours(f"{name}: Chroma says: {got.status} {got.data[:200]!r}")
+        if response.status >= 300:
+            ours = _STATUSES.get(response.status, InvalidInputError)
+            raise ours(f"{name}: Chroma says: {response.status} {response.data[:200]!r}")
         try:
-            return json.loads(got.data) if got.data else None
+            return json.loads(response.data) if response.data else None
         except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"{name}: expected Chroma's JSON, got another's") from error
+            raise InvalidInputError(f"{name}: the answer is not JSON; is it Chroma?") from error
 
     def close(self) -> None:
         self._http.clear()
@@ -127,7 +137,7 @@ def _part(name: str) -> str:
     return quote(name, safe="")
 
 
-# Items of a request: a server takes no more than some thousands, and vectors are text there.
+# Items per request: a server accepts a few thousand, and vectors travel as text.
 _PAGE = 500
 _METRICS: Mapping[str, SearchMetric] = {
     "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product",
@@ -136,15 +146,28 @@ _MARK = "nobackfill_"
 
 
 def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
-    """Open a collection as a source. `place`: as in ChromaServer. Raises InvalidInputError where
-    `vector` names one, NotFoundError, ConfigurationError, UnavailableError."""
+    """Open a collection as a source.
+
+    Args:
+        place: the server, as ChromaServer takes it.
+        collection: the collection's name.
+        vector: must be None, because a collection has one vector per item.
+
+    Raises:
+        InvalidInputError: `vector` is given, or the place is a folder.
+        NotFoundError: there is no such collection.
+        ConfigurationError: the address has another form.
+        UnavailableError: the server does not answer.
+    """
     if vector is not None:
-        raise InvalidInputError("chroma: expected no --vector, a collection has one vector an item")
+        raise InvalidInputError(
+            "chroma: omit --vector, because a collection has one vector per item"
+        )
     return CopiedSource(ChromaStore(place), collection)
 
 
 class ChromaStore:
-    """The collections of a server. See Store."""
+    """The collections of a Chroma server; implements Store."""
 
     def __init__(self, place: str) -> None:
         self._server = ChromaServer(place)
@@ -174,10 +197,10 @@ class ChromaStore:
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
         return [
-            "let nobody write, or let every writer put to both collections, to the new one by the "
-            "new model, and carry once more: what was put since the last sweep is missing",
-            "switch the queries to the new model, and in the same moment give its embedding "
-            f"function and the name {new.name!r} to get_collection, or let the names change:",
+            "stop all writers, or let every writer put to both collections, to the new one by the "
+            "new model; then carry once more, because items of the last sweep are missing",
+            "switch the queries to the new model; at the same moment give get_collection the new "
+            f"model's embedding function and the name {new.name!r}, or swap the names:",
             f"client.get_collection({old.name!r}).modify(name={old.name + '_before'!r})",
             f"client.get_collection({new.name!r}).modify(name={old.name!r})",
         ]
@@ -187,7 +210,8 @@ class ChromaStore:
 
 
 class ChromaCollection:
-    """See Collection. The API knows no ranges of ids: they are listed when a sweep begins."""
+    """A collection of Chroma; implements Collection. The API has no ranges of ids, so ids are
+    listed at the start of a sweep."""
 
     def __init__(self, server: ChromaServer, found: Mapping[str, Any]) -> None:
         self._server = server
@@ -195,7 +219,7 @@ class ChromaCollection:
         self._path = f"/{found['id']}"
         self._dim: int | None = found.get("dimension")
         noted = found.get("metadata") or {}
-        # The owner's own metadata; how clients of before 1.0 describe the index goes with that.
+        # The owner's metadata, without index settings of clients before 1.0, which "hnsw:" marks.
         self.noted = {
             name: value for name, value in noted.items() if not name.startswith((_MARK, "hnsw:"))
         }
@@ -205,7 +229,7 @@ class ChromaCollection:
             if name.startswith(_MARK)
         }
         configuration = found.get("configuration_json") or {}
-        # Of the index alone: the embedding function is the old model's.
+        # Only the index settings: the embedding function belongs to the old model.
         self.index = {
             kind: {name: value for name, value in settings.items() if value is not None}
             for kind in ("hnsw", "spann")
@@ -221,7 +245,7 @@ class ChromaCollection:
         return Facts(self.name, self._dim, metric, self.said.get("model"), columns)
 
     def count(self) -> int:
-        return int(self._asked("GET", "/count"))
+        return int(self._request("GET", "/count"))
 
     def windows(self, rows: int) -> Iterator[Window]:
         ids = self._listed()
@@ -229,7 +253,7 @@ class ChromaCollection:
         for last in ids[rows - 1 : -1 : rows]:
             yield Window(after, last)
             after = last
-        # Open, for what is there when the next sweep lists it.
+        # Open at the end, so that it includes items added after the listing.
         yield Window(after)
 
     def records(self, window: Window) -> list[Record]:
@@ -240,8 +264,8 @@ class ChromaCollection:
         found: dict[Any, str] = {}
         for first in range(0, len(ids), _PAGE):
             page = {"ids": ids[first : first + _PAGE], "include": ["metadatas"]}
-            got = self._asked("POST", "/get", page)
-            for one, metadata in zip(got["ids"], got["metadatas"], strict=True):
+            response = self._request("POST", "/get", page)
+            for one, metadata in zip(response["ids"], response["metadatas"], strict=True):
                 found[one] = str((metadata or {}).get(OF, ""))
         return found
 
@@ -262,12 +286,12 @@ class ChromaCollection:
                     for one in some
                 ],
             }
-            self._asked("POST", "/upsert", body)
+            self._request("POST", "/upsert", body)
             self._note(str(one.key) for one in some)
 
     def remove(self, keys: Sequence[Any]) -> None:
         for first in range(0, len(keys), _PAGE):
-            self._asked("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
+            self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         return self._found(ids, ["embeddings", "documents", "metadatas", "uris"])
@@ -280,18 +304,18 @@ class ChromaCollection:
             "n_results": count,
             "include": [],
         }
-        return [str(one) for one in self._asked("POST", "/query", body)["ids"][0]]
+        return [str(one) for one in self._request("POST", "/query", body)["ids"][0]]
 
     def _within(self, window: Window) -> list[str]:
-        """Ids of a window; the first one lists them anew."""
+        """Return the ids of a window; the first window lists all ids again."""
         ids = self._listed() if window.after is None or self._ids is None else self._ids
         first = 0 if window.after is None else bisect_right(ids, str(window.after))
         last = len(ids) if window.last is None else bisect_right(ids, str(window.last))
         return ids[first:last]
 
     def _note(self, written: Iterable[str]) -> None:
-        """Windows after the first are looked up in the list: what is written belongs into it. It
-        comes in order, so near the end."""
+        """Insert written ids into the listing, which later windows use. Ids come in order, so they
+        go near its end."""
         if self._ids is None:
             return
         for one in written:
@@ -300,8 +324,8 @@ class ChromaCollection:
                 self._ids.insert(at, one)
 
     def _listed(self) -> list[str]:
-        """All ids in order, in one answer: pages shift where others delete."""
-        self._ids = sorted(self._asked("POST", "/get", {"include": []})["ids"])
+        """List all ids in order, in one request: pages would shift when others delete items."""
+        self._ids = sorted(self._request("POST", "/get", {"include": []})["ids"])
         return self._ids
 
     def _found(self, ids: Sequence[str], include: list[str]) -> list[Record]:
@@ -311,15 +335,15 @@ class ChromaCollection:
         return sorted(found, key=lambda one: str(one.key))
 
     def _get(self, body: Mapping[str, Any]) -> list[Record]:
-        got = self._asked("POST", "/get", body)
-        ids = got["ids"]
+        response = self._request("POST", "/get", body)
+        ids = response["ids"]
         none: list[None] = [None] * len(ids)
         parts = zip(
             ids,
-            got.get("embeddings") or none,
-            got.get("documents") or none,
-            got.get("metadatas") or none,
-            got.get("uris") or none,
+            response.get("embeddings") or none,
+            response.get("documents") or none,
+            response.get("metadatas") or none,
+            response.get("uris") or none,
             strict=True,
         )
         found = []
@@ -327,13 +351,13 @@ class ChromaCollection:
             kept = {n: v for n, v in (metadata or {}).items() if n != OF}
             if {"document", "uri"} & set(kept):
                 raise InvalidInputError(
-                    f"{self.name}: expected no metadata called 'document' or 'uri', which items "
-                    f"have anyhow, found one in {key!r}"
+                    f"{self.name}: item {key!r} has a metadata key called 'document' or 'uri', "
+                    "which hides the item's own; rename that key"
                 )
             rest = {"document": document, "uri": uri} | kept
             values = np.asarray(() if vector is None else vector, np.float32)
             found.append(Record(key, values, {n: v for n, v in rest.items() if v is not None}))
         return found
 
-    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return self._server.asked(method, self._path + path, self.name, body)
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return self._server.send(method, self._path + path, self.name, body)

@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry: one for each call of the gateway, and one for each of its parts."""
+"""OpenTelemetry spans: one for each call of the gateway, and one for each of its parts."""
 
 import os
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ with extra("otel"):
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 log = structlog.get_logger("server.traces")
-# At the end the last spans have so long to be sent.
+# How long closing waits for the last spans to be sent.
 _CLOSED_S = 3.0
 _EXPORTER = "OTEL_TRACES_EXPORTER"
 _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
-# Codes that are the server's fault, by OpenTelemetry's conventions for RPC.
+# Status codes that are the server's fault, by OpenTelemetry's conventions for RPC.
 _FAULTS = {
     grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DATA_LOSS,
@@ -33,9 +33,10 @@ _FAULTS = {
 
 
 def open_tracing(environment: Mapping[str, str]) -> "OtelTracing":
-    """Send spans by the exporter that OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_* name.
+    """Send spans with the exporter that OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_* configure.
 
-    Raises ConfigurationError for an exporter that is not installed.
+    Raises:
+        ConfigurationError: the exporter is not installed.
     """
     name = environment.get(_EXPORTER) or "otlp"
     if name == "otlp":
@@ -47,18 +48,18 @@ def open_tracing(environment: Mapping[str, str]) -> "OtelTracing":
     if not found:
         raise ConfigurationError(
             f"{_EXPORTER}: no exporter {name!r} of OpenTelemetry is installed; "
-            "pip install '.[otel]' brings otlp (by gRPC) and console"
+            "pip install '.[otel]' installs otlp (by gRPC) and console"
         )
     log.info("traces are sent", exporter=name)
     return OtelTracing(next(iter(found)).load()())
 
 
 class OtelTracing:
-    """What is said of each method: Tracing. It has a provider of its own, so that nothing else in
-    the process is traced."""
+    """Sends spans; implements Tracing. Uses its own provider, so that nothing else in the process
+    is traced."""
 
     def __init__(self, exporter: Any) -> None:
-        """`exporter`: a SpanExporter."""
+        """Send spans to `exporter`, a SpanExporter."""
         named = bool(os.environ.get("OTEL_SERVICE_NAME"))
         resource = Resource.create({} if named else {SERVICE_NAME: "nobackfill-gateway"})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -86,7 +87,7 @@ class OtelTracing:
         span.end(whole[1])
 
     def close(self) -> None:
-        """OpenTelemetry alone would try for half a minute."""
+        """Send the last spans, for at most 3 s; OpenTelemetry alone would try for half a minute."""
         sent = DaemonThreads(1, "traces").submit(self._provider.shutdown)
         if not wait([sent], _CLOSED_S).done:
             log.warning("the last traces are not sent, the collector does not answer")

@@ -1,10 +1,10 @@
-"""A collection of Qdrant, on a server or in a folder (the client's local mode).
+"""A collection of Qdrant as a source, on a server or in a folder (the client's local mode).
 
-New vectors become a named vector of the same points: a deleted point takes its vector along.
+New vectors become a named vector of the same points, so a deleted point takes its new vector along.
 
-A point that is put again with the old vector alone loses its new one and is pending. A writer of
-the old named vector alone (`update_vectors`) leaves a new one that is no longer of it: it is found
-when it is verified, up to the flip.
+A point that is put again with only the old vector loses its new one and becomes pending. A writer
+that updates only the old named vector (`update_vectors`) leaves a stale new one. Verification finds
+such vectors, until the flip.
 """
 
 import os
@@ -45,15 +45,17 @@ with extra("qdrant"):
     from qdrant_client.http.exceptions import ResponseHandlingException, UnexpectedResponse
 
 
-# The variable that holds a server's key.
+# The environment variable with a server's key.
 KEY = "NOBACKFILL_QDRANT_KEY"
 _SECONDS = 60
 _FOLDERS: "weakref.WeakValueDictionary[Path, QdrantClient]" = weakref.WeakValueDictionary()
 
 
 class Clients:
-    """A client of a place for each process that asks: a forked one shares no connection. A folder
-    stays its opener's; another process is refused by BusyError."""
+    """One Qdrant client per process, because a forked process must not share a connection.
+
+    A folder belongs to the process that opened it; another process gets BusyError.
+    """
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -61,7 +63,7 @@ class Clients:
 
     @property
     def own(self) -> QdrantClient:
-        """Raises as `opened`."""
+        """The client of this process. Raises as `open_client`."""
         process = os.getpid()
         if process not in self._by_process:
             self._by_process[process] = open_client(self._place)
@@ -69,9 +71,9 @@ class Clients:
 
 
 def _forked() -> None:
-    """Forget the parent's client: closing it in a child would free the parent's lock."""
+    """Forget the parent's clients: closing them in a child would release the parent's lock."""
     for client in _FOLDERS.values():
-        # Not closed yet, or a client of tests that locks nothing.
+        # A client that tests replace has no lock.
         if (lock := getattr(client._client, "_flock_file", None)) is not None:
             lock.close()
     _FOLDERS.clear()
@@ -81,22 +83,30 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def open_client(place: str) -> QdrantClient:
-    """A server's client, or that of a folder. Raises NotFoundError, ConfigurationError, BusyError.
+    """Open a client of a server or of a folder.
 
-    Vectors are private: a server on another machine is asked by https:// only.
+    Vectors are private, so a server on another machine must be addressed by https://.
+
+    Args:
+        place: https://HOST:PORT (http:// on this machine), or a folder.
+
+    Raises:
+        NotFoundError: the folder does not exist.
+        ConfigurationError: the address has another form.
+        BusyError: another process has opened the folder.
     """
     if "://" not in place:
         if not (Path(place) / "meta.json").is_file():
-            raise NotFoundError(f"{place}: no folder of Qdrant's local mode is there")
+            raise NotFoundError(f"{place}: there is no folder of Qdrant's local mode")
         return _folder(Path(place).resolve())
     server_address(place, "qdrant", KEY)
     key = os.environ.get(KEY)
-    # Its check of versions asks the server before anybody wants to know, and warns.
+    # The client's own version check would call the server at once, and print warnings.
     return QdrantClient(url=place, api_key=key, timeout=_SECONDS, check_compatibility=False)
 
 
 def _folder(path: Path) -> QdrantClient:
-    """A folder has one client in a process: it locks what it opens, until nobody uses it."""
+    """Return the one client of a folder in this process; the folder is locked while it is used."""
     found = _FOLDERS.get(path)
     if found is None:
         with refused(str(path)):
@@ -107,7 +117,7 @@ def _folder(path: Path) -> QdrantClient:
 
 
 def id_of(name: str) -> int | str | None:
-    """A point's id from its text; None where no point can have it."""
+    """Convert a text to a point's id; None if no point can have this id."""
     if name.isascii() and name.isdecimal() and str(int(name)) == name:
         return int(name)
     try:
@@ -117,13 +127,13 @@ def id_of(name: str) -> int | str | None:
 
 
 def key_order(key: Any) -> tuple[bool, Any]:
-    """Numbers come before UUIDs."""
+    """Return a sort key of ids: numbers come before UUIDs."""
     return (False, key) if isinstance(key, int) else (True, uuid.UUID(str(key)).int)
 
 
 @contextmanager
 def refused(name: str) -> Iterator[None]:
-    """Errors of Qdrant in the block become ours."""
+    """Convert errors of Qdrant in the block to errors of nobackfill."""
     try:
         yield
     except UnexpectedResponse as error:
@@ -132,7 +142,7 @@ def refused(name: str) -> Iterator[None]:
     except ResponseHandlingException as error:
         raise UnavailableError(f"{name}: Qdrant does not answer ({error})") from error
     except KeyError as error:
-        # The local mode's way to say that a point is not there.
+        # The local mode's error for a missing point.
         raise NotFoundError(f"{name}: no point {error}") from error
     except (ValueError, RuntimeError) as error:
         kind = BusyError if "already accessed" in str(error) else InvalidInputError
@@ -140,7 +150,7 @@ def refused(name: str) -> Iterator[None]:
 
 
 _PAGE = 500
-# Vectors that differ less are the same: a collection may keep halves.
+# Vectors that differ by less are equal: a collection may store half precision.
 _ALIKE = 2e-3
 _METRICS: Mapping[str, SearchMetric] = {
     "Cosine": "cosine", "Euclid": "squared_l2", "Dot": "inner_product", "Manhattan": "l1",
@@ -148,8 +158,12 @@ _METRICS: Mapping[str, SearchMetric] = {
 
 
 class QdrantSource:
-    """`place`: https://HOST:PORT (http:// on this machine), or a folder. Keys are the points' ids.
-    `vector`: None for the only dense one that was not carried."""
+    """A collection whose dense vector can be migrated.
+
+    The constructor takes a place as `open_client`, a collection's name, and the name of a vector.
+    None means the only dense vector that no map made. It raises NotFoundError for a missing
+    collection, and InvalidInputError for a missing, ambiguous or multi-vector one.
+    """
 
     def __init__(self, place: str, collection: str, vector: str | None = None) -> None:
         self._name = collection
@@ -172,8 +186,8 @@ class QdrantSource:
         self._params = vectors[self.vector]
         if self._params.multivector_config is not None:
             raise InvalidInputError(
-                f"{collection}: expected one vector an item, found several in {self.vector!r} "
-                "(a multivector, as ColBERT's models make them); these are not carried"
+                f"{collection}: expected one vector per item, but {self.vector!r} has several (a "
+                "multivector, as ColBERT models make them); multivectors cannot be migrated"
             )
 
     @property
@@ -181,8 +195,8 @@ class QdrantSource:
         return self._clients.own
 
     def _config(self) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-        """Parameters of dense vectors by name, "" for one without; what is said of carried ones:
-        the map's digest, the model's fingerprint, and whether writers put them."""
+        """Return the parameters of dense vectors by name ("" for an unnamed one), and the marks of
+        migrated ones: digest of the map, fingerprint of the model, and whether they are flipped."""
         with refused(self._name):
             config = self._client.get_collection(self._name).config
         vectors = config.params.vectors or {}
@@ -206,7 +220,7 @@ class QdrantSource:
                 _, last = self._client.scroll(
                     self._name, limit=rows, offset=after, with_payload=False, with_vectors=False
                 )
-            # `last` begins the next; the last window is open for what comes meanwhile.
+            # `last` begins the next window. The last window is open, to include new points.
             yield Window(after, last)
             if last is None:
                 return
@@ -229,7 +243,7 @@ class QdrantSource:
         return [str(point.id) for point in found.points]
 
     def lookup(self, ids: Sequence[str], vector: str | None = None) -> Rows:
-        """`vector`: another one than the old."""
+        """Look points up by id; `vector` names another vector than the old one."""
         wanted = self.vector if vector is None else vector
         with refused(self._name):
             found = self._client.retrieve(
@@ -247,14 +261,14 @@ class QdrantSource:
         return {name: str(value) for name, value in values.items() if value not in (None, "")}
 
     def close(self) -> None:
-        """Its client is closed when nobody uses it any more."""
+        """Do nothing: the client is closed when no object uses it."""
 
     def beside(self, target: Target) -> "QdrantBeside":
         vectors, marks = self._config()
         if self.vector == "":
             raise InvalidInputError(
-                f"{self._name}: its vector has no name, and points without one are refused once "
-                "there is a named one beside; copy it into a collection with a named vector first"
+                f"{self._name}: its vector has no name, and Qdrant refuses unnamed vectors once a "
+                "collection has named ones; copy it into a collection with a named vector first"
             )
         made = marks.get(target.name, {}).get("map")
         if not target.name or (target.name in vectors and made != target.mark):
@@ -268,13 +282,13 @@ class QdrantSource:
             dense = models.DenseVectorConfig(
                 size=target.dim, distance=like.distance, datatype=datatype
             )
-            # Where its vectors lie, and how they are indexed.
+            # Storage and index settings, which the creation call does not take.
             diff = models.VectorParamsDiff(
                 hnsw_config=like.hnsw_config, quantization_config=like.quantization_config,
                 on_disk=like.on_disk, memory=like.memory,
             )  # fmt: skip
             with refused(self._name):
-                # The mark first: killed in between, the name is still free.
+                # Write the mark first: after a kill in between, the name is still free.
                 said = {"map": target.mark} | ({"model": target.model} if target.model else {})
                 self._set_mark(target.name, said)
                 self._client.create_vector_name(
@@ -287,7 +301,7 @@ class QdrantSource:
 
     def rollback(self, name: str) -> bool:
         marks = self._config()[1]
-        # A flipped collection searches these vectors: they cannot be rolled back.
+        # A flipped collection searches these vectors, so they must stay.
         if name not in marks or "flipped" in marks[name]:
             return False
         with refused(self._name):
@@ -296,7 +310,7 @@ class QdrantSource:
         return True
 
     def note_flip(self, name: str) -> None:
-        """From now on writers put vectors of this name."""
+        """Record that writers put vectors of this name from now on."""
         with refused(self._name):
             self._set_mark(name, {**self._config()[1][name], "flipped": "true"})
 
@@ -308,13 +322,13 @@ class QdrantSource:
         self._client.update_collection(self._name, metadata={"nobackfill": kept})
 
     def filled(self, vector: str) -> int:
-        """Points that have this vector."""
+        """Count the points that have this vector."""
         has = models.Filter(must=[models.HasVectorCondition(has_vector=vector)])
         with refused(self._name):
             return int(self._client.count(self._name, count_filter=has, exact=True).count)
 
     def rows(self, vector: str, window: Window, missing: str | None = None) -> Rows:
-        """Points of a window that have `vector`, and none called `missing`."""
+        """Read the points of a window that have `vector` and lack the vector `missing`."""
         none = None
         if missing is not None:
             none = models.Filter(must_not=[models.HasVectorCondition(has_vector=missing)])
@@ -350,14 +364,17 @@ class QdrantSource:
         ids = [str(key) for key, _ in found]
         vectors = even([value for _, value in found], ids, self._name)
         if self._params.distance == models.Distance.COSINE:
-            # A server keeps them so; a folder does, or not once it is opened again.
+            # A server stores normalised vectors; a folder may not, after it is opened again.
             vectors = normalise(vectors)
         return Rows(ids, vectors, [key for key, _ in found])
 
 
 class QdrantBeside:
-    """The named vector. See Flippable: after the flip writers put it with the old one, and carrying
-    fills the points that have none."""
+    """The named vector that migration fills; implements Flippable.
+
+    After the flip, writers put it together with the old vector, and `carry` fills the points that
+    have none.
+    """
 
     at_once = 1
     put_by_writers = True
@@ -377,7 +394,7 @@ class QdrantBeside:
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Then look again: of points that were put anew in between, the vector is taken back."""
+        """Write vectors, then delete those of points whose old vector changed meanwhile."""
         for first in range(0, len(rows), _PAGE):
             here = slice(first, first + _PAGE)
             read = dict(zip(rows.ids[here], rows.vectors[here], strict=True))
@@ -397,9 +414,9 @@ class QdrantBeside:
         ]
         if not points:
             return
-        # Vectors that a writer has put there meanwhile stay.
+        # Vectors that a writer has put meanwhile stay.
         none = models.Filter(must_not=[models.HasVectorCondition(has_vector=name)])
-        # Of points that were deleted meanwhile it says so, and writes the others.
+        # Qdrant reports points that were deleted meanwhile, and writes the others.
         with suppress(NotFoundError), refused(self._collection):
             client.update_vectors(self._collection, points, update_filter=none)
         stale = [one for one, still in self._same(read).items() if not still]
@@ -416,26 +433,25 @@ class QdrantBeside:
                 client.delete_vectors(self._collection, [name], ours)
 
     def _same(self, read: Mapping[str, Vectors]) -> dict[str, bool]:
-        """Whether points still have the old vector that was read, of those that are there."""
+        """Return, for each point that still exists, whether its old vector is unchanged."""
         found = self._source.lookup(list(read))
         now = zip(found.ids, found.vectors, strict=True)
         return {name: np.array_equal(read[name], vector) for name, vector in now}
 
     def build_indexes(self) -> None:
-        """Qdrant does so by itself."""
+        """Do nothing: Qdrant builds indexes by itself."""
 
     @contextmanager
     def flip(self) -> Iterator[None]:
-        """Noted first: from now on a vector that the map does not give is its writer's."""
+        """Record the flip: from now on, a vector that the map does not give is its writer's."""
         self._source.note_flip(self._target.name)
         self.flipped = True
         yield
 
     def left(self) -> list[str]:
         return [
-            f"search with using={self._target.name!r} from the moment in which queries come from "
-            "the new model",
-            "carry once more when the last writer that puts the old vector alone has ended",
+            f"search with using={self._target.name!r} as soon as queries come from the new model",
+            "run carry once more after the last writer that puts only the old vector has stopped",
         ]
 
     def read(self, window: Window) -> Rows:
@@ -450,7 +466,7 @@ class QdrantBeside:
         return [
             f"let every writer put points with both {self._source.vector!r} and "
             f"{self._target.name!r}, each by its model",
-            "`carry` with --flip: it fills the points that were put before with the old vector "
-            "alone, and leaves alone what writers put",
+            "run `carry` with --flip: it fills the points that have only the old vector, and keeps "
+            "the vectors that writers put",
             *self.left(),
         ]

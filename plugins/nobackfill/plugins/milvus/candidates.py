@@ -1,9 +1,9 @@
-"""Candidates of a search from Milvus, ranked in the database that has the truth.
+"""Candidates of a search from Milvus, ranked in the database.
 
-In one snapshot of the database: what is pending, then what Milvus finds, then the vectors of both
-as the database has them, of the items that pass. So no deleted item is found, every acknowledged
-put is, and distances are those of every other engine. A filter is said to Milvus as far as it can
-be (expressions.py): it gives what may pass, and the database takes what does.
+Within one snapshot of the database: read the pending labels, search Milvus, then read the vectors
+of both and rank those whose item passes the filter. So no deleted item is found, every acknowledged
+put is found, and distances are the same as with every other engine. Milvus gets the part of a
+filter that it can express (expressions.py); the database checks the rest.
 """
 
 from collections.abc import Iterator
@@ -28,31 +28,30 @@ from nobackfill.server.stores.postgresql.database import EF, Connection, Databas
 from nobackfill.server.stores.postgresql.search import SpaceTable
 from nobackfill.vectors import Vectors
 
-# So many vectors are compared in the database as quickly, and exactly.
+# The database compares this many vectors as fast as Milvus answers, and exactly.
 SMALL = 5_000
-# How many more candidates are asked for where too few of the first are left, and how many more are
-# looked at with a filter.
+# Factor of a second search if the first gives too few hits, and of candidates with a filter.
 _WIDER = 8
-# How many more than SMALL an index may let through where the rest of a filter is looked at by row.
+# Factor of SMALL: the most rows of an index for which the rest of a filter is checked per row.
 _LOOKED = 4
 
 
 class Candidates:
-    """Where PostgresqlSearcher gets candidates from, in place of a graph in the database."""
+    """The candidates of PostgresqlSearcher, from Milvus instead of a graph in the database."""
 
     def __init__(self, collections: Collections, database: str) -> None:
-        """`database`: what tells this one from others that share the Milvus."""
+        """Use Milvus' collections of one database; `database` is the id from `database_id`."""
         self._collections = collections
         self._database = database
-        # Tables that were seen to have more than SMALL rows.
+        # Tables known to have more than SMALL rows.
         self._large: set[str] = set()
 
     def rows(
         self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
-        """Of label and vector, at least `limit` or of all that pass; None where all rows are to be
-        compared."""
+        """Return rows of label and vector: at least `limit`, or all that pass. None: the caller
+        must compare all rows itself."""
         if not self._is_large(connection, table):
             return None
         new = journal.pending(
@@ -63,19 +62,19 @@ class Candidates:
         name = name_of(self._database, table.schema, table.number)
         since = journal.told(connection, table.schema, table.number)
         try:
-            for near, is_all in self._near(name, table, query, limit, condition, ef, since):
-                rows = table.rows_of(connection, [*near, *new.tolist()], condition)
-                # What is pending says nothing of how far Milvus has looked.
-                known = set(near)
-                if is_all or sum(row[0] in known for row in rows) >= limit:
+            for labels, is_all in self._growing(name, table, query, limit, condition, ef, since):
+                rows = table.rows_of(connection, [*labels, *new.tolist()], condition)
+                # Pending rows do not count: they say nothing about how far Milvus has searched.
+                in_milvus = set(labels)
+                if is_all or sum(row[0] in in_milvus for row in rows) >= limit:
                     return rows
         except UnavailableError:
             if self._collections.loaded(name):
                 raise
-            # Milvus has lost it, and the feeder is about to notice; or it has just started.
+            # The collection is lost and the feeder will refill it, or Milvus has just started.
         return None
 
-    def _near(
+    def _growing(
         self,
         name: str,
         table: SpaceTable,
@@ -85,34 +84,36 @@ class Candidates:
         ef: int,
         since: int | None,
     ) -> Iterator[tuple[list[int], bool]]:
-        """Labels that may pass, more and more of the nearest, and whether they are all there are.
+        """Yield growing lists of labels that may pass, with whether the list is complete.
 
-        That fewer come than were asked for does not say so: a graph may be left too early. But
-        Milvus goes through all of its rows when it is asked which of them match.
+        A short list is not complete by itself, because a graph search may stop too early. Only a
+        scan of all rows, which `matching` does, is complete.
         """
-        said = EVERYTHING if condition.says is None else expression_of(condition.says)
-        # Of a graph most of which does not match more has to be looked at.
-        wide = ef if said == EVERYTHING else _WIDER * ef
+        expression = EVERYTHING if condition.says is None else expression_of(condition.says)
+        # If few rows of a graph match, more of it must be searched.
+        wide = ef if expression == EVERYTHING else _WIDER * ef
 
         def nearest(count: int) -> list[int]:
-            return self._collections.search(name, table.spec, query, count, wide, said, since)
+            return self._collections.search(name, table.spec, query, count, wide, expression, since)
 
-        near = nearest(limit)
-        if said != EVERYTHING:
-            # And what is near whether it matches or not: of a graph of which a tenth matches, a
-            # walk misses some.
+        labels = nearest(limit)
+        if expression != EVERYTHING:
+            # Also search without the filter: if a tenth of a graph matches, a walk over matching
+            # rows misses some.
             more = min(_WIDER * limit, MOST)
-            near += self._collections.search(name, table.spec, query, more, ef, since=since)
-        yield near, False
-        if said != EVERYTHING:
-            matching = self._collections.matching(name, said, SMALL, since)
+            labels += self._collections.search(name, table.spec, query, more, ef, since=since)
+        yield labels, False
+        if expression != EVERYTHING:
+            matching = self._collections.matching(name, expression, SMALL, since)
             if matching is not None:
                 yield matching, True
         yield nearest(min(_WIDER * limit, MOST)), False
         yield nearest(MOST), False
 
-    def found(self, schema: str, info: SpaceInfo, query: Vectors, k: int) -> list[int] | None:
-        """Labels that Milvus alone gives; None where it cannot say yet."""
+    def nearest_labels(
+        self, schema: str, info: SpaceInfo, query: Vectors, k: int
+    ) -> list[int] | None:
+        """Return the labels that Milvus alone finds; None if it cannot search yet."""
         name = name_of(self._database, schema, info.number)
         if not self._collections.loaded(name):
             return None
@@ -126,14 +127,14 @@ class Candidates:
         return True
 
     def _few_pass(self, connection: Connection, table: SpaceTable, condition: Condition) -> bool:
-        """Whether an index of the database says so: sooner than Milvus, which goes through its
-        columns."""
+        """Return whether an index of the database shows that few items pass; Milvus would scan its
+        columns for that."""
         found = None if condition.says is None else _indexed(condition.says)
         if found is None:
             return False
         items = f"{table.schema}.items i"
         if found != condition.says:
-            # Of what an index lets through each row is looked at: not of half of the items.
+            # The rows that the index yields are checked one by one, so there must not be many.
             most = _LOOKED * SMALL
             if _count(connection, items, condition_of(found), most) > most:
                 return False
@@ -141,20 +142,20 @@ class Candidates:
 
 
 def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
-    """Whether more of a space is pending than a search compares beside what Milvus finds."""
+    """Return whether more labels of a space are pending than a search compares by itself."""
     left = database.read(lambda connection: journal.pending(connection, schema, info.number, SMALL))
     return len(left) > SMALL
 
 
 def _indexed(filtered: Filter) -> Filter | None:
-    """What PostgreSQL finds by its index, and lets through all that passes; None: no part of the
-    filter is such."""
+    """Return a part of the filter that a PostgreSQL index answers and that every passing item
+    passes; None if there is none."""
     if isinstance(filtered, All):
         parts = [found for part in filtered.of if (found := _indexed(part)) is not None]
         return All(tuple(parts)) if parts else None
     if isinstance(filtered, AnyOf):
         parts = [found for part in filtered.of if (found := _indexed(part)) is not None]
-        # Conditions with many values do not use an index.
+        # PostgreSQL does not use the index for conditions with many values.
         values = sum(len(part.values) for part in parts if isinstance(part, OneOf))
         whole = len(parts) == len(filtered.of) and values <= FEW_VALUES
         return AnyOf(tuple(parts)) if whole else None
@@ -164,7 +165,7 @@ def _indexed(filtered: Filter) -> Filter | None:
 
 
 def _count(connection: Connection, where: str, condition: Condition, most: int) -> int:
-    """Up to `most` + 1."""
+    """Count passing rows, up to `most` + 1."""
     found = run(
         connection,
         f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.text} LIMIT {most + 1}) c",

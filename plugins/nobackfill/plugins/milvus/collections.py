@@ -1,5 +1,5 @@
-"""The collections of a Milvus: one for each space of a gallery, of labels, vectors, and columns for
-filters."""
+"""The collections of a Milvus server: one per space of a gallery, with labels, vectors, and columns
+for filters."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,60 +24,66 @@ with extra("milvus"):
 Result = TypeVar("Result")
 SCHEME = "milvus+"
 M, EF_CONSTRUCTION = 16, 128
-# Rows that Milvus returns at most, and those that go there at once.
+# The most rows that Milvus returns, and the rows per write.
 MOST = 16_384
 _AT_ONCE = 2_000
-# Of every call: without one, a Milvus that hangs would hold who asks for ever.
+# Deadline of every call: without one, a hanging Milvus would block its caller for ever.
 _TIMEOUT_S = 10.0
-# It is written to where Milvus keeps things.
+# Deadline of sealing, which writes to Milvus' object storage.
 _SEAL_S = 60.0
 
 
 class Collections:
-    """One Milvus, from many threads. Every method raises UnavailableError."""
+    """A client of one Milvus server, for many threads. Every method may raise UnavailableError."""
 
     def __init__(self, address: str) -> None:
-        """`address`: milvus+http://HOST:PORT, milvus+https://USER:PASSWORD@HOST:PORT. Raises
-        ConfigurationError for others, and for one over the network in the clear."""
-        # It logs each failed call with the address in it.
+        """Connect to a Milvus server.
+
+        Args:
+            address: milvus+http://HOST:PORT or milvus+https://USER:PASSWORD@HOST:PORT.
+
+        Raises:
+            ConfigurationError: the address has another form, or names another machine without TLS.
+        """
+        # pymilvus would log every failed call with the address.
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
         try:
             parts = urlsplit(address.removeprefix(SCHEME))
             host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
             where = f"{parts.scheme}://{host}:{parts.port or 19530}"
         except ValueError:
-            # It would quote what it takes for a port: a piece of a password, perhaps.
-            raise _unfit() from None
+            # The error would quote a part of the address, which may contain a password.
+            raise _bad_address() from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise _unfit()
+            raise _bad_address()
         if parts.scheme == "http" and not is_loopback(parts.hostname):
             raise ConfigurationError(
-                "store: a Milvus on another machine demands TLS; write vectors=milvus+https://…"
+                "store: Milvus on another machine requires TLS; write vectors=milvus+https://…"
             )
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
         token = f"{user}:{password}" if user else ""
-        self._client: Any = _asked(lambda: MilvusClient(uri=where, token=token, timeout=_TIMEOUT_S))
+        self._client: Any = _call(lambda: MilvusClient(uri=where, token=token, timeout=_TIMEOUT_S))
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Close the connection; may be called twice."""
         self._client.close()
 
     def names(self) -> list[str]:
-        return list(_asked(lambda: self._client.list_collections(timeout=_TIMEOUT_S)))
+        return list(_call(lambda: self._client.list_collections(timeout=_TIMEOUT_S)))
 
     def exists(self, name: str) -> bool:
-        return bool(_asked(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
+        return bool(_call(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
 
     def loaded(self, name: str) -> bool:
-        """Whether it is there and can be searched: not so for a while after Milvus was killed."""
+        """Return whether a collection can be searched; False for a while after Milvus restarts."""
         if not self.exists(name):
             return False
-        state = _asked(lambda: self._client.get_load_state(name, timeout=_TIMEOUT_S)["state"])
+        state = _call(lambda: self._client.get_load_state(name, timeout=_TIMEOUT_S)["state"])
         return bool(state.name == "Loaded")
 
     def make(self, name: str, spec: SpaceSpec) -> None:
-        """With its index, loaded; one that is there is left as it is, but for what a process that
-        was killed in between did not come to."""
+        """Create, index and load a collection. An existing one is only completed, in case a process
+        was killed while creating it."""
 
         def create() -> None:
             schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
@@ -97,56 +103,65 @@ class Collections:
             self._client.create_index(name, params, timeout=_TIMEOUT_S)
 
         if not self.exists(name):
-            _asked(create)
-        if not _asked(lambda: self._client.list_indexes(name, timeout=_TIMEOUT_S)):
-            _asked(index)
-        _asked(lambda: self._client.load_collection(name, timeout=_TIMEOUT_S))
+            _call(create)
+        if not _call(lambda: self._client.list_indexes(name, timeout=_TIMEOUT_S)):
+            _call(index)
+        _call(lambda: self._client.load_collection(name, timeout=_TIMEOUT_S))
 
     def drop(self, name: str) -> None:
-        _asked(lambda: self._client.drop_collection(name, timeout=_TIMEOUT_S))
+        _call(lambda: self._client.drop_collection(name, timeout=_TIMEOUT_S))
 
     def upsert(
         self, name: str, labels: Labels, vectors: Vectors, columns: Sequence[Columns]
     ) -> int:
-        """Keep vectors [n, dim] with their columns, in place of those that have the labels; the
-        moment of it by Milvus' clock, 0 for no labels."""
+        """Insert or replace vectors with their columns.
+
+        Args:
+            name: the collection.
+            labels: int64 [n].
+            vectors: float32 [n, dim].
+            columns: n columns for filters.
+
+        Returns:
+            The timestamp of the write by Milvus' clock; 0 for no labels.
+        """
         moment = 0
         for start in range(0, len(labels), _AT_ONCE):
-            some = slice(start, start + _AT_ONCE)
+            part = slice(start, start + _AT_ONCE)
             rows = [
                 {"id": label, "embedding": vector, **rest}
                 for label, vector, rest in zip(
-                    labels[some].tolist(), vectors[some], columns[some], strict=True
+                    labels[part].tolist(), vectors[part], columns[part], strict=True
                 )
             ]
-            moment = max(moment, _asked(lambda rows=rows: self._written(name, rows)))  # type: ignore[misc]
+            moment = max(moment, _call(lambda rows=rows: self._upsert_rows(name, rows)))  # type: ignore[misc]
         return moment
 
-    def _written(self, name: str, rows: list[dict[str, Any]]) -> int:
-        # What MilvusClient.upsert calls, which does not tell when it was.
+    def _upsert_rows(self, name: str, rows: list[dict[str, Any]]) -> int:
+        # MilvusClient.upsert calls this, but does not return the timestamp.
         result = self._client._get_connection().upsert_rows(name, rows, timeout=_TIMEOUT_S)
         return int(result.timestamp)
 
     def delete(self, name: str, labels: Labels) -> None:
         for start in range(0, len(labels), _AT_ONCE):
-            some = labels[start : start + _AT_ONCE].tolist()
-            _asked(
-                lambda some=some: self._client.delete(name, ids=some, timeout=_TIMEOUT_S)  # type: ignore[misc]
+            part = labels[start : start + _AT_ONCE].tolist()
+            _call(
+                lambda part=part: self._client.delete(name, ids=part, timeout=_TIMEOUT_S)  # type: ignore[misc]
             )
 
     def seal(self, name: str) -> None:
-        """Have a graph made, too, of what was kept last: what Milvus still expects more of it
-        compares one by one, for up to ten minutes."""
-        _asked(lambda: self._client.flush(name, timeout=_SEAL_S))
+        """Seal the last segment, so that a graph is built of it. Until then, for up to ten minutes,
+        Milvus waits for more rows and compares them one by one."""
+        _call(lambda: self._client.flush(name, timeout=_SEAL_S))
 
     def has_graph(self, name: str) -> bool:
-        """Whether Milvus says so, of all that is sealed."""
-        state = _asked(lambda: self._client.describe_index(name, "embedding", timeout=_TIMEOUT_S))
+        """Return whether Milvus has a graph of all sealed rows."""
+        state = _call(lambda: self._client.describe_index(name, "embedding", timeout=_TIMEOUT_S))
         return state is not None and not int(state["pending_index_rows"])
 
     def count(self, name: str) -> int:
-        """Rows, those of a moment ago too."""
-        rows = _asked(
+        """Count rows, including those just written."""
+        rows = _call(
             lambda: self._client.query(
                 name,
                 filter="",
@@ -160,12 +175,21 @@ class Collections:
     def matching(
         self, name: str, expression: str, most: int, since: int | None = None
     ) -> list[int] | None:
-        """Labels of all rows for which an expression holds; None for more than `most`, which MOST
-        bounds. `since`: as of `search`."""
-        rows = _asked(
+        """Return the labels of all rows that pass an expression.
+
+        Args:
+            name: the collection.
+            expression: a Milvus expression.
+            most: the largest number of labels, at most MOST.
+            since: as in `search`.
+
+        Returns:
+            The labels; None if there are more than `most`.
+        """
+        rows = _call(
             lambda: self._client.query(
                 name, filter=expression, output_fields=["id"], limit=most + 1,
-                timeout=_TIMEOUT_S, **_seen(since),
+                timeout=_TIMEOUT_S, **_consistency(since),
             )
         )  # fmt: skip
         return None if len(rows) > most else [int(row["id"]) for row in rows]
@@ -174,11 +198,20 @@ class Collections:
         self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int,
         expression: str = "", since: int | None = None,
     ) -> list[int]:  # fmt: skip
-        """Labels of about the nearest `limit` to `query` [dim], of rows for which an expression
-        holds. `since`: a moment that `upsert` told; what was kept by then is seen, and Milvus waits
-        only where it was just now. None: what was kept before the call, for which it waits until
-        its clock ticks."""
-        found = _asked(
+        """Return the labels of about the nearest rows.
+
+        Args:
+            name: the collection.
+            spec: the space.
+            query: float32 [dim].
+            limit: the number of labels, at most MOST.
+            ef: the least number of candidates that the graph search keeps.
+            expression: only rows that pass this Milvus expression; empty: all.
+            since: a timestamp that `upsert` returned. Rows written until then are visible, and
+                Milvus rarely has to wait. None: all rows written before the call are visible;
+                Milvus waits for a tick of its clock.
+        """
+        hits = _call(
             lambda: self._client.search(
                 name,
                 data=[query],
@@ -187,14 +220,14 @@ class Collections:
                 limit=min(limit, MOST),
                 search_params={"metric_type": _metric(spec), "params": {"ef": max(ef, limit)}},
                 timeout=_TIMEOUT_S,
-                **_seen(since),
+                **_consistency(since),
             )
         )
-        return [int(hit["id"]) for hit in found[0]]
+        return [int(hit["id"]) for hit in hits[0]]
 
 
-def _seen(since: int | None) -> dict[str, Any]:
-    """What a question has to see."""
+def _consistency(since: int | None) -> dict[str, Any]:
+    """Return the consistency arguments of a read."""
     if since is None:
         return {"consistency_level": "Strong"}
     return {"consistency_level": "Customized", "guarantee_timestamp": since}
@@ -204,18 +237,18 @@ def _metric(spec: SpaceSpec) -> str:
     return "L2" if spec.metric == "squared_l2" else "COSINE"
 
 
-def _unfit() -> ConfigurationError:
+def _bad_address() -> ConfigurationError:
     return ConfigurationError(
         "store: expected vectors=milvus+http://HOST:PORT, or milvus+https://USER:PASSWORD@HOST:PORT"
     )
 
 
-def _asked(work: Callable[[], Result]) -> Result:
+def _call(work: Callable[[], Result]) -> Result:
     try:
         return work()
     except (MilvusException, grpc.RpcError) as error:
-        # pymilvus passes on as they are, among others, a deadline that passed and a password that
-        # is refused. Sentences may hold addresses; a code says enough.
+        # pymilvus does not convert all gRPC errors, such as an expired deadline or a refused
+        # password. Messages may hold addresses, so only the code is shown.
         code: Any = getattr(error, "code", None)
         if isinstance(error, grpc.RpcError) and callable(code):
             code = code().name

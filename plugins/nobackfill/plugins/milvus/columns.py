@@ -1,11 +1,11 @@
-"""What Milvus is told of an item's metadata: plain numbers in columns that are the same for all.
+"""Columns of metadata in Milvus: numbers in a fixed set of columns, the same for all galleries.
 
-    t0 … t19               facts: a key has texts, or this text or flag; 63 bits of a hash each
-    k0 … k7, n0 … n7       numbers: a key's hash, and a number of it or a time
-    upto                   what the columns had no place for: keys from this hash on
+    t0 … t19               facts: "key has texts", or a text or flag of a key; hashes of 63 bits
+    k0 … k7, n0 … n7       numbers: the hash of a key, and a number or time of it
+    upto                   the least key hash for which the columns had no room
 
-A fact or a number stands in one of three columns that its hash names, so that to look for it is to
-compare three columns, however many keys a gallery has. Why no arrays and no JSON: ADR 0016.
+The hash of a fact or number names three columns that may hold it. A condition therefore compares
+three columns, however many keys a gallery has. ADR 0016 says why not arrays or JSON.
 """
 
 import hashlib
@@ -16,40 +16,40 @@ from typing import Any, NamedTuple
 from nobackfill.server.stores.postgresql.database import Database, run
 
 FACTS, NUMBERS = 20, 8
-# Of what is in none of a row's columns.
+# The value of empty columns.
 _NONE = 0
 _CHOICES = 3
-# Characters of texts whose hashes are kept.
+# Longest texts whose hashes are cached, in characters.
 _SHORT = 128
-# No hash of a key is as large: all of them are told.
+# Larger than every hash of a key: the columns hold all keys.
 _ALL = 2**63 - 1
 
 Columns = Mapping[str, int | float]
 
 
 class Mark(NamedTuple):
-    """What is looked for: a hash, and a number where it is one of a key's numbers."""
+    """A hash, and a number if the hash is that of a key's number."""
 
     token: int
     number: float = 0.0
 
 
 def token(*parts: str) -> int:
-    """A hash of texts without NUL: 1 to 2**63 - 2."""
-    # Long texts seldom come again, and as many as are kept would fill the memory.
-    return _kept(*parts) if sum(map(len, parts)) <= _SHORT else _hashed(*parts)
+    """Hash texts without NUL to an integer from 1 to 2**63 - 2."""
+    # Long texts are rarely repeated, and their cache would fill the memory.
+    return _cached_hash(*parts) if sum(map(len, parts)) <= _SHORT else _hash(*parts)
 
 
-def _hashed(*parts: str) -> int:
+def _hash(*parts: str) -> int:
     digest = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % (2**63 - 2) + 1
 
 
-_kept = lru_cache(1 << 16)(_hashed)
+_cached_hash = lru_cache(1 << 16)(_hash)
 
 
 def key_token(key: str) -> int:
-    """That a key has texts; keys are told in the order of these."""
+    """Return the hash of "this key has texts"; keys are stored in the order of these hashes."""
     return token("key", key)
 
 
@@ -71,23 +71,23 @@ def time_token(key: str) -> int:
 
 @lru_cache(1 << 16)
 def places(hashed: int, width: int) -> Sequence[int]:
-    """The columns, of `width`, where something of this hash may stand."""
-    left = list(range(width))
-    found = []
+    """Return the columns, of `width`, that may hold this hash."""
+    free = list(range(width))
+    columns = []
     for _ in range(_CHOICES):
-        hashed, place = divmod(hashed, len(left))
-        found.append(left.pop(place))
-    return found
+        hashed, place = divmod(hashed, len(free))
+        columns.append(free.pop(place))
+    return columns
 
 
 def columns_of(facets: Mapping[str, Mapping[str, Sequence[Any]]]) -> Columns:
-    """The columns of an item. `facets`: as conditions.py has them."""
+    """Return the columns of an item; `facets` as in server.stores.postgresql.conditions."""
     facts, numbers = _Row(FACTS), _Row(NUMBERS)
     upto = _ALL
     for order, key in sorted((key_token(key), key) for key in facets):
-        some, more = _marks(key, facets[key])
+        some, more = _marks_of(key, facets[key])
         if not (facts.take(some) and numbers.take(more)):
-            # What is there of it does no harm: nobody looks for keys from here on.
+            # A part of the key may be stored; nothing reads keys from `upto` on.
             upto = order
             break
     return {
@@ -98,7 +98,7 @@ def columns_of(facets: Mapping[str, Mapping[str, Sequence[Any]]]) -> Columns:
     }
 
 
-def _marks(key: str, facet: Mapping[str, Sequence[Any]]) -> tuple[list[Mark], list[Mark]]:
+def _marks_of(key: str, facet: Mapping[str, Sequence[Any]]) -> tuple[list[Mark], list[Mark]]:
     facts = [key_token(key)] if facet.get("s") else []
     facts += [text_token(key, text) for text in facet.get("s", ())]
     facts += [flag_token(key, flag) for flag in facet.get("b", ())]
@@ -108,14 +108,14 @@ def _marks(key: str, facet: Mapping[str, Sequence[Any]]) -> tuple[list[Mark], li
 
 
 class _Row:
-    """Columns of one kind, filled as a bipartite matching: what stands somewhere makes room where
-    another column will do for it."""
+    """Columns of one kind, filled as a bipartite matching: a mark moves to another of its columns
+    to make room."""
 
     def __init__(self, width: int) -> None:
         self.marks = [Mark(_NONE)] * width
 
     def take(self, marks: Sequence[Mark]) -> bool:
-        """Whether there is a place for all of them, each once."""
+        """Place all marks, each once; return whether there was room."""
         return all(self._take(mark, set()) for mark in dict.fromkeys(marks))
 
     def _take(self, mark: Mark, tried: set[int]) -> bool:
@@ -130,30 +130,30 @@ class _Row:
         return False
 
 
-# Names of collections: a space's digest is never in an alias, a plan names its own collection.
+# Names of collections contain the database, the gallery and the space's number.
 
 _OURS = "nobackfill_"
-# Of a collection's columns: one of an older layout has another name, so that it is dropped, and
-# what it held is told to a new one.
+# Version of the columns. Collections of an older layout have another name, so they are dropped and
+# filled again.
 _LAYOUT = 2
 
 
 def database_id(database: Database) -> str:
-    """What tells a database from all others, a copy that was restored on another server too."""
+    """Return an id of a database that even a restored copy on another server does not share."""
     query = (
         "SELECT system_identifier || '/' || (SELECT oid FROM pg_database WHERE datname ="
         " current_database()) FROM pg_control_system()"
     )
-    told = database.read(lambda connection: run(connection, query).fetchone()[0])
-    return hashlib.sha256(str(told).encode()).hexdigest()[:12]
+    identity = database.read(lambda connection: run(connection, query).fetchone()[0])
+    return hashlib.sha256(str(identity).encode()).hexdigest()[:12]
 
 
 def prefix_of(database: str) -> str:
-    """Of every collection that belongs to a database."""
+    """Return the prefix of every collection of a database."""
     return f"{_OURS}{database}_"
 
 
 def name_of(database: str, schema: str, number: int) -> str:
-    """Of the collection of one space. `schema` is nobackfill_<number>, numbers of spaces in it are
-    never used twice."""
+    """Return the name of a space's collection. `schema` is nobackfill_<number>; numbers of spaces
+    are never reused."""
     return f"{prefix_of(database)}{schema.removeprefix(_OURS)}_{number:d}_{_LAYOUT}"

@@ -1,13 +1,13 @@
-"""Filters as expressions of Milvus over the columns of columns.py; semantics in filters.py.
+"""Translate filters to Milvus expressions over the columns of columns.py.
 
-An expression holds wherever its filter does, and perhaps elsewhere: numbers are rounded to floats,
-and a row that has no place for a key is let through. PostgreSQL decides. Below a `Not` it is the
-other way round: there what is said holds only where the filter does, so that its denial holds
-wherever the filter's does. Hashes are taken for what they stand for: 63 bits of them.
+An expression is true wherever its filter is, and perhaps elsewhere: numbers are rounded to floats,
+and a row without room for a key passes. PostgreSQL then decides. Below a `Not` the translation is
+strict instead: it is true only where the filter is, so that its negation is true wherever the
+negated filter is. Hashes of 63 bits stand for texts and are assumed to be unique.
 
-Nothing of a filter's texts goes into an expression, only numbers.
+An expression contains only numbers, and no text of a filter.
 
-A module of its own: it needs no pymilvus, and tests reach it alone.
+This is a module of its own because it needs no pymilvus, and tests use it alone.
 """
 
 import math
@@ -39,50 +39,50 @@ from nobackfill.plugins.milvus.columns import (
 EVERYTHING = ""
 # Labels are positive.
 _NOTHING = "id < 0"
-# Longer ones cost Milvus more than they save.
+# Longer expressions cost Milvus more than they save.
 _MOST_CHARACTERS = 1 << 15
-# Integers to here are floats.
+# Integers below this are exact as floats.
 _EXACT = 2**53
 
 
 def expression_of(filtered: Filter) -> str:
-    """What holds of every item that passes, as far as it can be said shortly."""
-    said = _said(filtered, wide=True)
-    return said if len(said) <= _MOST_CHARACTERS else EVERYTHING
+    """Return an expression that is true for every passing item; EVERYTHING if it is too long."""
+    text = _translate(filtered, wide=True)
+    return text if len(text) <= _MOST_CHARACTERS else EVERYTHING
 
 
-def _said(filtered: Filter, *, wide: bool) -> str:
-    """What holds wherever the filter does, or (not `wide`) only where it does."""
+def _translate(filtered: Filter, *, wide: bool) -> str:
+    """Translate a filter; `wide`: true wherever the filter is, else: true only where it is."""
     if isinstance(filtered, Not):
-        return _denied(_said(filtered.of, wide=not wide))
+        return _negation(_translate(filtered.of, wide=not wide))
     if isinstance(filtered, All):
-        return _both([_said(part, wide=wide) for part in filtered.of])
+        return _conjunction([_translate(part, wide=wide) for part in filtered.of])
     if isinstance(filtered, AnyOf):
-        return _either([_said(part, wide=wide) for part in filtered.of])
+        return _disjunction([_translate(part, wide=wide) for part in filtered.of])
     if not storable(filtered.key):
         return _NOTHING
     passes, order = _test(filtered, wide=wide), key_token(filtered.key)
-    # A row in which the key is not told, or not whole.
+    # Rows whose columns have no room for the key, or only for a part of it.
     if wide:
-        return _either([f"upto <= {order}", passes])
-    return _both([f"upto > {order}", passes])
+        return _disjunction([f"upto <= {order}", passes])
+    return _conjunction([f"upto > {order}", passes])
 
 
-def _denied(said: str) -> str:
-    if said in (EVERYTHING, _NOTHING):
-        return _NOTHING if said == EVERYTHING else EVERYTHING
-    return f"not ({said})"
+def _negation(text: str) -> str:
+    if text in (EVERYTHING, _NOTHING):
+        return _NOTHING if text == EVERYTHING else EVERYTHING
+    return f"not ({text})"
 
 
-def _both(parts: Sequence[str]) -> str:
-    return _joined(" and ", parts, of_none=EVERYTHING, strongest=_NOTHING)
+def _conjunction(parts: Sequence[str]) -> str:
+    return _join(" and ", parts, of_none=EVERYTHING, strongest=_NOTHING)
 
 
-def _either(parts: Sequence[str]) -> str:
-    return _joined(" or ", parts, of_none=_NOTHING, strongest=EVERYTHING)
+def _disjunction(parts: Sequence[str]) -> str:
+    return _join(" or ", parts, of_none=_NOTHING, strongest=EVERYTHING)
 
 
-def _joined(word: str, parts: Sequence[str], of_none: str, strongest: str) -> str:
+def _join(word: str, parts: Sequence[str], of_none: str, strongest: str) -> str:
     if strongest in parts:
         return strongest
     rest = [part for part in parts if part != of_none]
@@ -95,7 +95,7 @@ def _test(test: Test, *, wide: bool) -> str:
     if isinstance(test, Exists):
         flags = [flag_token(test.key, flag) for flag in (False, True)]
         has_number = _number(number_token(test.key), lambda _: [])
-        return _either([_facts([key_token(test.key), *flags]), has_number])
+        return _disjunction([_facts([key_token(test.key), *flags]), has_number])
     if isinstance(test, OneOf):
         return _one_of(test, wide=wide)
     inside = _inside(test, wide=wide)
@@ -106,18 +106,21 @@ def _test(test: Test, *, wide: bool) -> str:
 
 
 def _facts(tokens: Sequence[int]) -> str:
-    """That a row has one of these facts."""
+    """Match rows that have one of these facts."""
     at: dict[int, list[str]] = {}
     for token in tokens:
         for place in places(token, FACTS):
             at.setdefault(place, []).append(str(token))
-    return _either([_equals(f"t{place}", some) for place, some in sorted(at.items())])
+    return _disjunction([_equals(f"t{place}", some) for place, some in sorted(at.items())])
 
 
 def _number(token: int, inside: Callable[[str], list[str]]) -> str:
-    """That a row has a number of this hash for which what `inside` says of its column holds."""
-    return _either(
-        [_both([f"k{place} == {token}", *inside(f"n{place}")]) for place in places(token, NUMBERS)]
+    """Match rows with a number of this hash whose column passes the conditions of `inside`."""
+    return _disjunction(
+        [
+            _conjunction([f"k{place} == {token}", *inside(f"n{place}")])
+            for place in places(token, NUMBERS)
+        ]
     )
 
 
@@ -135,20 +138,20 @@ def _one_of(test: OneOf, *, wide: bool) -> str:
                 facts.add(text_token(test.key, value))
         elif not math.isinf(value) and (wide or _is_exact(value)):
             numbers.add(_float(value))
-    said = [_facts(sorted(facts))]
+    text = [_facts(sorted(facts))]
     if numbers:
         wanted = sorted(numbers)
-        said.append(_number(number_token(test.key), lambda column: [_equals(column, wanted)]))
-    return _either(said)
+        text.append(_number(number_token(test.key), lambda column: [_equals(column, wanted)]))
+    return _disjunction(text)
 
 
 def _inside(test: Range | TimeRange, *, wide: bool) -> Callable[[str], list[str]] | None:
-    """What is said of a column that is to lie within the bounds; None: nothing lies there."""
+    """Return conditions on a column that must lie within the bounds; None if nothing can."""
     bounds = (
         (">", test.at_least, True), (">", test.greater_than, False),
         ("<", test.less_than, False), ("<", test.at_most, True),
     )  # fmt: skip
-    said = []
+    text = []
     for sign, bound, closed in bounds:
         if bound is None:
             continue
@@ -156,14 +159,14 @@ def _inside(test: Range | TimeRange, *, wide: bool) -> Callable[[str], list[str]
             if (bound > 0) == (sign == ">"):
                 return None
             continue
-        # What is rounded to the bound may lie on both sides of it.
+        # Numbers on both sides of the bound may be rounded to it.
         closed = closed if _is_exact(bound) else wide
-        said.append(f" {sign}{'=' if closed else ''} {_float(bound)}")
-    return lambda column: [column + one for one in said]
+        text.append(f" {sign}{'=' if closed else ''} {_float(bound)}")
+    return lambda column: [column + one for one in text]
 
 
 def _is_exact(number: int | float) -> bool:
-    """Whether no other number is rounded to the same float."""
+    """Return whether no other number is rounded to the same float."""
     return abs(number) < _EXACT
 
 

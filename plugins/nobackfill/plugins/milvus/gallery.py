@@ -1,6 +1,6 @@
-"""Galleries in PostgreSQL whose vectors a Milvus searches.
+"""Galleries in PostgreSQL whose vectors Milvus searches.
 
-The database has the truth, and notes what changes.
+The database holds the truth, and a journal of changes for Milvus.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,20 +38,20 @@ log = structlog.get_logger("server.stores")
 
 
 class MilvusGallery(PostgresqlGallery):
-    """What is said of each method: GalleryStore."""
+    """A gallery in PostgreSQL with a journal for Milvus; implements GalleryStore."""
 
     def __init__(self, database: Database, number: int) -> None:
-        """Of a gallery without a journal, one is begun, and all it has is pending; so it is with a
-        space that is not in its journal."""
+        """Open a gallery. If its journal is missing or lacks a space, begin it; its vectors are
+        then pending."""
         super().__init__(database, number)
         if not database.read(lambda connection: journal.complete(connection, self.schema)):
             database.write(lambda connection: journal.begin(connection, self.schema))
             log.info("Milvus is told everything", gallery=number)
 
     @staticmethod
-    def begun(made: PostgresqlGallery) -> None:
-        """Of a gallery that was just made: nothing is noted yet, and no graph of the database is to
-        grow by each put."""
+    def begin_journal(made: PostgresqlGallery) -> None:
+        """Begin the journal of a new, empty gallery, and drop the database's own graph, which each
+        put would extend."""
 
         def work(connection: Connection) -> None:
             for info in rows.read_spaces(connection, made.schema):
@@ -73,20 +73,27 @@ def wait_for_milvus(
     gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates,
     feed: Callable[[], int], between: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Until Milvus finds, of a space, what is there (recall.py); then it is looked which items the
-    space has, for the flip to look at later ones alone.
+    """Wait until Milvus finds nearly all true neighbours in a space (recall.py).
 
-    `feed` tells it what is pending; `between` is called again and again, and may raise.
+    Then the items of the space are checked, so that the flip checks only later ones. Small spaces
+    need no Milvus and return at once.
+
+    Args:
+        gallery: the gallery.
+        info: the space.
+        candidates: the searches in Milvus.
+        feed: feeds pending labels; returns how many.
+        between: called repeatedly while waiting; it may raise to stop.
     """
     if gallery.count(info.spec.space) <= limits.SMALL:
         return
     probes: RecallProbes | None = None
 
     def ready() -> bool:
-        # Searches compare as many beside Milvus: of a gallery that is put to, some always are.
+        # A search compares this many pending labels itself; under constant writes some always pend.
         while too_many_pending(gallery.database, gallery.schema, info):
             between()
-            # Where the gateway's own thread tells it, there is nothing to tell and much to come.
+            # 0 means that the gateway's own thread is feeding: wait for it.
             if not feed():
                 return False
         return True
@@ -105,7 +112,7 @@ def wait_for_milvus(
     def tell(share: float) -> None:
         nonlocal probes
         log.warning("waiting for Milvus", release=info.spec.release, recall=share)
-        # What was the nearest may be gone.
+        # The true neighbours may have been deleted: draw new probes.
         probes = None
 
     wait_for_recall(ready, measure, between, tell)
@@ -114,23 +121,20 @@ def wait_for_milvus(
 def _found(
     gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates, query: Vectors
 ) -> Neighbours:
-    """What Milvus answers to one query [dim], and what it is still to be told, as in a search."""
-    # Before Milvus is asked: what is told meanwhile is in both.
+    """Search as a query does: Milvus' candidates and pending labels, ranked in the database."""
+    # Read before Milvus is searched: labels fed meanwhile are then in both.
     new = gallery.database.read(
         lambda one: journal.pending(one, gallery.schema, info.number, limits.SMALL)
     )
-    found = candidates.found(gallery.schema, info, query, K)
+    found = candidates.nearest_labels(gallery.schema, info, query, K)
     labels = [] if found is None else [*found, *new.tolist()]
     table = SpaceTable(gallery.schema, info)
     rows = gallery.database.read(lambda one: table.rows_of(one, labels, EVERYTHING))
     return ranked(info.spec, query, rows, K)
 
 
-# Galleries in PostgreSQL whose vectors a Milvus searches.
-
-
 class HostedInMilvus(HostedInDatabase):
-    """One gallery."""
+    """One hosted gallery whose vectors Milvus searches."""
 
     def __init__(
         self, name: str, folder: Path, store: MilvusGallery, candidates: Candidates, feeder: Feeder
@@ -141,7 +145,7 @@ class HostedInMilvus(HostedInDatabase):
         store.subscribe(feeder.wake)
 
     def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Wait until Milvus knows the space, has a graph of it, and answers well."""
+        """Wait until Milvus knows the space, has a graph of it, and has a high recall."""
         info = self._gallery.space(space)
         self._gallery.look_ahead(space)
         if self._gallery.count(space) > limits.SMALL:
@@ -156,7 +160,7 @@ class HostedInMilvus(HostedInDatabase):
 
 
 class InMilvus(InDatabase):
-    """What is said of each method: Home."""
+    """The home of galleries in PostgreSQL with Milvus; implements Home."""
 
     def __init__(self, database: Database, scratch: Path, collections: Collections) -> None:
         super().__init__(database, scratch)
@@ -171,17 +175,24 @@ class InMilvus(InDatabase):
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
         made = self._galleries.create(name, specs, state)
-        MilvusGallery.begun(made)
+        MilvusGallery.begin_journal(made)
 
 
 @contextmanager
 def open_home(
     address: str, database: Database, scratch: Path, *, feeds: bool
 ) -> Iterator[InMilvus]:
-    """Search the vectors of a database's galleries in a Milvus, until the block ends.
+    """Search the vectors of a database's galleries in Milvus, until the block ends.
 
-    `address`: as Collections has it. `scratch`: as InDatabase has it. `feeds`: whether a thread
-    tells Milvus what changes. Raises ConfigurationError, UnavailableError.
+    Args:
+        address: Milvus, as Collections takes it.
+        database: the database of the galleries.
+        scratch: the folder of InDatabase.
+        feeds: start a thread that feeds changes to Milvus.
+
+    Raises:
+        ConfigurationError: the address has another form.
+        UnavailableError: Milvus does not answer.
     """
     with closing(Collections(address)) as collections:
         home = InMilvus(database, scratch, collections)

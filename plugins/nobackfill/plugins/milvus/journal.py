@@ -1,16 +1,16 @@
-"""What a Milvus has still to be told: labels whose vectors came, changed or went, and those whose
-metadata did (`described`), for Milvus filters.
+"""The journal of changes that Milvus does not know yet.
 
     nobackfill_<number>.pending(number, label, described)
 
-by triggers, in the transaction of the change. What Milvus holds and what is pending cover,
-together, all that the database has: a search that looks at both misses nothing, and one without a
-filter need not look at what was described. Milvus is told, then the row goes; told twice is
-harmless. When Milvus was last told of a space, by its own clock, is kept with that:
+Triggers write it in the transaction of a change: labels whose vector was added, changed or deleted,
+and labels whose metadata changed (`described`), which matter only for filters. Milvus and the
+pending labels together cover the whole gallery, so a search of both misses nothing. A row is
+deleted after Milvus has got the change; feeding a change twice is harmless. The time of the last
+feed, by Milvus' clock, is stored in the same transaction:
 
     nobackfill_<number>.told(number, moment)
 
-A search that sees all up to then sees whatever has no row in `pending` any more.
+A search that sees all writes up to that time sees every change without a row in `pending`.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ _TRIGGER = (
 
 
 def begin(connection: Connection, schema: str) -> None:
-    """Note every change of a gallery from now on, and all that is there; twice is harmless."""
+    """Start the journal of a gallery, with all its vectors pending; may be called twice."""
     hold_gate(connection, schema)
     if not kept(connection, schema):
         for statement in (_TABLE, _TOLD, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
@@ -65,7 +65,7 @@ def begin(connection: Connection, schema: str) -> None:
 
 
 def kept(connection: Connection, schema: str) -> bool:
-    """Whether a gallery has a journal."""
+    """Return whether a gallery has a journal."""
     found = run(
         connection,
         "SELECT to_regclass(%s) IS NOT NULL AND to_regclass(%s) IS NOT NULL",
@@ -75,8 +75,8 @@ def kept(connection: Connection, schema: str) -> bool:
 
 
 def complete(connection: Connection, schema: str) -> bool:
-    """Whether a gallery has a journal that notes the changes of each space: one that a gateway
-    without Milvus began is not in it."""
+    """Return whether the journal covers every space; a gateway without Milvus adds spaces without
+    it."""
     return kept(connection, schema) and all(
         _watched(connection, table_of(schema, info.number))
         for info in read_spaces(connection, schema)
@@ -93,7 +93,7 @@ def _watched(connection: Connection, table: str) -> bool:
 
 
 def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
-    """Note the changes of one space, and all that is in it; twice is harmless."""
+    """Start the journal of one space, with all its vectors pending; may be called twice."""
     table = table_of(schema, info.number)
     if not _watched(connection, table):
         for event, which in (("insert", "NEW"), ("delete", "OLD")):
@@ -102,7 +102,7 @@ def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
 
 
 def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
-    """Everything in a space is pending: its collection has nothing."""
+    """Mark all vectors of a space as pending, because its collection is empty."""
     run(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.number])
     run(
         connection,
@@ -113,14 +113,14 @@ def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
 
 
 def alone(connection: Connection, schema: str) -> bool:
-    """Until the transaction ends, nobody else tells Milvus of this gallery: an older vector would
-    come after a newer one. False where somebody does."""
+    """Lock the feeding of a gallery until the transaction ends; False if another process holds the
+    lock. Without it, an older vector could overwrite a newer one."""
     lock = run(connection, "SELECT pg_try_advisory_xact_lock(hashtext(%s))", [f"feed {schema}"])
     return bool(lock.fetchone()[0])
 
 
 def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Labels]]:
-    """Some that are pending, by number of their space; they go when the transaction commits."""
+    """Take up to `count` pending labels, by space; the commit deletes them."""
     rows = run(
         connection,
         f"DELETE FROM {schema}.pending WHERE ctid = ANY(ARRAY(SELECT ctid FROM {schema}.pending"
@@ -135,8 +135,7 @@ def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Lab
 
 
 def tell(connection: Connection, schema: str, number: int, moment: int) -> None:
-    """Milvus was told of a space, at a moment by its clock; until the transaction ends nobody else
-    tells it."""
+    """Record the time, by Milvus' clock, at which a space was last fed."""
     run(
         connection,
         f"INSERT INTO {schema}.told VALUES (%s, %s)"
@@ -146,7 +145,7 @@ def tell(connection: Connection, schema: str, number: int, moment: int) -> None:
 
 
 def told(connection: Connection, schema: str, number: int) -> int | None:
-    """When Milvus was last told of a space, by its clock; None: nobody knows."""
+    """Return the time at which a space was last fed, by Milvus' clock; None if unknown."""
     found = run(
         connection, f"SELECT moment FROM {schema}.told WHERE number = %s", [number]
     ).fetchone()
@@ -156,15 +155,16 @@ def told(connection: Connection, schema: str, number: int) -> int | None:
 def pending(
     connection: Connection, schema: str, number: int, most: int, *, described: bool = False
 ) -> Labels:
-    """Labels of a space that are pending, with `described` for their metadata alone, too; `most`
-    + 1 of them where there are more."""
+    """Return pending labels of a space, at most `most` + 1 of them.
+
+    `described` includes labels of which only the metadata changed."""
     some = "" if described else " AND NOT described"
     query = f"SELECT label FROM {schema}.pending WHERE number = %s{some} LIMIT %s"
     return label_column(run(connection, query, [number, most + 1]))
 
 
 def waiting(connection: Connection, schemas: Sequence[str]) -> list[str]:
-    """Those of some galleries that have something pending."""
+    """Return the galleries that have pending labels."""
     return [
         schema
         for schema in schemas

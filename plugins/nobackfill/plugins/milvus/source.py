@@ -1,8 +1,7 @@
-"""A collection of Milvus, on a server or in a file of milvus-lite.
+"""A collection of Milvus as a source, on a server or in a file of milvus-lite.
 
-New vectors go into a collection of their own beside, with the same keys, fields and indexes. An
-alias flips from one to the other. No version that can be run here lets a collection have one more
-vector field once it is there.
+New vectors go into a second collection with the same keys, fields and indexes. An alias flips from
+one to the other. Milvus versions that run here cannot add a vector field to an existing collection.
 """
 
 import json
@@ -43,7 +42,7 @@ with extra("milvus"):
 
 
 Result = TypeVar("Result")
-# The variable that holds a server's token, or USER:PASSWORD.
+# The environment variable with a server's token, or USER:PASSWORD.
 KEY = "NOBACKFILL_MILVUS_TOKEN"
 _SECONDS = 60.0
 _PORT = 19530
@@ -53,20 +52,29 @@ _CODES: Mapping[int, type[NobackfillError]] = {
 }  # fmt: skip
 
 
-# Processes in which clients were opened: the first, and none that it forks.
+# Processes that opened a client; a process forked from the first must open its own.
 _OPENERS: list[int] = []
 
 
 def open_client(place: str) -> Any:
-    """The client of https://HOST:PORT (http:// on this machine), with /DATABASE where it is not the
-    default one, or of a file. Raises NotFoundError, ConfigurationError, UnavailableError."""
-    # It logs each failed call with the address in it.
+    """Open a client of a Milvus server or of a file of milvus-lite.
+
+    Args:
+        place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
+            one; or a file.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        ConfigurationError: the address has another form.
+        UnavailableError: the server does not answer.
+    """
+    # pymilvus would log every failed call with the address.
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
     _OPENERS.append(os.getpid())
     if "://" not in place:
         path = Path(place)
         if not path.exists():
-            raise NotFoundError(f"{place}: no file of milvus-lite is there")
+            raise NotFoundError(f"{place}: there is no file of milvus-lite")
         return call_milvus(path.name, lambda: MilvusClient(uri=str(path.resolve())))
     parts = server_address(place, "milvus", KEY)
     database = parts.path.strip("/")
@@ -81,12 +89,15 @@ def open_client(place: str) -> Any:
 
 
 def call_milvus(name: str, work: Callable[[], Result]) -> Result:
-    """Run `work` and return its result; errors of Milvus become ours, and so does a fork since it
-    was opened."""
+    """Run `work` and return its result; converts errors of Milvus to errors of nobackfill.
+
+    Raises:
+        ConfigurationError: the process was forked after Milvus was opened.
+    """
     if os.getpid() != _OPENERS[0]:
         raise ConfigurationError(
-            f"{name}: Milvus was opened before this process was forked, which its client does not "
-            "survive; open it after the fork alone, in each process"
+            f"{name}: Milvus was opened before this process was forked, and its client does not "
+            "work after a fork; open it after the fork, in each process"
         )
     try:
         return work()
@@ -101,13 +112,15 @@ def call_milvus(name: str, work: Callable[[], Result]) -> Result:
 _KEPT = (
     "is_primary", "is_partition_key", "nullable", "default_value", "element_type", "max_capacity",
 )  # fmt: skip
-# Of an index, what Milvus tells beside its kind.
+# Parameters of an index, apart from its kind.
 _PARAMS = ("M", "efConstruction", "nlist", "nbits", "m")
 
 
 def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mapping[str, int]) -> Any:
-    """Fields as they are, with other `dims` of some. Who puts an item gives its key; fields that no
-    schema names are allowed: what carrying notes in an item need not be known."""
+    """Copy a schema, with other dimensions for the fields in `dims`.
+
+    Keys must be given by writers. Undeclared fields are allowed, because carrying stores digests in
+    items."""
     made = client.create_schema(auto_id=False, enable_dynamic_field=True)
     for name, one in fields.items():
         params = dict(one.get("params") or {})
@@ -119,13 +132,13 @@ def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mappin
 
 
 def make_partition(client: Any, collection: str, name: str) -> None:
-    """It may be there."""
+    """Create a partition unless it exists."""
     if not call_milvus(collection, lambda: client.has_partition(collection, name)):
         call_milvus(collection, lambda: client.create_partition(collection, name))
 
 
 def indexes_of(client: Any, collection: str) -> Any:
-    """Those of all fields, to be made again."""
+    """Copy the index definitions of all fields."""
     made = client.prepare_index_params()
     for one in _indexes(client, collection):
         params = dict(one.get("params") or {})
@@ -138,23 +151,23 @@ def indexes_of(client: Any, collection: str) -> Any:
 
 
 def index_of(client: Any, collection: str, field: str) -> Mapping[str, Any]:
-    """What is said of a field's index; nothing where there is none."""
-    found = _indexes(client, collection)
-    return next((one for one in found if one.get("field_name") == field), {})
+    """Return the description of a field's index; empty if it has none."""
+    results = _indexes(client, collection)
+    return next((one for one in results if one.get("field_name") == field), {})
 
 
 def _indexes(client: Any, collection: str) -> list[dict[str, Any]]:
     names = call_milvus(collection, lambda: client.list_indexes(collection))
-    found = [
+    results = [
         call_milvus(collection, lambda name=name: client.describe_index(collection, name))  # type: ignore[misc]
         for name in names
     ]
-    return [dict(one) for one in found if one]
+    return [dict(one) for one in results if one]
 
 
-# Items of a request.
+# Items per request.
 _PAGE = 1000
-# Bytes of vectors in one answer: a message may have 64 MiB, and an item has more than its vector.
+# Bytes of vectors per answer: a message may have 64 MiB, and an item holds more than its vector.
 _MOST_BYTES = 16 << 20
 _STRONG = "Strong"
 _METRICS: Mapping[str, SearchMetric] = {
@@ -162,18 +175,29 @@ _METRICS: Mapping[str, SearchMetric] = {
 }  # fmt: skip
 _LEAST = -(1 << 63)
 _MARK = "nobackfill."
-# The partition of items that are put without one.
+# The partition of items that were put without a partition.
 _DEFAULT = "_default"
 
 
 def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
-    """Open a collection as a source. `place`, `vector`: as in MilvusStore. Raises NotFoundError,
-    ConfigurationError, UnavailableError, InvalidInputError."""
+    """Open a collection as a source.
+
+    Args:
+        place: the server or file, as `open_client` takes it.
+        collection: the collection's name or alias.
+        vector: the name of a float32 field; None: the only one.
+
+    Raises:
+        NotFoundError: there is no such collection.
+        ConfigurationError: the address has another form.
+        UnavailableError: the server does not answer.
+        InvalidInputError: the vector field is missing or ambiguous.
+    """
     return CopiedSource(MilvusStore(place, vector), collection)
 
 
 class MilvusStore:
-    """The collections of a place. See Store. `vector`: None for the only field of float32."""
+    """The collections of a Milvus; implements Store. `vector` None: the only float32 field."""
 
     def __init__(self, place: str, vector: str | None = None) -> None:
         self._client = open_client(place)
@@ -186,7 +210,7 @@ class MilvusStore:
         return MilvusCollection(self._client, name, self._vector)
 
     def exists(self, name: str) -> bool:
-        """An alias is, too."""
+        """Return whether a collection or an alias has this name."""
         return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
     def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
@@ -208,16 +232,16 @@ class MilvusStore:
     def drop(self, name: str) -> None:
         if aliases := call_milvus(name, lambda: self._client.list_aliases(name))["aliases"]:
             raise InvalidInputError(
-                f"{name}: expected a collection that nobody searches, found the alias "
-                f"{few(aliases)}; let it lead elsewhere first"
+                f"{name}: cannot be dropped while the alias {few(aliases)} leads to it; let the "
+                "alias lead to another collection first"
             )
         call_milvus(name, lambda: self._client.drop_collection(name))
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
         steps = [
-            "let nobody write, or let every writer put to both collections, to the new one by the "
-            "new model, and carry once more: what was put since the last sweep is missing",
-            "switch the queries to the new model, and in the same moment:",
+            "stop all writers, or let every writer put to both collections, to the new one by the "
+            "new model; then carry once more, because items of the last sweep are missing",
+            "switch the queries to the new model, and at the same moment:",
         ]
         aliases = call_milvus(old.name, lambda: self._client.list_aliases(old.name))["aliases"]
         steps += [f"client.alter_alias({new.name!r}, {alias!r})" for alias in aliases]
@@ -227,7 +251,7 @@ class MilvusStore:
                 f"client.create_alias({new.name!r}, ALIAS), the next change is one call"
             )
         if isinstance(old, MilvusCollection) and old.numbers_itself:
-            steps.append("puts bring their keys from then on: the new collection gives none")
+            steps.append("writers must put keys from now on: the new collection generates none")
         return steps
 
     def close(self) -> None:
@@ -235,23 +259,23 @@ class MilvusStore:
 
 
 class MilvusCollection:
-    """See Collection. Every read is Strong: it sees what was written before it."""
+    """A collection of Milvus; implements Collection. Reads are Strong: they see earlier writes."""
 
     def __init__(self, client: Any, name: str, vector: str | None) -> None:
         self._client = client
-        found = call_milvus(name, lambda: client.describe_collection(name))
-        self.name = str(found.get("collection_name") or name)
-        self._fields = {str(one["name"]): one for one in found["fields"]}
-        self._dynamic = bool(found.get("enable_dynamic_field"))
-        # Not the description, which milvus-lite forgets.
+        results = call_milvus(name, lambda: client.describe_collection(name))
+        self.name = str(results.get("collection_name") or name)
+        self._fields = {str(one["name"]): one for one in results["fields"]}
+        self._dynamic = bool(results.get("enable_dynamic_field"))
+        # Marks are properties, because milvus-lite loses the description.
         self.said = {
             key.removeprefix(_MARK): str(value)
-            for key, value in (found.get("properties") or {}).items()
+            for key, value in (results.get("properties") or {}).items()
             if key.startswith(_MARK)
         }
         self._key = next(n for n, one in self._fields.items() if one.get("is_primary"))
         self._texts = self._fields[self._key]["type"] == DataType.VARCHAR
-        self.numbers_itself = bool(found.get("auto_id") or self._fields[self._key].get("auto_id"))
+        self.numbers_itself = bool(results.get("auto_id") or self._fields[self._key].get("auto_id"))
         dense = [n for n, one in self._fields.items() if one["type"] == DataType.FLOAT_VECTOR]
         if (vector is None and len(dense) != 1) or (vector is not None and vector not in dense):
             raise InvalidInputError(
@@ -259,15 +283,15 @@ class MilvusCollection:
                 f"FLOAT_VECTOR, found {few(map(repr, dense)) or 'none'}; name one with --vector"
             )
         self._vector = vector or dense[0]
-        if found.get("functions"):
+        if results.get("functions"):
             raise InvalidInputError(
-                f"{name}: expected fields that are put, found functions that make some; these "
-                "are not carried yet"
+                f"{name}: has functions that compute fields; collections with functions cannot be "
+                "migrated yet"
             )
         self._dim = int(self._fields[self._vector]["params"]["dim"])
         by_key = any(one.get("is_partition_key") for one in self._fields.values())
-        # Where a field says where an item lies, Milvus alone puts it there.
-        self.own_partitions = {"num_partitions": found["num_partitions"]} if by_key else {}
+        # With a partition key, Milvus alone chooses the partition of an item.
+        self.own_partitions = {"num_partitions": results["num_partitions"]} if by_key else {}
         self._load()
 
     def _load(self) -> None:
@@ -283,7 +307,7 @@ class MilvusCollection:
         return int(self._query("", ["count(*)"])[0]["count(*)"])
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Ranges without a limit are exact; where the listing misses keys, one is larger."""
+        """Yield windows. Each is exact; a key that the listing missed makes one window larger."""
         each = min(rows, self._at_once)
         keys = sorted(self._keys())
         after = None
@@ -300,20 +324,20 @@ class MilvusCollection:
                 output_fields=[self._key], consistency_level=_STRONG,
             ),
         )  # fmt: skip
-        found = []
+        results = []
         while page := call_milvus(self.name, pages.next):
-            found += [one[self._key] for one in page]
+            results += [one[self._key] for one in page]
         pages.close()
-        return found
+        return results
 
     @property
     def _at_once(self) -> int:
-        """Items whose vectors one answer may bring: a copy's may be longer than the original's."""
+        """Items whose vectors fit into one answer; a copy's vectors may be longer than these."""
         return max(1, _MOST_BYTES // (4 * self._dim))
 
     def records(self, window: Window) -> list[Record]:
-        found = self._query(self._within(window), [self._key])
-        keys = sorted(one[self._key] for one in found)
+        results = self._query(self._within(window), [self._key])
+        keys = sorted(one[self._key] for one in results)
         records: list[Record] = []
         after = window.after
         partitions = self.partitions()
@@ -321,29 +345,29 @@ class MilvusCollection:
             within = self._within(Window(after, last))
             some: list[Record] = []
             for partition in partitions or [""]:
-                found = self._query(within, ["*", self._vector], partition)
-                some += self._records(found, "" if partition == _DEFAULT else partition)
+                results = self._query(within, ["*", self._vector], partition)
+                some += self._records(results, "" if partition == _DEFAULT else partition)
             records += sorted(some, key=lambda one: one.key)
             after = last
         return records
 
     def partitions(self) -> list[str]:
-        """Names of partitions that items are put into, none where there is only the default."""
+        """Return the partitions that items are put into; empty if there is only the default."""
         if self.own_partitions:
             return []
-        found = call_milvus(self.name, lambda: self._client.list_partitions(self.name))
-        return [] if list(found) == [_DEFAULT] else list(found)
+        results = call_milvus(self.name, lambda: self._client.list_partitions(self.name))
+        return [] if list(results) == [_DEFAULT] else list(results)
 
     def digests(self, window: Window) -> dict[Any, str]:
-        found = self._query(self._within(window), [self._key, OF])
-        return {one[self._key]: str(one.get(OF, "")) for one in found}
+        results = self._query(self._within(window), [self._key, OF])
+        return {one[self._key]: str(one.get(OF, "")) for one in results}
 
     def there(self, keys: Sequence[Any]) -> Some[Any]:
-        found: set[Any] = set()
+        results: set[Any] = set()
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
-            found.update(one[self._key] for one in self._query(self._among(some), [self._key]))
-        return found
+            results.update(one[self._key] for one in self._query(self._among(some), [self._key]))
+        return results
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
         parts = dict.fromkeys(one.partition for one in records)
@@ -371,14 +395,14 @@ class MilvusCollection:
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
         keys = [key for one in ids if (key := self._key_of(one)) is not None]
-        found: list[Record] = []
+        results: list[Record] = []
         for first in range(0, len(keys), _PAGE):
             among = self._among(keys[first : first + _PAGE])
-            found += self._records(self._query(among, ["*", self._vector]))
-        return found
+            results += self._records(self._query(among, ["*", self._vector]))
+        return results
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
-        found = call_milvus(
+        results = call_milvus(
             self.name,
             lambda: self._client.search(
                 self.name, data=[np.asarray(vector, np.float32).tolist()],
@@ -386,29 +410,29 @@ class MilvusCollection:
                 search_params={"params": {"ef": max(64, count)}},
             ),
         )  # fmt: skip
-        return [str(hit["id"] if "id" in hit else hit[self._key]) for hit in found[0]]
+        return [str(hit["id"] if "id" in hit else hit[self._key]) for hit in results[0]]
 
     def schema(self, dim: int) -> Any:
-        """Of a copy: fields as here, but for the vectors' dimension."""
+        """Return the schema of a copy: these fields, with vectors of dimension `dim`."""
         return schema_of(self._client, self._fields, {self._vector: dim})
 
     def indexes(self) -> Any:
-        """Those of all fields, to be made again."""
+        """Return the index definitions of all fields, for a copy."""
         return indexes_of(self._client, self.name)
 
     def _query(self, where: str, fields: list[str], partition: str = "") -> list[dict[str, Any]]:
-        found = call_milvus(
+        results = call_milvus(
             self.name,
             lambda: self._client.query(
                 self.name, filter=where, output_fields=fields, consistency_level=_STRONG,
                 partition_names=[partition] if partition else None,
             ),
         )  # fmt: skip
-        return list(found)
+        return list(results)
 
-    def _records(self, found: Sequence[Mapping[str, Any]], partition: str = "") -> list[Record]:
+    def _records(self, results: Sequence[Mapping[str, Any]], partition: str = "") -> list[Record]:
         made = []
-        for one in found:
+        for one in results:
             rest = {n: v for n, v in one.items() if n not in (self._key, self._vector, OF)}
             vector = np.asarray(one[self._vector], np.float32)
             made.append(Record(one[self._key], vector, rest, partition))
@@ -438,5 +462,5 @@ class MilvusCollection:
 
 
 def _literal(value: object) -> str:
-    """A key in Milvus' expressions, whose strings are written as JSON's are."""
+    """Write a key as a literal of Milvus' expressions, whose strings are those of JSON."""
     return json.dumps(value, ensure_ascii=False)

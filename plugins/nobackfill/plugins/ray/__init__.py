@@ -1,1 +1,1 @@
-"""A Ray cluster: its nodes carry upgrades, fill galleries, and run a comparison's trainings."""
+"""Ray clusters: their nodes run upgrades, fill galleries, and train for a comparison."""

@@ -1,7 +1,7 @@
-"""Workers that are processes of a Ray cluster: a task a piece, which Ray repeats where a node dies.
+"""Workers in processes of a Ray cluster: one task per piece, which Ray repeats if a node dies.
 
-A task's process keeps connections and models for the next one. Ray Core alone: Ray Data's
-checkpoints may double rows.
+A task's process caches connections and models for the next task. Only Ray Core is used: checkpoints
+of Ray Data may duplicate rows.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -34,16 +34,15 @@ with extra("ray"):
 
 
 log = structlog.get_logger("server.upgrading")
-# How long a cluster may have no processor for us.
+# How long a cluster may have no free processor for this gateway.
 _PATIENCE_S = 120.0
 
 
 class RayCluster:
-    """What is said of each method: Cluster."""
+    """Runs upgrade work on a Ray cluster; implements Cluster."""
 
     def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT of the head of a cluster that this machine is a node of, or auto for
-        the one that runs here. Raises ConfigurationError, UnavailableError."""
+        """Join the cluster at `address`; raises as `join`."""
         join(address)
 
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
@@ -55,39 +54,39 @@ class RayCluster:
         self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
     ) -> Iterator[Result]:
         task = ray.remote(num_cpus=1, max_retries=TRIES)(_do).options(name=do.__name__)
-        waiting = iter(parts)
-        # In a list: Ray would read it out anew for every task, megabytes of models.
+        remaining = iter(parts)
+        # In a list: Ray would resolve a bare reference, megabytes of models, for every task.
         shared = [ray.put(work)]
-        under_way: list[Any] = []
+        running: list[Any] = []
         try:
             while True:
-                # Asked of the head, for nodes come and go.
+                # Nodes come and go, so ask the head each time.
                 room = AHEAD * _processors()
-                while len(under_way) < room:
-                    part = next(waiting, None)
+                while len(running) < room:
+                    part = next(remaining, None)
                     if part is None:
                         break
-                    under_way.append(task.remote(do, shared, part))
-                if not under_way:
+                    running.append(task.remote(do, shared, part))
+                if not running:
                     return
-                ended, under_way = ray.wait(under_way, num_returns=1, timeout=_PATIENCE_S)
-                if not ended:
+                finished, running = ray.wait(running, num_returns=1, timeout=_PATIENCE_S)
+                if not finished:
                     raise UnavailableError(
-                        f"the Ray cluster has carried nothing for {_PATIENCE_S:.0f} s; has it a "
-                        "processor that is free?"
+                        f"the Ray cluster has finished no task for {_PATIENCE_S:.0f} s; has it a "
+                        "free processor?"
                     )
-                yield _result(ended[0])
+                yield _result(finished[0])
         finally:
-            for one in under_way:
+            for one in running:
                 ray.cancel(one, force=False)
-            if under_way:
-                ray.wait(under_way, num_returns=len(under_way), timeout=_PATIENCE_S)
+            if running:
+                ray.wait(running, num_returns=len(running), timeout=_PATIENCE_S)
 
     def close(self) -> None:
         ray.shutdown()
 
 
-# By a worker's process.
+# The cache of a worker's process.
 _shared: OpenCache[Any, Any] = OpenCache(lambda reference, _: ray.get(reference))
 
 
@@ -96,7 +95,7 @@ def _do(do: Callable[[Shared, Part], Result], shared: list[Any], part: Part) -> 
 
 
 def _processors() -> int:
-    """Of the nodes that are alive now."""
+    """Return the number of processors of the nodes that are alive now."""
     return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
@@ -105,12 +104,12 @@ def _result(task: Any) -> Any:
         return ray.get(task)
     except RayTaskError as error:
         if not isinstance(error.cause, RayError):
-            # What the piece raised, as it would have been raised here.
+            # Raise the error of the piece, as if it had run in this process.
             raise error.cause from error
-        lost: RayError = error.cause
+        loss: RayError = error.cause
     except RayError as error:
-        lost = error
+        loss = error
     raise UnavailableError(
-        f"the Ray cluster lost the same items {TRIES} times ({type(lost).__name__}); look at its "
-        "nodes"
-    ) from lost
+        f"the Ray cluster lost the same items {TRIES} times ({type(loss).__name__}); look at the "
+        "logs of its nodes"
+    ) from loss

@@ -1,8 +1,8 @@
-"""Pages in a browser: the operator's console of a gateway, and `edge-client browse`."""
+"""Web pages: the operator's console of a gateway, and `edge-client browse`."""
 
 from nobackfill.extras import extra
 
-# All of the extra, so that a missing package is told before anything is served.
+# Import the whole extra, so that a missing package is reported before any page is served.
 with extra("web"):
     import jinja2  # noqa: F401
     import sse_starlette  # noqa: F401

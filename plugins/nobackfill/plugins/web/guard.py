@@ -1,9 +1,9 @@
-"""Who may ask for a page: checked before anything of a request is read.
+"""Decide whether a request may reach a page, before anything else of it is read.
 
-A page on this machine is reachable from every page that its owner's browser opens. So the Host has
-to be ours (else a name of somebody else's that leads to 127.0.0.1 would do: DNS rebinding), what
-changes something comes from our own pages (Origin), and the address holds a secret that no other
-page knows. The browser is told to load nothing from elsewhere, and to run no script but ours.
+Every page that the owner's browser opens can send requests to this machine. Therefore the Host must
+be ours, which stops DNS rebinding; a request that changes something must come from our own pages
+(Origin); and the address holds a secret that no other page knows. Headers tell the browser to load
+nothing from elsewhere, and to run only our scripts.
 """
 
 import secrets
@@ -21,17 +21,20 @@ _READING = ("GET", "HEAD")
 
 
 def new_token() -> str:
-    """A secret for the address of a page: 256 random bits as text."""
+    """Make a secret for the address of a page: 256 random bits as text."""
     return secrets.token_urlsafe(32)
 
 
 class Guard:
-    """Lets requests through to `app` that name one of `hosts` and begin with /`token`.
+    """Passes requests to `app` that name one of `hosts` and begin with /`token`.
 
-    `hosts`: HOST:PORT as browsers write them; a first label `*`, as certificates have it, is any
-    one. `token` None: anybody may ask, for the app itself
-    asks who it is. `secure`: served with TLS. `images`: further sources that pictures may come
-    from, as a content security policy names them.
+    Attributes of the constructor:
+        app: the application behind the guard.
+        hosts: HOST:PORT as browsers write them; a first label `*` stands for any one label, as in
+            certificates.
+        token: the secret of the address; None: any path passes, because the app checks sessions.
+        secure: the pages are served with TLS.
+        images: further sources of pictures, in the syntax of a content security policy.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            # A WebSocket, which no page of ours opens.
+            # A WebSocket, which our pages never open.
             await send({"type": "websocket.close", "code": 1008})
             return
 
@@ -74,13 +77,13 @@ class Guard:
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         headers = Headers(scope=scope)
         if [host.lower() for host in headers.getlist("host")] != [self._host(headers)]:
-            return PlainTextResponse("not this host\n", 403)
+            return PlainTextResponse("this server does not serve the requested host\n", 403)
         if not self._knows(scope["path"]):
-            return PlainTextResponse("no such page: use the whole address\n", 404)
+            return PlainTextResponse("no such page: use the complete address\n", 404)
         if scope["method"] not in (*_READING, "POST"):
-            return PlainTextResponse("no such method\n", 405)
+            return PlainTextResponse("method not allowed\n", 405)
         if self._foreign(scope["method"], headers):
-            return PlainTextResponse("asked by a page of somebody else\n", 403)
+            return PlainTextResponse("refused: the request comes from another site's page\n", 403)
         return None
 
     def _host(self, headers: Headers) -> str | None:
@@ -89,7 +92,7 @@ class Guard:
         return host if host in self._hosts or any_first in self._hosts else None
 
     def knows(self, scope: Scope) -> bool:
-        """Whether a request names the secret, where there is one."""
+        """Return whether a request names the secret; False if there is none."""
         return self._token is not None and self._knows(scope["path"])
 
     def _knows(self, path: str) -> bool:
@@ -99,7 +102,7 @@ class Guard:
         return secrets.compare_digest(first.encode(), self._token.encode())
 
     def _foreign(self, method: str, headers: Headers) -> bool:
-        """Whether a page of another origin asks. A link that is followed may come from anywhere."""
+        """Return whether another origin sends the request; following a link is always allowed."""
         site = headers.get("sec-fetch-site", "same-origin")
         navigates = method in _READING and headers.get("sec-fetch-mode") == "navigate"
         if site not in ("same-origin", "none") and not navigates:
@@ -112,7 +115,7 @@ class Guard:
         headers["Content-Security-Policy"] = self._policy
         headers["X-Content-Type-Options"] = "nosniff"
         headers["X-Frame-Options"] = "DENY"
-        # To our own pages whole, so that their forms name their origin; to others nothing.
+        # Our own pages get the full referrer, so that their forms send an Origin; others get none.
         headers["Referrer-Policy"] = "same-origin"
         headers["Cross-Origin-Opener-Policy"] = "same-origin"
         headers["Cross-Origin-Resource-Policy"] = "same-origin"

@@ -1,4 +1,4 @@
-"""Serving pages: uvicorn on a thread of its own, on a socket whose port is known before."""
+"""Serve pages with uvicorn, on its own thread and on a socket whose port is known beforehand."""
 
 import asyncio
 import contextlib
@@ -21,43 +21,43 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from nobackfill.errors import ConfigurationError
 from nobackfill.loopback import is_loopback
 
-# Connections at once of one peer, of this machine, and of all others. Of more, the one goes that
-# has asked nothing for longest: each bound is above that on requests, so that there is one.
+# Most connections of one peer, of this machine, and of all others. Beyond a bound, the connection
+# that has been silent for longest is closed. Each bound exceeds that of requests, so there is one.
 _MOST_OF_PEER, _MOST_HERE, _MOST_CONNECTIONS = 64, 256, 512
-# Requests under way: of those who are known, of this machine's others, and of strangers, all
-# together and of one peer.
-_MOST_KNOWN, _MOST_LOCAL, _MOST_STRANGE, _MOST_OF_STRANGER = 100, 100, 50, 16
-# Within which a connection has to say what it asks for, TLS included; looked at so often.
+# Most requests at once: of authenticated callers, of others on this machine, of all strangers, and
+# of one stranger.
+_MOST_AUTHENTICATED, _MOST_LOCAL, _MOST_STRANGE, _MOST_OF_STRANGER = 100, 100, 50, 16
+# Time for a connection to complete its request's head, TLS included, and how often that is checked.
 _HEAD_SECONDS, _LOOK_SECONDS = 4.0, 0.5
-# Until streams that a browser keeps open are cut off at the end.
+# Time for open streams to end when the server stops.
 _GRACE_SECONDS = 3
-# In the scope of each request: an event, set once no more is to be answered.
+# Key in each request's scope: an event that is set when the server stops.
 ENDING = "nobackfill.ending"
 
 
-# Certificate chain, key and the authority that clients need a certificate of, in PEM.
+# Certificate chain, key, and the authority of client certificates, as PEM files.
 Tls = tuple[Path, Path, Path | None]
 
 
 def ending(request: Request) -> bool:
-    """Whether a stream has to end, for the server does."""
+    """Return whether a stream must end because the server stops."""
     event = request.scope.get(ENDING)
     return event is not None and event.is_set()
 
 
-class _Guest(socket.socket):
-    """A connection that was let in."""
+class _Connection(socket.socket):
+    """An accepted connection."""
 
-    def let_in(self, door: "_Door", peer: str) -> None:
-        """`peer`: whose it is."""
-        self._door, self.peer = door, peer
+    def bind_to(self, listening: "_LimitedSocket", peer: str) -> None:
+        """Bind the connection to its listening socket; `peer` is its owner in the limits."""
+        self._listening, self.peer = listening, peer
         self.protocol: H11Protocol | None = None
-        # Since when it asks nothing, and its request at the last look.
+        # When it became silent, and the request that it had at the last check.
         self.since = time.monotonic()
         self._cycle: RequestResponseCycle | None = None
 
-    def asks(self) -> bool:
-        """Whether a request of it is under way; notes when the last one was."""
+    def is_busy(self) -> bool:
+        """Return whether a request is in progress; records when the last one was."""
         cycle = None if self.protocol is None else self.protocol.cycle
         if cycle is not self._cycle:
             self._cycle, self.since = cycle, time.monotonic()
@@ -66,99 +66,99 @@ class _Guest(socket.socket):
             self.since = time.monotonic()
         return under_way
 
-    def show_out(self) -> None:
-        """End it, as if its peer had left."""
-        self._door.guests.pop(self.fileno(), None)
+    def disconnect(self) -> None:
+        """Close it, as if its peer had left."""
+        self._listening.connections.pop(self.fileno(), None)
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        if self._door.guests.get(self.fileno()) is self:
-            del self._door.guests[self.fileno()]
+        if self._listening.connections.get(self.fileno()) is self:
+            del self._listening.connections[self.fileno()]
         super().close()
 
 
-class _Door(socket.socket):
-    """Accepts connections for one event loop, which alone uses it: of one peer so many, and shows
-    out whoever asks nothing."""
+class _LimitedSocket(socket.socket):
+    """A listening socket for one event loop, with limits per peer; closes silent connections to
+    make room."""
 
     def __init__(self, family: socket.AddressFamily) -> None:
-        # By the protocol's number asyncio knows sockets whose data it sends at once: without it,
-        # each answer waits 40 ms for the browser's acknowledgement of its head.
+        # With an explicit protocol number, asyncio disables Nagle's algorithm. Without it, each
+        # answer would wait 40 ms for the browser's acknowledgement of its head.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self.guests: dict[int, _Guest] = {}
+        self.connections: dict[int, _Connection] = {}
         self._looks = False
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises ConnectionAbortedError for whom there is no room: asyncio goes on."""
+        """Accept a connection. Raises ConnectionAbortedError without room; asyncio continues."""
         connection, address = super().accept()
-        guest = _Guest(fileno=connection.detach())
-        guest.let_in(self, _peer(address[0]))
-        if not self._make_room(guest.peer):
-            guest.close()
+        accepted = _Connection(fileno=connection.detach())
+        accepted.bind_to(self, _peer(address[0]))
+        if not self._make_room(accepted.peer):
+            accepted.close()
             raise ConnectionAbortedError("too many connections")
-        self.guests[guest.fileno()] = guest
+        self.connections[accepted.fileno()] = accepted
         if not self._looks:
             self._looks = True
             asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
-        return guest, address
+        return accepted, address
 
     def _make_room(self, peer: str) -> bool:
-        """For one more of a peer, by showing out another; whether there is some."""
-        own = [one for one in self.guests.values() if one.peer == peer]
-        strangers = [one for one in self.guests.values() if one.peer != _LOCAL]
-        if len(own) >= (_MOST_HERE if peer == _LOCAL else _MOST_OF_PEER):
-            crowd = own
+        """Make room for one more connection of a peer; return whether there is room."""
+        same_peer = [one for one in self.connections.values() if one.peer == peer]
+        strangers = [one for one in self.connections.values() if one.peer != _LOCAL]
+        if len(same_peer) >= (_MOST_HERE if peer == _LOCAL else _MOST_OF_PEER):
+            crowd = same_peer
         elif peer != _LOCAL and len(strangers) >= _MOST_CONNECTIONS:
             crowd = strangers
         else:
             return True
-        silent = [one for one in crowd if not one.asks()]
+        silent = [one for one in crowd if not one.is_busy()]
         if silent:
-            min(silent, key=lambda one: one.since).show_out()
+            min(silent, key=lambda one: one.since).disconnect()
         return bool(silent)
 
     def _look(self) -> None:
         limit = time.monotonic() - _HEAD_SECONDS
-        for guest in list(self.guests.values()):
-            if not guest.asks() and guest.since < limit:
-                guest.show_out()
-        self._looks = bool(self.guests)
+        for accepted in list(self.connections.values()):
+            if not accepted.is_busy() and accepted.since < limit:
+                accepted.disconnect()
+        self._looks = bool(self.connections)
         if self._looks:
             asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
 
 
 class _Places:
-    """Requests under way, by whose they are; one event loop alone uses it."""
+    """Counts requests in progress by their owner; only for one event loop."""
 
     def __init__(self) -> None:
-        self._held: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def taken(self, whose: str) -> Iterator[bool]:
-        """A place for one of `whose`, _KNOWN, _LOCAL or a peer, where there is one."""
-        strangers = sum(self._held.values()) - self._held[_KNOWN] - self._held[_LOCAL]
+    def reserve(self, whose: str) -> Iterator[bool]:
+        """Reserve a place for an owner: _KNOWN, _LOCAL or a peer; yields whether there is one."""
+        strangers = sum(self._counts.values()) - self._counts[_AUTHENTICATED] - self._counts[_LOCAL]
         most = _OWN.get(whose, _MOST_OF_STRANGER)
-        if self._held[whose] >= most or (whose not in _OWN and strangers >= _MOST_STRANGE):
+        if self._counts[whose] >= most or (whose not in _OWN and strangers >= _MOST_STRANGE):
             yield False
             return
-        self._held[whose] += 1
+        self._counts[whose] += 1
         try:
             yield True
         finally:
-            self._held[whose] -= 1
-            if not self._held[whose]:
-                del self._held[whose]
+            self._counts[whose] -= 1
+            if not self._counts[whose]:
+                del self._counts[whose]
 
 
-# All requests of those who are known; all connections and other requests of this machine.
-_KNOWN, _LOCAL = "known", "local"
-_OWN = {_KNOWN: _MOST_KNOWN, _LOCAL: _MOST_LOCAL}
-_CROWDED = PlainTextResponse("too many requests at once; come again\n", 503)
+# Owners in the limits: all authenticated callers, and all others on this machine.
+_AUTHENTICATED, _LOCAL = "known", "local"
+_OWN = {_AUTHENTICATED: _MOST_AUTHENTICATED, _LOCAL: _MOST_LOCAL}
+_CROWDED = PlainTextResponse("too many requests at once; try again later\n", 503)
 
 
 def _peer(address: str) -> str:
-    """Whose a connection is: IPv6 gives everybody a whole /64."""
+    """Return the owner of an address: a whole /64 in IPv6, because everybody gets one."""
     if is_loopback(address):
         return _LOCAL
     parsed = ipaddress.ip_address(address.partition("%")[0])
@@ -168,13 +168,16 @@ def _peer(address: str) -> str:
 
 
 class Listener:
-    """Listens from the start, so that an app can know its address; `serve` answers."""
+    """Listens from the start, so that an app can know its address; `serve` starts to answer."""
 
     def __init__(self, host: str, port: int, tls: Tls | None = None) -> None:
-        """`port` 0: any that is free. Raises
-        ConfigurationError where nobody can listen there."""
+        """Listen at an address; port 0 takes any free one.
+
+        Raises:
+            ConfigurationError: the address cannot be used.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = _Door(family)
+        self._socket = _LimitedSocket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
@@ -183,7 +186,7 @@ class Listener:
             self._socket.close()
             why = getattr(error, "strerror", None) or error
             raise ConfigurationError(
-                f"pages: nobody can listen at {host}:{port} ({why})"
+                f"pages: cannot listen at {host}:{port} ({why}); choose another port"
             ) from error
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._tls = tls
@@ -193,7 +196,7 @@ class Listener:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """How a browser on this machine may call it; beyond loopback by the name of its choice."""
+        """Return the Host values that browsers on this machine may send."""
         named = f"[{self.host}]" if ":" in self.host else self.host
         names = (named, "localhost") if is_loopback(self.host) else (named,)
         default = 443 if self._tls else 80
@@ -202,46 +205,48 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """The address of the whole site, without a final slash."""
+        """Return the address of the whole site, without a final slash."""
         return f"{'https' if self._tls else 'http'}://{self.hosts[0]}"
 
     def serve(
         self, app: ASGIApp, known: Callable[[Scope], bool] = lambda _scope: False
     ) -> Self:  # fmt: skip
-        """Answer with `app` until `close`. `known`: whether a request is of somebody who has
-        shown who he is, and does not wait behind strangers."""
-        certificate, key, client_ca = self._tls or (None, None, None)
-        guests = self._socket.guests
+        """Answer requests with `app` until `close`.
 
-        class Known(H11Protocol):
-            """A connection whose door knows what it asks."""
+        `known` returns whether a request is authenticated; such requests have their own limit and
+        do not wait for strangers."""
+        certificate, key, client_ca = self._tls or (None, None, None)
+        connections = self._socket.connections
+
+        class LinkedProtocol(H11Protocol):
+            """A connection that its listening socket can ask for its request."""
 
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(transport)
-                guest = guests.get(transport.get_extra_info("socket").fileno())
-                if guest is not None:
-                    guest.protocol = self
+                accepted = connections.get(transport.get_extra_info("socket").fileno())
+                if accepted is not None:
+                    accepted.protocol = self
 
         places = _Places()
 
-        async def told(scope: Scope, receive: Receive, send: Send) -> None:
+        async def limited(scope: Scope, receive: Receive, send: Send) -> None:
             peer = _peer(scope["client"][0])
-            with places.taken(_KNOWN if known(scope) else peer) as taken:
-                answer = app if taken else _CROWDED
+            with places.reserve(_AUTHENTICATED if known(scope) else peer) as reserve:
+                answer = app if reserve else _CROWDED
                 await answer({**scope, ENDING: self._ending}, receive, send)
 
         config = uvicorn.Config(
-            told,
+            limited,
             log_level="error",
             access_log=False,
             server_header=False,
-            # Whoever asks is whom the connection comes from.
+            # No proxy: the peer of the connection is the caller.
             proxy_headers=False,
             lifespan="off",
             ws="none",
-            # Others accept by themselves.
+            # Other loops accept connections without this socket's limits.
             loop="asyncio",
-            http=Known,
+            http=LinkedProtocol,
             timeout_graceful_shutdown=_GRACE_SECONDS,
             ssl_certfile=certificate,
             ssl_keyfile=key,
@@ -256,7 +261,7 @@ class Listener:
         return self
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._server is not None and self._thread is not None:
             self._ending.set()
             self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""A site of pages: its routes, our static files, and errors as pages."""
+"""A site of pages: routes, static files, and errors as pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,7 +27,7 @@ from nobackfill.errors import (
 )
 from nobackfill.pages.templates import SHARED, environment
 
-# The first that fits.
+# The first matching class wins.
 _STATUSES: tuple[tuple[type[NobackfillError], int], ...] = (
     (UnauthenticatedError, 401),
     (NotPermittedError, 403),
@@ -48,23 +48,29 @@ _STATIC = {
     "htmx.min.js": (_HERE / "static", "text/javascript"),
     "htmx-sse.min.js": (_HERE / "static", "text/javascript"),
 }
-# What a link or a form may hold, and how long a body may take to come.
+# Largest body of a form, and how long a body may take to arrive.
 MOST_FORM_BYTES = 64 * 1024
 _BODY_SECONDS = 60.0
 
 Page = Callable[[Request], Response]
-# The same with the body of the request.
+# A page that also gets the body of the request.
 Action = Callable[[Request, bytes], Response]
 
 
 class Site:
-    """Routes whose pages are functions run on threads, and the templates that they show."""
+    """Routes, whose pages are functions that run on threads, and the templates of the pages."""
 
     def __init__(
         self, templates: Path, title: str, links: Sequence[tuple[str, str]], login: str = ""
     ) -> None:
-        """`links`: path below the site and name of what stands at the top of each page; `login`:
-        where who is nobody is sent."""
+        """Make an empty site.
+
+        Args:
+            templates: the folder of the site's templates.
+            title: the title of all pages.
+            links: path and name of each link at the top of the pages.
+            login: where unauthenticated readers are redirected; empty: nowhere.
+        """
         self._login = login
         self._environment = environment(templates, _HERE)
         self._shared: dict[str, Any] = {"site": title, "links": links}
@@ -81,8 +87,9 @@ class Site:
         most: int = MOST_FORM_BYTES,
         before: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        """Do what `page` does at `path`, with a body of at most so many bytes. `before` raises for
-        whom no body is read."""
+        """Run `page` for a POST to `path`, with a body of at most `most` bytes.
+
+        `before` runs first; if it raises, the body is not read."""
 
         async def endpoint(request: Request) -> Response:
             before(request)
@@ -91,29 +98,29 @@ class Site:
         self._routes.append(Route(path, endpoint, methods=["POST"]))
 
     def stream(self, path: str, page: Callable[[Request], Awaitable[Response]]) -> None:
-        """An answer that goes on for a while, made by the event loop itself."""
+        """Add a page that streams, made by the event loop itself."""
         self._routes.append(Route(path, page, methods=["GET"]))
 
     def text(self, request: Request, template: str, **values: Any) -> str:
-        """A template's text; `base` in it is the site's address without the final slash."""
+        """Render a template; `base` in it is the site's address without the final slash."""
         base = request.scope.get("root_path", "")
         here = request.url.path.removeprefix(base)
-        found = self._environment.get_template(template)
-        return found.render(base=base, here=here, **self._shared, **values)
+        page = self._environment.get_template(template)
+        return page.render(base=base, here=here, **self._shared, **values)
 
     def show(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """A page from a template."""
+        """Respond with a rendered template."""
         return HTMLResponse(self.text(request, template, **values), status)
 
     def go(self, request: Request, path: str) -> Response:
-        """Send a browser to another page of the site after something was done."""
+        """Redirect the browser to another page of the site after an action."""
         address = request.scope.get("root_path", "") + path
         if "hx-request" in request.headers:
             return Response(headers={"HX-Redirect": address})
         return RedirectResponse(address, 303)
 
     def app(self) -> Starlette:
-        """All of it; errors of ours become pages of one sentence."""
+        """Build the application; errors of nobackfill become pages of one sentence."""
         handlers: dict[Any, Any] = {
             NobackfillError: self._refused,
             HTTPException: self._missing,
@@ -129,7 +136,7 @@ class Site:
 
     def _missing(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return self._error(request, "There is no such page here.", error.status_code)
+        return self._error(request, "This page does not exist.", error.status_code)
 
     def _error(self, request: Request, sentence: str, status: int) -> Response:
         part = "hx-request" in request.headers
@@ -138,7 +145,7 @@ class Site:
 
 
 def fields(body: bytes) -> dict[str, str]:
-    """A form's fields; of several with one name the last. Raises InvalidInputError."""
+    """Parse a form; the last of several equal names wins. Raises InvalidInputError."""
     try:
         return dict(parse_qsl(body.decode("utf-8"), max_num_fields=100, errors="strict"))
     except ValueError as error:
@@ -146,8 +153,8 @@ def fields(body: bytes) -> dict[str, str]:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Raises TooLargeError as soon as it is longer than `most` bytes, InvalidInputError where it
-    does not come to an end."""
+    """Read the body. Raises TooLargeError as soon as it exceeds `most` bytes, InvalidInputError if
+    it does not end in time."""
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
@@ -159,13 +166,13 @@ async def _body(request: Request, most: int) -> bytes:
                     )
     except TimeoutError as error:
         raise InvalidInputError(
-            f"{len(body)} bytes came within {_BODY_SECONDS:.0f} s and not all; send it again"
+            f"only {len(body)} bytes arrived within {_BODY_SECONDS:.0f} s; send the request again"
         ) from error
     return bytes(body)
 
 
 def _gone(request: Request, error: Exception) -> Response:
-    """Who left before all was sent reads no answer."""
+    """Respond to a client that has disconnected, which reads nothing."""
     return Response(status_code=400)
 
 

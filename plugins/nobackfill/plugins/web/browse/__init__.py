@@ -1,1 +1,1 @@
-"""The gallery of this device in a browser: `edge-client browse`; needs the extra `web`."""
+"""The pages of a gallery on this device (`edge-client browse`); needs the extra `web`."""

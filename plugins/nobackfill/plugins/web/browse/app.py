@@ -1,4 +1,4 @@
-"""The pages of one gallery: items, searches, and the release that answers, behind the guard."""
+"""The pages of one gallery: items, searches, and the active release, behind the guard."""
 
 import asyncio
 import threading
@@ -42,13 +42,13 @@ from nobackfill.plugins.web.listener import Listener, ending
 from nobackfill.plugins.web.site import Site, fields
 from nobackfill.release.models import no_vector
 
-# Sentences that are kept of one task.
+# The most notes that are kept of one task.
 _MOST_NOTES = 100
 
 
 @dataclass
 class PageTask:
-    """How far it is; written by its thread, read by pages."""
+    """The progress of a task; its thread writes it, and pages read it."""
 
     title: str
     began: float = field(default_factory=time.monotonic)
@@ -56,18 +56,18 @@ class PageTask:
     done: int = 0
     total: int = 0
     notes: list[str] = field(default_factory=list)
-    # How it ended: a sentence, and whether that tells of a failure.
+    # Empty while the task runs; then one sentence, which reports an error if `failed`.
     outcome: str = ""
     failed: bool = False
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
+        """Whether the task has not ended."""
         return not self.outcome
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds that the present step may still take, by its pace so far."""
+        """Seconds that the present step may still take at its present rate; None if unknown."""
         if not 0 < self.done < self.total:
             return None
         return (time.monotonic() - self.began) / self.done * (self.total - self.done)
@@ -75,7 +75,7 @@ class PageTask:
 
 @dataclass(frozen=True)
 class _TaskOutput(Output):
-    """What a command would print, for a page."""
+    """Collects what a command would print, for a page."""
 
     task: PageTask = field(default_factory=lambda: PageTask(""))
 
@@ -95,18 +95,21 @@ class _TaskOutput(Output):
 
 
 class Desk:
-    """Starts tasks, one at a time, and remembers the last one."""
+    """Runs tasks, one at a time, and remembers the last one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.task: PageTask | None = None
 
     def start(self, title: str, work: Callable[[Output], str]) -> PageTask:
-        """Run `work` on a thread; its sentence is the outcome. Raises BusyError while another
-        task runs."""
+        """Run `work` on a thread; its result is the task's outcome, as one sentence.
+
+        Raises:
+            BusyError: another task runs.
+        """
         with self._lock:
             if self.task is not None and self.task.running:
-                raise BusyError(f"{self.task.title} goes on; wait for its end")
+                raise BusyError(f"{self.task.title} is running; wait until it has ended")
             task = self.task = PageTask(title)
         threading.Thread(target=_run, args=(task, work), name="task", daemon=True).start()
         return task
@@ -120,41 +123,41 @@ def _run(task: PageTask, work: Callable[[Output], str]) -> None:
         task.outcome = str(error)
     except BaseException:
         task.failed = True
-        task.outcome = "It failed for an unforeseen reason: see where edge-client browse runs."
+        task.outcome = "An unexpected error occurred: see the terminal of edge-client browse."
         raise
 
 
-# While a sync writes, every chunk of it is a commit: what is searched may be so much older then.
+# How old a search's snapshot may be while a sync writes, when every chunk is a commit.
 _OLDEST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class _HeldSearch:
+class _CachedSearch:
     search: Search
     commits: int
     read_at: float
 
 
 class View:
-    """Searches in the active space and in the one that a rollback returns to; from any thread."""
+    """Cached searches in the active and in the previous space; safe to use from any thread."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._held: dict[str, _HeldSearch] = {}
+        self._cached: dict[str, _CachedSearch] = {}
         self._encoders: dict[str, Encoder] = {}
         self._lock = threading.Lock()
 
     def active(self) -> Search:
-        """All items in the space that answers."""
+        """Return a search of all items in the active space."""
         while True:
             try:
                 return self._search(self._device.store.active().spec)
             except IncompatibleSpaceError:
-                # A sync flipped and dropped it in between.
+                # A sync flipped and dropped the space between the two reads.
                 continue
 
     def previous(self) -> Search | None:
-        """All items in the space before the last upgrade, as long as a rollback is possible."""
+        """Return a search in the space before the last upgrade; None if no rollback is possible."""
         previous = self._device.previous()
         try:
             return None if previous is None else self._search(previous.spec)
@@ -164,7 +167,7 @@ class View:
     def by_image(
         self, search: Search, image: bytes, k: int, where: All | None = None
     ) -> DeviceAnswer:
-        """What is nearest to an image. Raises InvalidInputError."""
+        """Return the items nearest to an encoded image; raises InvalidInputError for others."""
         encoder = self._encoder(search.spec)
         try:
             vector = encoder.embed([encoder.pixels(image)])[0]
@@ -176,19 +179,19 @@ class View:
     def _search(self, spec: SpaceSpec) -> Search:
         with self._lock:
             commits, staging = self._changes()
-            held = self._held.get(spec.space)
-            if held is not None:
-                young = time.monotonic() - held.read_at < _OLDEST_SECONDS
-                if held.commits == commits or (staging and young):
-                    return held.search
+            cached = self._cached.get(spec.space)
+            if cached is not None:
+                young = time.monotonic() - cached.read_at < _OLDEST_SECONDS
+                if cached.commits == commits or (staging and young):
+                    return cached.search
             search = Search(self._device, {}, spec)
-            known = {space.spec.space for space in self._device.store.spaces()}
-            self._held = {name: one for name, one in self._held.items() if name in known}
-            self._held[spec.space] = _HeldSearch(search, commits, time.monotonic())
+            spaces = {space.spec.space for space in self._device.store.spaces()}
+            self._cached = {name: one for name, one in self._cached.items() if name in spaces}
+            self._cached[spec.space] = _CachedSearch(search, commits, time.monotonic())
             return search
 
     def _changes(self) -> tuple[int, bool]:
-        """Commits of all processes so far, and whether one carries vectors just now."""
+        """Return the number of commits of all processes, and whether a sync writes vectors now."""
         with self._device.store.reading() as connection:
             commits = connection.execute("SELECT count FROM commits").fetchone()[0]
             staging = connection.execute("SELECT 1 FROM spaces WHERE state = 'staging'").fetchone()
@@ -199,13 +202,13 @@ class View:
             if spec.space not in self._encoders:
                 manifest = self._device.manifest(spec.release)
                 self._encoders = {
-                    name: one for name, one in self._encoders.items() if name in self._held
+                    name: one for name, one in self._encoders.items() if name in self._cached
                 }
                 self._encoders[spec.space] = Encoder(self._device.models, manifest, side=False)
             return self._encoders[spec.space]
 
 
-# Items of one page of the grid, hits of a search, and those compared before and after.
+# Items per page of the grid, hits of a search, and hits compared before and after an upgrade.
 GRID, HITS, COMPARED = 60, 24, 10
 
 _MISSING = (
@@ -224,18 +227,18 @@ _ORIGINS = {
 
 @dataclass(frozen=True)
 class HitTile:
-    """A small picture of an item that was found, and what is said below it."""
+    """A thumbnail of a hit, and the text below it."""
 
     label: int
     name: str
     score: float | None = None
-    # Beside another ranking: "new" or "gone", or how many places it moved.
+    # Compared with another ranking: "new" or "gone", or the change of position.
     kind: str = ""
     note: str = ""
 
 
 class ItemPages:
-    """What is shown of items."""
+    """Pages of items."""
 
     def __init__(self, device: Device, view: View, thumbnails: Thumbnails, site: Site) -> None:
         self._device = device
@@ -244,11 +247,11 @@ class ItemPages:
         self._site = site
 
     def photos(self, request: Request) -> Response:
-        """The grid, in the order in which items were added."""
+        """Show the grid of items, in the order in which they were added."""
         return self._grid(request, least_certain=False)
 
     def uncertain(self, request: Request) -> Response:
-        """The grid of those that an upgrade made, the least certain first."""
+        """Show the grid of upgraded items, the least certain first."""
         return self._grid(request, least_certain=True)
 
     def _grid(self, request: Request, *, least_certain: bool) -> Response:
@@ -279,7 +282,7 @@ class ItemPages:
         )
 
     def item(self, request: Request) -> Response:
-        """One item, what is like it, and how it came to be where it is."""
+        """Show one item, similar items, and how it came into this space."""
         item = self._one(request)
         active, previous = self._view.active(), self._view.previous()
         near = active.by_id(item.id, HITS)
@@ -288,7 +291,7 @@ class ItemPages:
             try:
                 before = previous.by_id(item.id, COMPARED)
             except NotFoundError:
-                # Added since the upgrade, while its old model could make no vector of it.
+                # Added after the upgrade, when the old model could not embed it.
                 before = None
         carried = self._device.state("carried", {}).get(str(active.spec.release), {})
         return self._site.show(
@@ -307,15 +310,15 @@ class ItemPages:
         )
 
     def thumbnail(self, request: Request) -> Response:
-        """A small copy, or a picture that says that there is none."""
+        """Send a thumbnail, or a placeholder if there is none."""
         return self._jpeg(self._thumbnails.of(self._one(request)))
 
     def picture(self, request: Request) -> Response:
-        """A copy of at most LARGE_SIDE pixels, without what a camera writes beside its picture."""
+        """Send a copy of at most LARGE_SIDE pixels, without the camera's metadata."""
         return self._jpeg(self._thumbnails.large(self._one(request)))
 
     def tiles(self, answer: DeviceAnswer) -> list[HitTile]:
-        """The hits of an answer as the pages show them."""
+        """Convert the hits of an answer to tiles."""
         items = [(hit, self._device.store.get(hit.id)) for hit in answer.hits]
         return [
             HitTile(item.label, item_name(item), hit.score)
@@ -326,38 +329,44 @@ class ItemPages:
     def compared(
         self, before: DeviceAnswer, after: DeviceAnswer
     ) -> tuple[list[HitTile], list[HitTile]]:
-        """The first COMPARED of both, and in each what the other does not have."""
+        """Return the first COMPARED tiles of both, with notes on what changed between them."""
         old, new = (self.tiles(answer)[:COMPARED] for answer in (before, after))
-        place = {tile.label: at for at, tile in enumerate(old)}
-        kept = {tile.label for tile in new}
-        left = [
+        position = {tile.label: at for at, tile in enumerate(old)}
+        new_labels = {tile.label for tile in new}
+        old_tiles = [
             tile
-            if tile.label in kept
+            if tile.label in new_labels
             else HitTile(tile.label, tile.name, tile.score, "gone", "gone")
             for tile in old
         ]
-        right = []
+        new_tiles = []
         for at, tile in enumerate(new):
-            moved = place.get(tile.label)
-            note = "new" if moved is None else f"{moved + 1} → {at + 1}" if moved != at else ""
-            kind = "new" if moved is None else ""
-            right.append(HitTile(tile.label, tile.name, tile.score, kind, note))
-        return left, right
+            old_position = position.get(tile.label)
+            note = (
+                "new"
+                if old_position is None
+                else f"{old_position + 1} → {at + 1}"
+                if old_position != at
+                else ""
+            )
+            kind = "new" if old_position is None else ""
+            new_tiles.append(HitTile(tile.label, tile.name, tile.score, kind, note))
+        return old_tiles, new_tiles
 
     def _one(self, request: Request) -> StoredItem:
         label = request.path_params["label"]
-        # Larger ones are none of SQLite's.
+        # SQLite has no larger labels.
         if label < 2**63:
             for _ in range(2):
                 try:
                     space = self._device.store.active().spec.space
                     (item,) = self._device.store.items([label], space)
                 except IncompatibleSpaceError:
-                    # A sync flipped in between.
+                    # A sync flipped between the two reads.
                     continue
                 if item is not None:
                     return item
-        raise NotFoundError("There is no such picture in the gallery (any more).")
+        raise NotFoundError("This picture is not in the gallery, or no longer.")
 
     def _jpeg(self, content: bytes | None) -> Response:
         if content is None:
@@ -367,12 +376,12 @@ class ItemPages:
 
 
 def item_name(item: StoredItem) -> str:
-    """What people call it: its file's name, else its id."""
+    """Return the name that people know: the file's name, else the id."""
     return str(item.metadata.get("name") or item.id)
 
 
 def read_where(request: Request) -> All:
-    """The conditions that a page was asked with."""
+    """Parse the conditions in a page's address."""
     return conditions.read(request.query_params.getlist("where"))
 
 
@@ -384,7 +393,7 @@ def _moment(text: object) -> str | None:
 
 
 class SearchPages:
-    """Pictures are looked at and forgotten: nothing of them is kept."""
+    """Searches by uploaded pictures, which are not stored."""
 
     def __init__(self, view: View, items: ItemPages, site: Site) -> None:
         self._view = view
@@ -392,33 +401,33 @@ class SearchPages:
         self._site = site
 
     def by_picture(self, request: Request, picture: bytes) -> Response:
-        """What is nearest to the picture, and what was before the last upgrade."""
+        """Show the items nearest to a picture, and how the last upgrade changed them."""
         where = read_where(request)
         active, previous = self._view.active(), self._view.previous()
-        found = self._view.by_image(active, picture, HITS, where)
+        answer = self._view.by_image(active, picture, HITS, where)
         changed = None
         if previous is not None:
             before = self._view.by_image(previous, picture, COMPARED, where)
-            changed = self._items.compared(before, found)
+            changed = self._items.compared(before, answer)
         return self._site.show(
             request,
-            "found.html.j2",
-            hits=self._items.tiles(found),
-            beyond=found.beyond_calibration,
+            "answer.html.j2",
+            hits=self._items.tiles(answer),
+            beyond=answer.beyond_calibration,
             changed=changed,
             release=active.spec.release,
             before=None if previous is None else previous.spec.release,
         )
 
 
-# Between two reports of a task.
+# Seconds between two reports of a task.
 _REPORT_SECONDS = 0.25
-# Items that are embedded again at one wish.
+# The most items that one request embeds again.
 _MOST_AGAIN = 10_000
 
 
 class ReleasePages:
-    """What is shown of releases, and what changes which one answers."""
+    """Pages of releases, and the actions that change the active one."""
 
     def __init__(self, device: Device, desk: Desk, site: Site) -> None:
         self._device = device
@@ -426,7 +435,7 @@ class ReleasePages:
         self._site = site
 
     def release(self, request: Request) -> Response:
-        """The release, its spaces, and what may be done."""
+        """Show the release, its spaces, and possible actions."""
         found = status(self._device)
         return self._site.show(
             request, "release.html.j2", found=found, size=size, task=self._desk.task,
@@ -434,20 +443,20 @@ class ReleasePages:
         )  # fmt: skip
 
     def preview(self, request: Request) -> Response:
-        """What a sync would do; asks the source, and changes nothing."""
+        """Show what a sync would do; this calls the source and changes nothing."""
         try:
             report = sync(self._device, SyncOptions(dry_run=True), Output(bars=False))
         except NobackfillError as error:
-            # Being without a network is no mistake of whoever looks.
+            # Without a network this is no error of the person who looks.
             return self._site.show(request, "notice.html.j2", sentence=str(error))
         return self._site.show(request, "preview.html.j2", report=report, sentence=sentence(report))
 
     def sync(self, request: Request, body: bytes) -> Response:
-        """Begin to follow the newest release."""
-        wishes = SyncOptions(retry=fields(body).get("retry") == "yes")
+        """Start a sync."""
+        options = SyncOptions(retry=fields(body).get("retry") == "yes")
 
         def work(output: Output) -> str:
-            report = sync(self._device, wishes, output)
+            report = sync(self._device, options, output)
             keep_reserve(self._device.path)
             for note in report.notes:
                 output.note(note)
@@ -457,48 +466,48 @@ class ReleasePages:
         return self._site.go(request, "/release")
 
     def rollback(self, request: Request, body: bytes) -> Response:
-        """Return to the release before."""
+        """Return to the previous release."""
         roll_back(self._device)
         return self._site.go(request, "/release")
 
     def again(self, request: Request, body: bytes) -> Response:
-        """Embed one item again from its file, or so many of the least certain."""
-        asked = fields(body)
-        if "label" in asked:
-            label = _number(asked["label"], 2**63 - 1)
+        """Embed one item again from its file, or a number of the least certain items."""
+        form = fields(body)
+        if "label" in form:
+            label = _number(form["label"], 2**63 - 1)
             (item,) = self._device.store.items([label])
             if item is None:
-                raise NotFoundError("There is no such picture in the gallery (any more).")
-            chosen = [item]
+                raise NotFoundError("This picture is not in the gallery, or no longer.")
+            items = [item]
 
             def one(output: Output) -> str:
-                done = embed_again(self._device, self._device.active(), chosen, output)
+                done = embed_again(self._device, self._device.active(), items, output)
                 return "Embedded again from its file." if done else (
-                    "Not embedded again: its file is gone or was changed, and the vault has none."
+                    "Not embedded: its file is gone or was changed, and the vault has no copy."
                 )  # fmt: skip
 
             self._desk.start("Embedding again", one)
             return self._site.go(request, f"/item/{label}")
-        count = _number(asked.get("count", ""), _MOST_AGAIN)
+        count = _number(form.get("count", ""), _MOST_AGAIN)
 
         def work(output: Output) -> str:
             done = re_embed(self._device, self._device.active(), count, output)
-            return f"{done} of the least certain embedded again from their files."
+            return f"{done} of the least certain items were embedded again from their files."
 
         self._desk.start("Embedding again", work)
         return self._site.go(request, "/uncertain")
 
     async def progress(self, request: Request) -> Response:
-        """The task's progress as server-sent events, until it has ended."""
+        """Send the task's progress as server-sent events, until it has ended."""
         return EventSourceResponse(self._reports(request))
 
     async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
-        shown = ""
+        sent = ""
         while (task := self._desk.task) is not None and not ending(request):
             running = task.running
             text = self._site.text(request, "progress.html.j2", task=task)
-            if text != shown:
-                shown = text
+            if text != sent:
+                sent = text
                 yield ServerSentEvent(text, event="progress")
             if not running:
                 break
@@ -517,10 +526,17 @@ _LINKS = (("/", "Photos"), ("/uncertain", "Least certain"), ("/release", "Releas
 
 @contextmanager
 def serve_pages(device: Device, port: int) -> Iterator[str]:
-    """Show the gallery of an opened device in browsers of this machine, until the block ends.
+    """Serve the pages of an open gallery to browsers on this machine, until the block ends.
 
-    `port` 0: any that is free. Yields the address of the pages, which holds a secret. Raises
-    ConfigurationError where nobody can listen there.
+    Args:
+        device: the gallery.
+        port: the port on 127.0.0.1; 0: any free one.
+
+    Yields:
+        The address of the pages, which contains a secret.
+
+    Raises:
+        ConfigurationError: the port cannot be used.
     """
     token = new_token()
     with Listener("127.0.0.1", port) as listener:
@@ -530,7 +546,7 @@ def serve_pages(device: Device, port: int) -> Iterator[str]:
 
 
 def pages(device: Device, hosts: Iterable[str], token: str) -> Guard:
-    """The site of an opened gallery, for those who know the `token` in its address."""
+    """Make the site of an open gallery, for callers that know the `token` in its address."""
     site = Site(Path(__file__).parent / "templates", device.path.stem, _LINKS)
     view, desk = View(device), Desk()
     items = ItemPages(device, view, Thumbnails(device.path), site)

@@ -1,2 +1,3 @@
-"""Pages for operators (`gateway serve --console`): a client of the gateway's own calls, with the
-rights of whoever looks; needs the extra `web`."""
+"""Pages for operators (`gateway serve --console`); needs the extra `web`.
+
+The console calls the gateway as any client does, with the rights of the person who looks."""

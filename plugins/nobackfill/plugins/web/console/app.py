@@ -1,4 +1,4 @@
-"""The console put together: its pages behind the guard, on an address of its own."""
+"""The console as a whole: its pages behind the guard, at their own address."""
 
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -23,14 +23,24 @@ _LINKS = (("/", "Overview"), ("/playground", "Playground"), ("/rollback", "Rollb
 
 
 class Console:
-    """Serves the pages from the start to `close`; a browser finds them at `address`.
+    """Serves the console until `close`, at `address`.
 
-    Without tokens the address holds a secret of this start; with tokens one logs in with one's own.
+    Without tokens the address contains a new secret at each start. With tokens, people log in with
+    their own.
     """
 
     def __init__(self, settings: Settings, socket: str, metrics: Metrics, embed: Embed) -> None:
-        """`socket`: the gateway's own, as gRPC names it. Raises ConfigurationError where nobody can
-        listen."""
+        """Start to serve.
+
+        Args:
+            settings: the gateway's settings.
+            socket: the gateway's own socket, as gRPC names it.
+            metrics: the gateway's metrics.
+            embed: embeds queries for the playground.
+
+        Raises:
+            ConfigurationError: the address cannot be used.
+        """
         host, port = split_address(settings.console_address, "console_address")
         host = "127.0.0.1" if host == "localhost" else host
         tls = None
@@ -43,7 +53,7 @@ class Console:
             sessions = ConsoleSessions(socket, guarded=guarded, secure=tls is not None)
             site = _site(sessions, metrics, embed)
             names = () if settings.tls_cert is None else _names(settings.tls_cert, listener.port)
-            # Pictures of hits come from where the operator keeps them; the browser fetches them.
+            # Browsers fetch the pictures of hits from the operator's own hosts.
             pages = BelowSessions(site.app()) if guarded else site.app()
             app = Guard(pages, (*listener.hosts, *names), token, secure=tls is not None,
                         images="http: https:")  # fmt: skip
@@ -52,7 +62,7 @@ class Console:
             self._closing = closing.pop_all()
 
     def close(self) -> None:
-        """Show no more pages."""
+        """Stop serving."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -102,15 +112,15 @@ def _site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
 
 
 def _names(certificate: Path, port: int) -> Iterable[str]:
-    """How browsers may call a gateway with this certificate."""
+    """Return the names by which browsers may address a gateway with this certificate."""
     (first, *_) = x509.load_pem_x509_certificates(certificate.read_bytes())
     try:
         names = first.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return ()
     addresses = names.get_values_for_type(x509.IPAddress)
-    known = [
+    values = [
         *names.get_values_for_type(x509.DNSName),
         *(f"[{one}]" if one.version == 6 else str(one) for one in addresses),
     ]
-    return [name for one in known for name in (f"{one}:{port}", *([one] if port == 443 else []))]
+    return [name for one in values for name in (f"{one}:{port}", *([one] if port == 443 else []))]

@@ -1,4 +1,4 @@
-"""Pages of the console for releases and galleries, and what it does for operators."""
+"""Pages of the console about releases, galleries and canaries, and the operator's actions."""
 
 import asyncio
 import threading
@@ -45,7 +45,7 @@ MARKS = BOUNDS | {("new", "old"): "naive swap", ("new", "served"): "what you get
 
 @dataclass(frozen=True)
 class MatrixCellView:
-    """A cell in percent, and how dark it is drawn, 0 to 1 of the best cell."""
+    """A cell in percent, with its shade: 0 to 1, relative to the best cell."""
 
     map: float
     cmc1: float
@@ -54,8 +54,10 @@ class MatrixCellView:
 
 
 def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellView]:
-    """The compatibility matrix of a release against an older one, as it was published with it;
-    what was not measured is missing. What is served comes by the shortest route that was."""
+    """Return the published compatibility matrix of a release against an older one.
+
+    Cells that were not measured are missing. The cell of upgraded vectors uses the shortest route
+    that was measured."""
     new = manifest.release
     routes = sorted(
         (route.releases for route in manifest.routes if route.releases[0] == old), key=len
@@ -64,22 +66,17 @@ def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellV
              f"{new}/{new}": ("new", "new")}  # fmt: skip
     if routes:
         names[f"{new}/{'>'.join(map(str, routes[0]))}"] = ("new", "served")
-    found = {names[cell.name]: cell for cell in manifest.evidence if cell.name in names}
-    best = max((cell.map for cell in found.values()), default=0.0) or 1.0
+    cells = {names[cell.name]: cell for cell in manifest.evidence if cell.name in names}
+    best = max((cell.map for cell in cells.values()), default=0.0) or 1.0
     return {
         place: MatrixCellView(100 * cell.map, 100 * cell.cmc1, 100 * cell.cmc5, cell.map / best)
-        for place, cell in found.items()
+        for place, cell in cells.items()
     }
-
-
-# Pages that show releases and galleries, and what an operator does with them.
-
-# The canary as the pages show it: both pairs side by side, and what speaks against the new one.
 
 
 @dataclass(frozen=True)
 class CanaryView:
-    """`rows`: what is told, of the old pair, of the new one. `against`: bounds, evidence."""
+    """A canary for a page. `rows`: label, old pair, new pair. `against`: bounds with evidence."""
 
     release: int
     state: str
@@ -92,18 +89,21 @@ class CanaryView:
 
 
 def look(gateway: Gateway) -> CanaryView | None:
-    """The last one since the gateway's start; None without one, and while the gateway has no place
-    for who watches: the rest of a page is shown then. Raises NotPermittedError for a role that may
-    not watch it."""
+    """Return the last canary since the gateway started; None without one, or if the gateway cannot
+    take another watcher, so that the rest of the page is shown.
+
+    Raises:
+        NotPermittedError: the role may not watch canaries.
+    """
     try:
-        found = next(gateway.watch_canary())
+        report = next(gateway.watch_canary())
     except BusyError:
         return None
-    return shown(found) if found.release else None
+    return view_of(report) if report.release else None
 
 
-def shown(report: pb.WatchCanaryResponse) -> CanaryView:
-    """A report in the words of a page."""
+def view_of(report: pb.WatchCanaryResponse) -> CanaryView:
+    """Convert a report to the texts of a page."""
     old, new = report.old_pair, report.new_pair
     return CanaryView(
         release=report.release,
@@ -144,12 +144,9 @@ _FIGURES: Sequence[tuple[str, Callable[[pb.CanaryPair], str]]] = (
 )
 
 
-# Activations that were begun at the console; they go on at the gateway when nobody watches.
-
-
 @dataclass
 class RolloutView:
-    """An activation as its last report tells it."""
+    """The state of an activation, from its last report."""
 
     release: int
     rollout: str
@@ -159,35 +156,44 @@ class RolloutView:
     message: str = ""
     ended: bool = False
     failed: bool = False
-    # When the first item was carried, on the monotonic clock.
+    # When the first item was carried over, on the monotonic clock.
     carrying_since: float | None = None
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds that carrying may still take, by its pace so far."""
+        """Seconds that carrying may still take at its present rate; None if unknown."""
         if self.carrying_since is None or not 0 < self.done < self.total:
             return None
         return (time.monotonic() - self.carrying_since) / self.done * (self.total - self.done)
 
 
 class Rollouts:
-    """The last activation that began here, and beginning the next."""
+    """Activations begun at the console; they continue in the gateway when nobody watches."""
 
     def __init__(self) -> None:
         self._run: RolloutView | None = None
 
-    def told(self, load: Load) -> RolloutView | None:
-        """The last activation, unless what is going on now has left it behind."""
+    def current(self, load: Load) -> RolloutView | None:
+        """Return the last activation, unless a later change outside the console replaced it."""
         run = self._run
         if run is None or not run.ended:
             return run
-        elsewhere = 0 < load.ratio < 1
+        other_upgrade = 0 < load.ratio < 1
         undone = not run.failed and run.release != load.release
-        return None if elsewhere or undone else run
+        return None if other_upgrade or undone else run
 
     def begin(self, caller: Callable[[], ConsoleCaller], release: int, rollout: str) -> None:
-        """Activate a release. Raises what the call raises at once, as NotPermittedError, and
-        BusyError while another activation goes on."""
+        """Activate a release.
+
+        Args:
+            caller: opens a connection to the gateway with the operator's rights.
+            release: the release's number.
+            rollout: cutover, dual or direct.
+
+        Raises:
+            BusyError: another activation runs.
+            NotPermittedError: the role may not activate. Other errors of the call pass through.
+        """
         with ExitStack() as closing:
             gateway = closing.enter_context(caller())
             reports = gateway.activate(release, rollout=rollout)
@@ -195,8 +201,8 @@ class Rollouts:
             try:
                 _take(run, next(reports))
             except StopIteration as error:
-                raise BusyError("the gateway reported nothing; try again") from error
-            # Only now it has begun.
+                raise BusyError("the gateway sent no report; try again") from error
+            # Only now the activation has begun.
             self._run = run
             closing.pop_all()
 
@@ -217,7 +223,7 @@ class Rollouts:
 def _take(run: RolloutView, report: pb.ActivateReleaseResponse) -> None:
     run.phase = pb.Phase.Name(report.phase).removeprefix("PHASE_").lower()
     if report.total:
-        # Only reports of carrying count.
+        # Only reports of the carrying phase contain counts.
         run.done, run.total = report.done, report.total
     run.message = report.message
     run.failed = report.phase == pb.PHASE_FAILED
@@ -226,12 +232,12 @@ def _take(run: RolloutView, report: pb.ActivateReleaseResponse) -> None:
 
 
 _REPORT_SECONDS = 1.0
-# Of what expires, that which is told in red.
+# An expiry this near is shown in red.
 _SOON = timedelta(days=14)
 
 
 class Operations:
-    """Everything but the playground."""
+    """All pages of the console except the playground."""
 
     def __init__(
         self, sessions: ConsoleSessions, rollouts: Rollouts, metrics: Metrics, site: Site
@@ -243,14 +249,14 @@ class Operations:
         self._site = site
 
     def overview(self, request: Request) -> Response:
-        """Releases, galleries, the load, and what is about to expire."""
+        """Show releases, galleries, the load, and what expires soon."""
         with self._sessions.calling(request) as gateway:
             releases = gateway.list_releases()
             galleries, why = None, ""
             try:
                 galleries = list(gateway.list_galleries())
             except NotPermittedError:
-                why = "Your role is not for galleries."
+                why = "Your role has no access to galleries."
             except NobackfillError as error:
                 why = str(error)
             live = self._live(gateway)
@@ -261,7 +267,7 @@ class Operations:
         )  # fmt: skip
 
     def release(self, request: Request) -> Response:
-        """One release: its evidence, and activating it once the estimate was seen."""
+        """Show one release, its evidence, and the way to its estimate."""
         number = _number(request)
         with self._sessions.calling(request) as gateway:
             release = gateway.get_release(number)
@@ -274,7 +280,7 @@ class Operations:
         )  # fmt: skip
 
     def estimate(self, request: Request) -> Response:
-        """What activating a release would take, a line a gallery, measured now; then the form."""
+        """Measure what activating a release would take, per gallery; then show the form."""
         number = _number(request)
         rows: list[tuple[str, Any, str]] = []
         with self._sessions.calling(request) as gateway:
@@ -296,13 +302,13 @@ class Operations:
         return self._site.go(request, "/")
 
     def before_rollback(self, request: Request) -> Response:
-        """Where a rollback would lead, and what would not be found there."""
+        """Show the target of a rollback, and the items that it would lose."""
         with self._sessions.calling(request) as gateway:
             found = gateway.rollback()
         return self._site.show(request, "rollback.html.j2", found=found)
 
     def rollback(self, request: Request, body: bytes) -> Response:
-        """Return to the release that was shown, and to no other."""
+        """Return to the release that the page showed, and to no other."""
         to = fields(body).get("to", "")
         if not _is_number(to):
             raise InvalidInputError("expected the release that the page named; load it again")
@@ -311,7 +317,7 @@ class Operations:
         return self._site.go(request, "/")
 
     def gallery(self, request: Request) -> Response:
-        """One gallery, its upgrade, and its quality by the values of a metadata key."""
+        """Show one gallery, its upgrade, and its quality by the values of a metadata key."""
         name, by = request.path_params["name"], request.query_params.get("by", "")
         progress, why = None, ""
         with self._sessions.calling(request) as gateway:
@@ -330,8 +336,8 @@ class Operations:
         )  # fmt: skip
 
     async def live(self, request: Request) -> Response:
-        """The load, the activation and the canary as server-sent events, for as long as somebody
-        looks."""
+        """Send the load, the activation and the canary as server-sent events, until the page is
+        closed."""
         first = await run_in_threadpool(self._now, request)
         return EventSourceResponse(self._reports(request, first))
 
@@ -343,8 +349,8 @@ class Operations:
                 try:
                     text = await run_in_threadpool(self._now, request)
                 except NobackfillError:
-                    # The browser asks again: by then a page says why, as of a token that was
-                    # revoked.
+                    # The browser connects again, and then a page explains, for example that the
+                    # token was revoked.
                     return
 
     def _now(self, request: Request) -> str:
@@ -353,21 +359,21 @@ class Operations:
         return self._site.text(request, "live.html.j2", **live)
 
     def _live(self, gateway: ConsoleCaller) -> dict[str, Any]:
-        """What changes by the second: the load, and for a role that may watch a canary also that
-        and the activation, whose message names galleries."""
+        """Return what changes every second: the load, and, if the role may watch canaries, the
+        canary and the activation, whose messages name galleries."""
         load = self._load.now()
         try:
-            tried = look(gateway)
+            canary = look(gateway)
         except NotPermittedError:
             return {"load": load, "run": None, "canary": None}
-        return {"load": load, "run": self._rollouts.told(load), "canary": tried}
+        return {"load": load, "run": self._rollouts.current(load), "canary": canary}
 
     def _expiries(self) -> list[tuple[str, str, bool]]:
-        """What, when, and whether that is soon; the first to expire first."""
-        known = self._metrics.expiries
-        ends = {f"metadata {role}": end for role, end in known.metadata().items()}
-        ends |= {f"certificate {name}": end for name, end in known.certificates().items()}
-        token = known.tokens()
+        """Return what expires, when, and whether that is soon; ordered by time."""
+        expiries = self._metrics.expiries
+        ends = {f"metadata {role}": end for role, end in expiries.metadata().items()}
+        ends |= {f"certificate {name}": end for name, end in expiries.certificates().items()}
+        token = expiries.tokens()
         if token is not None:
             ends["the first of the tokens"] = token
         now = datetime.now(UTC)
@@ -376,10 +382,10 @@ class Operations:
 
 
 def _number(request: Request) -> int:
-    """Of the release that an address names. Raises NotFoundError."""
+    """Return the release number in an address. Raises NotFoundError."""
     text: str = request.path_params["number"]
     if not _is_number(text):
-        raise NotFoundError(f"no release is called {text[:20]!r}")
+        raise NotFoundError(f"there is no release {text[:20]!r}")
     return int(text)
 
 
@@ -396,18 +402,18 @@ def _space_state(space: gallery_pb2.SpaceInfo) -> str:
 
 
 def _index(space: gallery_pb2.SpaceInfo) -> str:
-    """How searches meet the vectors of a space."""
-    found = space.index
+    """Describe how the vectors of a space are searched."""
+    index = space.index
     if not space.HasField("index"):
         return "not in memory"
-    ways = ((found.in_graph, "in a graph"), (found.compared, "compared one by one"),
-            (found.delta, "in the delta"))  # fmt: skip
-    said = ", ".join(f"{count} {way}" for count, way in ways if count) or "empty"
-    return f"{said}; a graph is being made" if found.due else said
+    ways = ((index.in_graph, "in a graph"), (index.compared, "compared one by one"),
+            (index.delta, "in the delta"))  # fmt: skip
+    text = ", ".join(f"{count} {way}" for count, way in ways if count) or "empty"
+    return f"{text}; a graph is being made" if index.due else text
 
 
 def _moment(message: Any) -> str:
-    """A message's `ends_at`, if it has one."""
+    """Format `ends_at` of a message; empty if it is not set."""
     return (
         f"{message.ends_at.ToDatetime(UTC):%d %B %Y, %H:%M} UTC"
         if message.HasField("ends_at")

@@ -1,4 +1,4 @@
-"""One picture, or one text, asked of each pair of models and vectors, side by side."""
+"""The playground: search with each pair of query model and gallery vectors, side by side."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ _HITS = 10
 _MOST_TEMPLATE = 500
 _ACTIVE = release_pb2.RELEASE_STATE_ACTIVE
 
-# (release, image or text) -> float32 [1,dim].
+# (release, encoded image or text) -> float32 [1, dim].
 Embed = Callable[[int, bytes | str], Vectors]
 
 
 @dataclass(frozen=True)
 class ResultColumn:
-    """What one pair answers, or why it is not asked."""
+    """The answer of one pair, or the reason why there is none."""
 
     title: str
     hits: Sequence[Hit] = ()
@@ -33,8 +33,8 @@ class ResultColumn:
 
 
 class Playground:
-    """Searches as an app would make them; the gateway neither fetches nor keeps a picture, and
-    keeps no text."""
+    """Searches as an app would make them. The gateway stores neither pictures nor texts, and never
+    fetches a hit's picture."""
 
     def __init__(self, sessions: ConsoleSessions, embed: Embed, site: Site) -> None:
         self._sessions = sessions
@@ -42,8 +42,7 @@ class Playground:
         self._site = site
 
     def show(self, request: Request) -> Response:
-        """The galleries to choose from, and where a picture goes; a text, where the release that
-        answers reads such."""
+        """Show the form: a gallery, a picture or, if the release embeds texts, a text."""
         with self._sessions.calling(request) as gateway:
             galleries = [gallery.name for gallery in gateway.list_galleries()]
             active = [one for one in gateway.list_releases() if one.state == _ACTIVE]
@@ -54,58 +53,66 @@ class Playground:
         )  # fmt: skip
 
     def search(self, request: Request, body: bytes) -> Response:
-        """The columns for one picture, or for a text where the request says that it is one."""
+        """Show the columns for a picture, or for a text if the content type is text/plain."""
         query = _query(request, body)
-        asked = request.query_params
-        name, template = asked.get("gallery", ""), asked.get("template", "")[:_MOST_TEMPLATE]
+        parameters = request.query_params
+        name, template = (
+            parameters.get("gallery", ""),
+            parameters.get("template", "")[:_MOST_TEMPLATE],
+        )
         if not name:
             raise InvalidInputError("expected a gallery; make one with CreateGallery first")
         with self._sessions.calling(request) as gateway:
-            # Before anything is embedded for them: whether they may search here at all.
+            # First a search with the caller's own rights: without them, nothing is embedded.
             if isinstance(query, str):
-                now = gateway.search(name, text=query, k=_HITS)
+                answer = gateway.search(name, text=query, k=_HITS)
             else:
-                now = gateway.search(name, image=query, k=_HITS)
+                answer = gateway.search(name, image=query, k=_HITS)
             gallery = gateway.get_gallery(name)
             columns = [
-                *self._older(gateway, gallery, now, query),
-                ResultColumn(f"release {now.release}, as it is served", now.hits),
+                *self._older(gateway, gallery, answer, query),
+                ResultColumn(f"release {answer.release}, as it is served", answer.hits),
             ]
         return self._site.show(
             request, "columns.html.j2", columns=columns, url=lambda hit: _url(hit, template)
         )
 
     def _older(
-        self, gateway: Gateway, gallery: gallery_pb2.Gallery, now: Answer[Hit], query: bytes | str
+        self,
+        gateway: Gateway,
+        gallery: gallery_pb2.Gallery,
+        answer: Answer[Hit],
+        query: bytes | str,
     ) -> list[ResultColumn]:
-        """Old/old, and new/old, where the gallery still has vectors of a release before."""
+        """Return the columns old/old and new/old, if the gallery keeps vectors of an older
+        release."""
         filling = gallery_pb2.SPACE_STATE_STAGING
-        kept = [s for s in gallery.spaces if s.state != filling and s.release < now.release]
-        if not kept:
+        older = [s for s in gallery.spaces if s.state != filling and s.release < answer.release]
+        if not older:
             return []
-        old = max(kept, key=lambda space: space.release)
-        alone = f"release {old.release} asks its own vectors"
-        mixed = f"release {now.release} asks release {old.release}'s vectors"
-        release = gateway.get_release(now.release)
-        pairs = [(alone, old.release)]
+        old = max(older, key=lambda space: space.release)
+        old_title = f"release {old.release} searches its own vectors"
+        mixed_title = f"release {answer.release} searches the vectors of release {old.release}"
+        release = gateway.get_release(answer.release)
+        pairs = [(old_title, old.release)]
         if old.release in release.searches_directly:
-            pairs.append((mixed, now.release))
+            pairs.append((mixed_title, answer.release))
         columns = []
-        for title, asking in pairs:
+        for title, model in pairs:
             try:
-                vector = self._embed(asking, query)[0]
+                vector = self._embed(model, query)[0]
                 by = {old.space: vector.tolist()}
-                found = gateway.search(gallery.name, embeddings=by, k=_HITS)
-                columns.append(ResultColumn(title, found.hits))
+                other = gateway.search(gallery.name, embeddings=by, k=_HITS)
+                columns.append(ResultColumn(title, other.hits))
             except NobackfillError as error:
                 columns.append(ResultColumn(title, why=str(error)))
         if len(pairs) == 1:
-            columns.append(ResultColumn(mixed, why=_never_meet(release, old.release)))
+            columns.append(ResultColumn(mixed_title, why=_never_meet(release, old.release)))
         return columns
 
 
 def _query(request: Request, body: bytes) -> bytes | str:
-    """Raises InvalidInputError."""
+    """Return the body as an image, or as text. Raises InvalidInputError for bad UTF-8."""
     if not request.headers.get("content-type", "").startswith("text/plain"):
         return body
     try:
@@ -116,15 +123,16 @@ def _query(request: Request, body: bytes) -> bytes | str:
 
 def _never_meet(release: release_pb2.Release, old: int) -> str:
     return (
-        f"Not asked: release {release.number} does not declare that its queries may meet vectors "
-        f"of release {old} as they are, so they never do. What that naive swap would cost stands "
-        "in the release's matrix."
+        f"Not searched: release {release.number} does not declare release {old} directly "
+        f"searchable, so its queries never meet these vectors. The release's matrix shows what "
+        "such a naive swap would cost."
     )
 
 
 def _url(hit: Hit, template: str) -> str:
-    """Where the browser finds a hit's picture: its metadata `image_url`, else the template with
-    {id} or a metadata key in braces; empty for what is no http(s) address."""
+    """Return the address of a hit's picture; empty if it is not an http(s) address.
+
+    The address is the metadata `image_url`, else the template with {id} or {KEY} replaced."""
     url = str(hit.metadata.get("image_url", ""))
     if not url and template:
         url = template.replace("{id}", quote(hit.id, safe=""))

@@ -1,8 +1,8 @@
-"""Who is logged in at the console: a cookie stands for a token, which stays in this process.
+"""Sessions of the console: a cookie stands for a token, which stays in this process.
 
-Cookies go to every port of a host. So each session has a path of its own that nobody else knows,
-and its cookie goes to addresses below it alone: no picture of a hit and no other server of this
-host gets it.
+Browsers send cookies to every port of a host. Each session therefore has its own secret path, and
+its cookie is sent only to addresses below that path. No picture host and no other server of this
+machine gets it.
 """
 
 import re
@@ -25,20 +25,19 @@ from nobackfill.errors import UnauthenticatedError
 from nobackfill.wire import Gateway
 from nobackfill.wire.limits import LARGEST_ANSWER, LARGEST_REQUEST
 
-# The gateway's public calls, made for whoever looks at a page, with that person's token.
-#
-# So the console decides nothing about rights: what a token may not call, its page may not show.
-
-# For one call of a page: an estimate tries the release's models first.
+# Deadline of one call of a page: an estimate tries the release's models first.
 _CALL_SECONDS = 60.0
 
 
 class ConsoleCaller(Gateway):
-    """Calls through the gateway's socket file, which no other user of this machine can open."""
+    """Calls the gateway with the token of the person who looks at a page.
+
+    The console therefore decides nothing about rights. It uses the gateway's socket file, which no
+    other user of this machine can open."""
 
     def __init__(self, socket: str, token: str | None) -> None:
-        """`socket`: as gRPC names one, unix:PATH. `token` None: a gateway without tokens."""
-        # Not Connection's own: that one reads tokens and authorities from the environment, which
+        """Connect to `socket` (unix:PATH); `token` None: the gateway has no tokens."""
+        # Connection's own constructor would read tokens and authorities from the environment, which
         # is the gateway's here.
         self.address = "the gateway"
         self.seconds = _CALL_SECONDS
@@ -55,7 +54,7 @@ class ConsoleCaller(Gateway):
 
 
 class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Sends a token with each call: gRPC's own credentials demand TLS, also in a socket file."""
+    """Sends a token with each call; gRPC's own credentials require TLS even on a socket file."""
 
     def __init__(self, token: str) -> None:
         self._metadata = (("authorization", f"Bearer {token}"),)
@@ -81,10 +80,10 @@ def _bearing(channel: grpc.Channel, token: str) -> grpc.Channel:
 COOKIE = "nobackfill-console"
 _SECONDS = 12 * 3600.0
 _BYTES = 32
-# A session's path, as long as no page's name of ours is. Of other characters it would be an address
-# of somebody else's in the links of a page: browsers take \ for /.
+# A session's path, longer than the name of any page. With other characters it could become another
+# site's address in the links of a page: browsers read \ as /.
 _PATH = re.compile(r"[A-Za-z0-9_-]{43}")
-# Sessions at once, and of one token; the oldest goes. Live pages of one token.
+# Most sessions in all, most sessions of one token (the oldest ends), most live pages of one token.
 _MOST, _MOST_OF_ONE, _MOST_LIVE = 1000, 20, 10
 
 
@@ -96,34 +95,42 @@ class _ConsoleSession:
 
 
 class ConsoleSessions:
-    """Sessions by path, each with its token. A token that is revoked is refused at its next
-    call."""
+    """Sessions by path, each with its token. A revoked token is refused at its next call."""
 
     def __init__(self, socket: str, *, guarded: bool, secure: bool) -> None:
-        """`guarded`: the gateway has tokens. `secure`: the pages are served with TLS."""
+        """Start without sessions.
+
+        Args:
+            socket: the gateway's socket, unix:PATH.
+            guarded: the gateway has tokens.
+            secure: the pages are served with TLS.
+        """
         self._socket = socket
         self.guarded = guarded
         self._secure = secure
         self._lock = threading.Lock()
-        self._known: dict[str, _ConsoleSession] = {}
+        self._by_path: dict[str, _ConsoleSession] = {}
         self._live: Counter[str | None] = Counter()
 
     def begin(self, token: str, answer: Callable[[str], Response]) -> Response:
-        """Log in whoever gets `answer` of the session's path. Raises UnauthenticatedError for what
-        is no token."""
+        """Start a session; `answer` makes the response from the session's path.
+
+        Raises:
+            UnauthenticatedError: the gateway does not know the token.
+        """
         if not (token.isascii() and token.isprintable() and 0 < len(token) <= 4096):
-            raise UnauthenticatedError("expected a token as the gateway's operator gave it")
+            raise UnauthenticatedError("expected a token that the gateway's operator issued")
         with ConsoleCaller(self._socket, token) as caller:
-            # Every role may.
+            # A call that every role may make.
             caller.list_releases()
         path, cookie = f"/{secrets.token_urlsafe(_BYTES)}", secrets.token_urlsafe(_BYTES)
         now = time.monotonic()
         with self._lock:
-            self._known = {at: one for at, one in self._known.items() if one.end > now}
-            own = [at for at, one in self._known.items() if one.token == token]
-            for at in (*own[: 1 - _MOST_OF_ONE], *list(self._known)[: 1 - _MOST]):
-                self._known.pop(at, None)
-            self._known[path] = _ConsoleSession(cookie, token, now + _SECONDS)
+            self._by_path = {at: one for at, one in self._by_path.items() if one.end > now}
+            own = [at for at, one in self._by_path.items() if one.token == token]
+            for at in (*own[: 1 - _MOST_OF_ONE], *list(self._by_path)[: 1 - _MOST]):
+                self._by_path.pop(at, None)
+            self._by_path[path] = _ConsoleSession(cookie, token, now + _SECONDS)
         response = answer(path)
         response.set_cookie(
             COOKIE, cookie, max_age=int(_SECONDS), path=f"{path}/", httponly=True,
@@ -132,15 +139,15 @@ class ConsoleSessions:
         return response
 
     def end(self, request: Request, response: Response) -> None:
-        """Log out."""
+        """End a session and delete its cookie."""
         self.check(request)
         path = request.scope["root_path"]
         with self._lock:
-            self._known.pop(path, None)
+            self._by_path.pop(path, None)
         response.delete_cookie(COOKIE, path=f"{path}/")
 
     def knows(self, scope: Scope) -> bool:
-        """Whether a request is of a session, before anything of the app has seen it."""
+        """Return whether a request belongs to a session, before the app sees it."""
         path = f"/{scope['path'].removeprefix('/').split('/', 1)[0]}"
         try:
             self._token(Request({**scope, "root_path": path}))
@@ -149,24 +156,28 @@ class ConsoleSessions:
         return self.guarded
 
     def check(self, request: Request) -> None:
-        """Raises UnauthenticatedError for nobody."""
+        """Raise UnauthenticatedError unless the request belongs to a session."""
         self._token(request)
 
     @contextmanager
     def calling(self, request: Request) -> Iterator[ConsoleCaller]:
-        """The gateway's calls for whoever asks. Raises UnauthenticatedError for nobody."""
+        """Open the gateway's calls with the session's token. Raises UnauthenticatedError without a
+        session."""
         with ConsoleCaller(self._socket, self._token(request)) as caller:
             yield caller
 
     def caller(self, request: Request) -> Callable[[], ConsoleCaller]:
-        """The same for what goes on after the answer."""
+        """Return a function that opens such calls after the response was sent."""
         token = self._token(request)
         return lambda: ConsoleCaller(self._socket, token)
 
     @contextmanager
     def watching(self, request: Request) -> Iterator[bool]:
-        """A page that stays live: whether its token has a place for it, given back at the end.
-        Raises UnauthenticatedError for nobody."""
+        """Reserve a live page; yields whether the token may have one more.
+
+        Raises:
+            UnauthenticatedError: the request belongs to no session.
+        """
         token = self._token(request)
         with self._lock:
             self._live[token] += 1
@@ -182,20 +193,20 @@ class ConsoleSessions:
     def _token(self, request: Request) -> str | None:
         if not self.guarded:
             return None
-        given = request.cookies.get(COOKIE, "")
+        cookie = request.cookies.get(COOKIE, "")
         with self._lock:
-            found = self._known.get(request.scope.get("root_path", ""))
+            session = self._by_path.get(request.scope.get("root_path", ""))
         if (
-            found is None
-            or time.monotonic() >= found.end
-            or not secrets.compare_digest(given.encode(), found.cookie.encode())
+            session is None
+            or time.monotonic() >= session.end
+            or not secrets.compare_digest(cookie.encode(), session.cookie.encode())
         ):
             raise UnauthenticatedError("log in with a token of this gateway")
-        return found.token
+        return session.token
 
 
 class BelowSessions:
-    """The app below each session's path, as at the root, where one logs in."""
+    """Serves the app at the root, for the login, and below each session's path."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -208,20 +219,18 @@ class BelowSessions:
         await self._app(scope, receive, send)
 
 
-# How searches fare, read from what Prometheus reads: between two looks, not since the start.
-
-# What is looked back on.
+# Length of the window that a load is computed over.
 _WINDOW_SECONDS = 10.0
-# As looks come about once a second, the oldest may be so much older.
+# Samples come about once a second, so the oldest may be this much older.
 _LATE_SECONDS = 1.0
 _SEARCHES = ("Search", "SearchBatch")
-# Answers to mistakes of the caller.
+# Status codes that are the caller's fault.
 _CALLERS = ("INVALID_ARGUMENT", "NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENIED", "CANCELLED")
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of the last seconds: searches a second, those that failed, milliseconds; None without any."""
+    """The load of the last seconds: searches per second, failures, latency in ms (None: none)."""
 
     rate: float
     failed: int
@@ -229,14 +238,14 @@ class Load:
     p99_ms: float | None
     # Share of the running upgrade that is done, 0 to 1.
     ratio: float
-    # That answers; 0 without one.
+    # The active release; 0 without one.
     release: int
 
 
 @dataclass(frozen=True)
 class _Look:
     at: float
-    # Searches by the upper end of their time in seconds, cumulative.
+    # Cumulative counts of searches, by the upper bound of their duration in seconds.
     buckets: Mapping[float, float]
     failed: float
     ratio: float
@@ -244,7 +253,7 @@ class _Look:
 
 
 class LoadMeter:
-    """Looks when it is asked, and remembers the looks of the last seconds."""
+    """Computes the load from the metrics that Prometheus also reads, over the last seconds."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -252,10 +261,10 @@ class LoadMeter:
         self._looks: deque[_Look] = deque()
 
     def now(self) -> Load:
-        """The load between the oldest look of the window and now."""
+        """Return the load between the oldest sample of the window and now."""
         look = self._look()
         with self._lock:
-            # When nobody looked for a while, it begins anew.
+            # After a pause without samples, the window starts again.
             while self._looks and look.at - self._looks[0].at > _WINDOW_SECONDS + _LATE_SECONDS:
                 self._looks.popleft()
             self._looks.append(look)
@@ -293,7 +302,7 @@ class LoadMeter:
 
 
 def _quantile(counts: Sequence[tuple[float, float]], share: float) -> float | None:
-    """Milliseconds, as Prometheus's histogram_quantile has them: linear within a bucket."""
+    """Return a quantile in ms, as Prometheus' histogram_quantile: linear within a bucket."""
     total = counts[-1][1] if counts else 0.0
     if total <= 0:
         return None
