@@ -45,8 +45,8 @@ def test_the_protocol_page_has_every_call_message_and_comment() -> None:
         for enum in file.DESCRIPTOR.enum_types_by_name.values():
             assert all(f"| `{value.name}` =" in text for value in enum.values)
     # A comment of each kind, as it stands in the files.
-    for said in ("Finds the nearest items of a gallery.", "Number of hits wanted, 1 to 1000",
-                 "Still answers queries in its own space."):  # fmt: skip
+    for said in ("Searches galleries for the nearest items.", "The number of hits, 1 to 1000",
+                 "Still answers queries that are embedded in its space."):  # fmt: skip
         assert said in text
 
 

@@ -202,7 +202,8 @@ def test_commands_say_what_they_need(base: Environment, tmp_path: Path) -> None:
     ):
         assert "Usage" in base.run(*command, "--help", cwd=tmp_path).stdout
     assert (
-        "there is no gallery" in base.run("edge-client", "search", "x", cwd=tmp_path, code=66).stderr
+        "there is no gallery"
+        in base.run("edge-client", "search", "x", cwd=tmp_path, code=66).stderr
     )
     asked = base.run("gateway", "serve", cwd=tmp_path, code=78).stderr
     assert asked.count("\n") == 1

@@ -225,7 +225,7 @@ class NativeVectorMaker:
         if self._natives is not None:
             known = self._natives.get(rows.ids)
             for row, name in enumerate(rows.ids):
-                if name in known and known[name].seen == digest(rows.vectors[row]):
+                if name in known and known[name].old_digest == digest(rows.vectors[row]):
                     vectors[name] = known[name].vector
         if self._folder is not None:
             digests = {name: content_digest(value) for name, value in values.items()}
