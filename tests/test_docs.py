@@ -53,6 +53,16 @@ def test_every_party_of_the_threat_model_names_tests_that_are_there() -> None:
         assert f"def {name}(" in everything, name
 
 
+@pytest.mark.parametrize(
+    "name",
+    [name for name in NAMES if re.match(r"docs/(?!tutorials/|adr/(?:0|superseded))", name)],
+)
+def test_a_page_begins_with_its_readers(name: str) -> None:
+    first = text_of(ROOT / name).split("\n\n")[1]
+    sentence = first.split(". ")[0]
+    assert re.search(r"\bfor\b", sentence, re.IGNORECASE), f"{name} opens with: {sentence}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_make_targets_that_are_named_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
