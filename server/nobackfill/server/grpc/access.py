@@ -174,6 +174,18 @@ class Tokens:
                 self._trouble = ""
 
 
+@dataclass(frozen=True)
+class Confirmation:
+    """Whether a caller may still go on: calls of one token compare equal. See `Tokens.confirm`."""
+
+    tokens: Tokens
+    authorization: str | None
+    principal: Principal
+
+    def __call__(self) -> None:
+        self.tokens.confirm(self.authorization, self.principal)
+
+
 def _stamp(path: Path) -> tuple[int, int, int]:
     status = path.stat()
     return status.st_mtime_ns, status.st_size, status.st_ino

@@ -847,7 +847,9 @@ def _serve(state: Any, interceptor: Interceptor, executor: CallExecutor) -> None
     since = 0
     while True:
         since = since + 1 if executor.gathered else 0
-        event = state.completion_queue.poll(time.time() + (0 if since else _IDLE_S))
+        # To look without a wait takes a time that is over: gRPC waits a millisecond for one of now.
+        # While a watch is open, calls are never alone, and each search waited for that.
+        event = state.completion_queue.poll(0 if since else time.time() + _IDLE_S)
         if state.server_deallocated:
             _server._begin_shutdown_once(state)
         came = event.completion_type != cygrpc.CompletionType.queue_timeout

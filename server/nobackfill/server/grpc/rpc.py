@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
@@ -25,6 +24,7 @@ from nobackfill.server.grpc import context as calls
 from nobackfill.server.grpc.access import (
     LOCAL,
     RULES,
+    Confirmation,
     Principal,
     Tokens,
     authorize,
@@ -124,12 +124,10 @@ class OpenStream:
         if now - self._stopped >= self._grace_s:
             self.context.cancel()
 
-    def look(self) -> None:
-        """End it where it has to end by now."""
-        try:
-            self.confirm()
-        except NobackfillError as error:
-            self.stop(error)
+    def look(self, refusal: NobackfillError | None) -> None:
+        """End it where it has to end by now; `refusal`: why its caller may not go on, if so."""
+        if refusal is not None:
+            self.stop(refusal)
         if self._stopped is None and time.monotonic() > self.ends:
             self.is_old = True
             self.stop()
@@ -146,7 +144,8 @@ class Stalls:
         self._metrics = metrics
         self._patience_s = patience_s
         self._lock = threading.Lock()
-        self._streams: set[OpenStream] = set()
+        # By what confirms their callers: a token has thousands of watches, and is looked at once.
+        self._streams: dict[Callable[[], None], set[OpenStream]] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="stalls", daemon=True)
         self._thread.start()
@@ -154,7 +153,7 @@ class Stalls:
     def watch(self, stream: OpenStream) -> Callable[[], None]:
         """Watch a stream from now on; returns what to call once it has ended."""
         with self._lock:
-            self._streams.add(stream)
+            self._streams.setdefault(stream.confirm, set()).add(stream)
         return lambda: self._forget(stream)
 
     def requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
@@ -189,31 +188,52 @@ class Stalls:
 
     def end_all(self) -> None:
         """End the streams that nobody waits for at the gateway's end, now."""
-        for stream in self._all():
-            if not stream.drained:
-                stream.stop()
+        for _, streams in self._all():
+            for stream in streams:
+                if not stream.drained:
+                    stream.stop()
 
     def close(self) -> None:
         self._stopping.set()
         self._thread.join()
 
-    def _all(self) -> list[OpenStream]:
+    def _all(self) -> list[tuple[Callable[[], None], list[OpenStream]]]:
         with self._lock:
-            return list(self._streams)
+            return [(confirm, list(streams)) for confirm, streams in self._streams.items()]
 
     def _forget(self, stream: OpenStream) -> None:
         with self._lock:
-            self._streams.discard(stream)
+            streams = self._streams.get(stream.confirm, set())
+            streams.discard(stream)
+            if not streams:
+                self._streams.pop(stream.confirm, None)
 
     def _watch(self) -> None:
         while not self._stopping.wait(_EVERY_S):
             with error_boundary(self._metrics, "stalls"):
-                for stream in self._all():
-                    stream.look()
-                    since = stream.waiting
-                    if since is not None and time.monotonic() - since > self._patience_s:
-                        log.warning("transfer ended, its client stands still")
-                        stream.context.cancel()
+                for confirm, streams in self._all():
+                    self._look(_refusal(confirm), streams)
+
+    def _look(self, refusal: NobackfillError | None, streams: Sequence[OpenStream]) -> None:
+        now = time.monotonic()
+        for stream in streams:
+            since = stream.waiting
+            # Of thousands of quiet ones none takes the interpreter for longer than this line.
+            if refusal is None and since is None and now <= stream.ends and not stream.is_stopped:
+                continue
+            stream.look(refusal)
+            if since is not None and now - since > self._patience_s:
+                log.warning("transfer ended, its client stands still")
+                stream.context.cancel()
+
+
+def _refusal(confirm: Callable[[], None]) -> NobackfillError | None:
+    """Why callers may not go on; None where they may."""
+    try:
+        confirm()
+    except NobackfillError as error:
+        return error
+    return None
 
 
 class Unanswered(NamedTuple):
@@ -629,7 +649,7 @@ class Interceptor(grpc.ServerInterceptor):
             principal = authorize(kind.method, tokens, shown)
             confirm = None
             if tokens is not None and RULES[kind.method] is not None:
-                confirm = partial(tokens.confirm, shown, principal)
+                confirm = Confirmation(tokens, shown, principal)
             rpc.let_in(principal, confirm)
         except NobackfillError as error:
             rpc.refusal = error
