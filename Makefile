@@ -26,7 +26,7 @@ CODE := core serving adopt server client plugins training research demo bench ma
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables pictures tutorials dist clean
+.PHONY: help setup demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables drawings pictures tutorials dist clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -222,13 +222,16 @@ $(SWIFT_READY): tests/support/swift.txt $(VENV)/bin/uv
 bench: setup $(SCALE_READY) $(CHROMA_READY) ## side-by-side benchmarks; FULL=1 for the large sizes, TOPICS='edge swap' for some
 	$(BIN)/python -m bench.run $(TOPICS) $(if $(filter-out 0,$(FULL)),--full)
 
-tables: setup ## the tables of README.md and docs/methods.md from bench/results/compare-*.json
-	$(BIN)/python training/compare.py --page README.md --page docs/methods.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
+drawings: $(READY) ## the SVG drawings of README.md from their source and committed figures
+	$(BIN)/python -m manual.drawings
+
+tables: setup ## the tables of docs/methods.md from bench/results/compare-*.json
+	$(BIN)/python training/compare.py --page docs/methods.md $(addprefix --page ,$(wildcard bench/results/compare-*.json))
 
 docs: $(READY) ## the documentation site in build/site: reference generated, links checked, offline search
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q -f manual/mkdocs.yml
 
-pictures: demo ## the pictures of README.md and docs/ drawn anew from the demo, in chromium
+pictures: demo ## the pictures of docs/ drawn anew from the demo, in chromium
 	$(BIN)/python -m manual.pictures
 
 $(DIST_READY): deploy/dist-requirements.txt $(VENV)/bin/uv

@@ -1,7 +1,8 @@
-"""The notebooks of docs/notebooks as pages: what they say and what they run, without outputs."""
+"""The notebooks of docs/notebooks as pages: their text, their code and what it printed."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
 
@@ -14,11 +15,16 @@ def pages() -> dict[str, str]:
 def page(path: Path) -> str:
     """One notebook's cells in order; the name of its file below the title."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
-    parts = [_cell(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    parts = [_cell(cell) for cell in cells]
     file = f"`docs/notebooks/{path.name}`, a notebook: a test runs it as it stands."
     title, _, rest = parts[0].partition("\n")
     return "\n\n".join([title, file, rest.strip(), *parts[1:]]) + "\n"
 
 
-def _cell(kind: str, source: str) -> str:
-    return f"```python\n{source}\n```" if kind == "code" else source
+def _cell(cell: dict[str, Any]) -> str:
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return source
+    printed = "".join(line for output in cell["outputs"] for line in output["text"])
+    shown = f"\n\n```text\n{printed.rstrip()}\n```" if printed else ""
+    return f"```python\n{source}\n```{shown}"

@@ -1,4 +1,4 @@
-"""`make pictures`: what README.md and the pages show, drawn anew from a demo's folder.
+"""`make pictures`: what the pages show, drawn anew from a demo's folder.
 
 Debian's chromium opens the demo's reports, the device's gallery and the gateway's console, as
 `make demo DEMO_ARGS=--open` does; what is in the pictures is that life's, whichever it was.
@@ -103,7 +103,7 @@ def command(
     life: Annotated[Path, typer.Option(help="A demo's folder.")] = Path("build/demo"),
     into: Annotated[Path, typer.Option(help="Where the pictures shall be.")] = Path("docs"),
 ) -> None:
-    """Draw the pictures of README.md and docs/ anew from a demo's folder."""
+    """Draw the pictures of docs/ anew from a demo's folder."""
     try:
         for picture in draw(life.resolve(), into):
             print(f"{picture}: {picture.stat().st_size:,} bytes")

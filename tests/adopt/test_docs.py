@@ -25,8 +25,7 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
     postgres: Server, tmp_path: Path
 ) -> None:
     bodies, old = stranger(tmp_path, ITEMS)
-    asked = [{"id": n + 1, "text": " ".join(bodies[n].split()[:4])} for n in range(0, ITEMS, 5)]
-    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    write_queries(bodies, tmp_path)
     with postgres.connected() as (address, connection):
         fill(connection, bodies, old)
         shell = [content for _, content in blocks(PAGE, "sh")]
@@ -62,6 +61,7 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
 
 def test_readme_leads_from_the_table_to_a_flipped_column(postgres: Server, tmp_path: Path) -> None:
     bodies, old = stranger(tmp_path, 400)
+    write_queries(bodies, tmp_path)
     (block,) = lines_of_readme()
     with postgres.connected() as (address, connection):
         fill(connection, bodies, old)
@@ -85,7 +85,7 @@ def test_readme_leads_from_the_table_to_a_flipped_column(postgres: Server, tmp_p
 
 
 def lines_of_readme() -> list[str]:
-    return [content for _, content in blocks(section(README, "Your own vectors"), "sh")]
+    return [content for _, content in blocks(section(README, "Try it on a pgvector table"), "sh")]
 
 
 def stranger(folder: Path, count: int) -> tuple[list[str], NDArray[np.float64]]:
@@ -94,6 +94,15 @@ def stranger(folder: Path, count: int) -> tuple[list[str], NDArray[np.float64]]:
         text_model(folder / name, seed)
     bodies = texts(count)
     return bodies, np.array([expected(folder / "old", text) for text in bodies])
+
+
+def write_queries(bodies: list[str], folder: Path) -> None:
+    """Write queries.jsonl: the first four words of every fifth text, which is their answer."""
+    queries = [
+        {"id": row + 1, "text": " ".join(bodies[row].split()[:4])}
+        for row in range(0, len(bodies), 5)
+    ]
+    (folder / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)))
 
 
 def fill(connection: psycopg.Connection, bodies: list[str], vectors: NDArray[np.float64]) -> None:

@@ -96,9 +96,7 @@ def test_the_blocks_run(
     assert (tmp_path / "found.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/edge.md"])
-def test_the_python_of_a_page_runs(
-    name: str,
+def test_the_python_of_the_page_runs(
     scene: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -113,12 +111,12 @@ def test_the_python_of_a_page_runs(
             assert not gateway.put(gallery, {"of the gateway": picture})
     for asked in ("query.png", "cat.jpg"):
         (tmp_path / asked).write_bytes(picture.read_bytes())
-    (code,) = (text for _, text in documents.blocks(page(name), "python"))
+    (code,) = (text for _, text in documents.blocks(PAGE, "python"))
     code = code.replace("127.0.0.1:50051", scene["127.0.0.1:50051"])
     # A filter of the page's own photos.
     code = code.replace('{"folder": "sea"}', '{"name": "0-0003.png"}')
     capsys.readouterr()
-    exec(compile(code, name, "exec"), {})
+    exec(compile(code, "docs/edge.md", "exec"), {})
     said = capsys.readouterr().out.splitlines()
     assert "of the gateway" in "".join(said) and len(said) >= 2
 
