@@ -173,11 +173,13 @@ _END = b"\xff\xff"
 
 # A digest of the triggers that call a function on a table and its partitions. PostgreSQL writes a
 # trigger's row again when it is disabled or enabled, and makes it again when a partition is
-# attached: one that is as it was has fired for every write.
-TRIGGERS_DIGEST: LiteralString = """
-md5(string_agg(concat_ws(' ', oid, xmin, tgenabled), ',' ORDER BY oid)) FROM pg_trigger
-WHERE tgfoid = to_regproc({function}) AND (tgrelid = to_regclass({relation})
-OR tgrelid IN (SELECT relid FROM pg_partition_tree(to_regclass({relation}))))"""
+# attached: one that is as it was has fired for every write. It is one line, because `carry` prints
+# it in a statement, with control characters escaped.
+TRIGGERS_DIGEST: LiteralString = (
+    " md5(string_agg(concat_ws(' ', oid, xmin, tgenabled), ',' ORDER BY oid)) FROM pg_trigger"
+    " WHERE tgfoid = to_regproc({function}) AND (tgrelid = to_regclass({relation})"
+    " OR tgrelid IN (SELECT relid FROM pg_partition_tree(to_regclass({relation}))))"
+)
 
 
 @dataclass(frozen=True)
