@@ -71,7 +71,7 @@ side_information, sizes, parts, limits.
 --development leaves the tables' test images and unseen classes alone: choose there, and fill a
 table with what was chosen. Its seeds are not the table's.
 
---page writes the tables of docs/methods.md and its like from results that are there, and trains nothing.
+--page writes the tables of a page, such as docs/methods.md, from results that exist.
 
 Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 75 another compare.py
 works in OUT, 78 wrong configuration.
