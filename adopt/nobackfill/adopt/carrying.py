@@ -177,11 +177,14 @@ def carry(
 
     written = sweep(0, first=True, enough=under_lock if flip else 0)
     if flip and isinstance(beside, Flippable) and not beside.flipped:
-        beside.build_indexes()
-        written = sweep(written, first=False, enough=under_lock)
-        with beside.flip():
-            written += _window(source, beside, maker, Window(), facts.name, False, check=False)
-            total, left = beside.count(), beside.left()
+        with beside.prepare_flip():
+            written = sweep(written, first=False, enough=under_lock)
+            with beside.flip():
+                everything = Window()
+                written += _window(
+                    source, beside, maker, everything, facts.name, False, check=False
+                )
+                total, left = beside.count(), beside.left()
         return CarryResult(written, total, left)
     steps = beside.finish()
     return CarryResult(written, beside.count(), steps)

@@ -11,7 +11,7 @@ import os
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -438,8 +438,9 @@ class QdrantBeside:
         now = zip(found.ids, found.vectors, strict=True)
         return {name: np.array_equal(read[name], vector) for name, vector in now}
 
-    def build_indexes(self) -> None:
-        """Do nothing: Qdrant builds indexes by itself."""
+    def prepare_flip(self) -> AbstractContextManager[None]:
+        """Do nothing: Qdrant builds indexes by itself, and two flips do the same."""
+        return nullcontext()
 
     @contextmanager
     def flip(self) -> Iterator[None]:

@@ -253,7 +253,9 @@ class PgvectorSource:
             )
         if name != target.name:
             digest = pgvector_beside.make_table(self._table, self.vector, target)
-            return PgvectorTable(self, self._table, target, digest)
+            place_in_table = PgvectorTable(self, self._table, target, digest)
+            place_in_table.drop_unfinished_indexes()
+            return place_in_table
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
             # Also one that somebody else has made since the table was looked at.
@@ -276,7 +278,9 @@ class PgvectorSource:
                 for step in column_properties(self._table, self.vector, here, target.name, dims):
                     changes.run_text(step)
             digest = None if flipped else self._watch(changes, target)
-        return PgvectorBeside(self, self._table, self._names(target.name), target, flipped, digest)
+        place = PgvectorBeside(self, self._table, self._names(target.name), target, flipped, digest)
+        place.drop_unfinished_indexes()
+        return place
 
     def _watch(self, changes: Changes, target: Target) -> str | None:
         """Triggers that empty a vector whose old one changes, made or mended: a writer who knows

@@ -10,7 +10,7 @@ read.
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import LiteralString, Protocol
 
@@ -27,11 +27,14 @@ with extra("adopt"):
     from psycopg import sql
 
     from nobackfill.adopt.sources.postgres_dependents import (
+        build_indexes,
         cluster_mark,
         column_properties,
         dependents,
+        drop_unfinished_indexes,
         grants,
         index_definitions,
+        missing_indexes,
         moves,
         one_line,
         owner,
@@ -42,6 +45,7 @@ with extra("adopt"):
         TRIGGERS_DIGEST,
         Changes,
         SourceTable,
+        definition_of,
         note,
     )
 
@@ -311,11 +315,25 @@ class PgvectorBeside:
     def count(self) -> int:
         return self._source.filled(self._target.name)
 
-    def build_indexes(self) -> None:
+    @contextmanager
+    def prepare_flip(self) -> Iterator[None]:
         refuse_flip(self._table, column_obstacles(self._table, self._source.vector, self._target))
-        if len(self._table.valid_indexes(self._target.name)) < len(self._indexes()):
-            for statement in self._indexes():
-                self._table.run_alone(statement)
+        with self._table.flip_lock():
+            check_watched(self._table, self._names["function"], self._triggers)
+            build_indexes(self._table, *self._place, self._indexes())
+            yield
+
+    def drop_unfinished_indexes(self) -> None:
+        """Drop what a killed build has left, unless others hold the table: carrying is slower
+        with it, and a flip drops it."""
+        if not self.flipped:
+            with suppress(BusyError):
+                drop_unfinished_indexes(self._table, *self._place, self._indexes())
+
+    @property
+    def _place(self) -> tuple[sql.Identifier, str]:
+        """The relation and the column of the new vectors."""
+        return sql.Identifier(self._table.schema, self._table.relation), self._target.name
 
     def flip(self) -> AbstractContextManager[None]:
         return self._table.flipping(self._flip)
@@ -326,10 +344,11 @@ class PgvectorBeside:
     def finish(self) -> list[str]:
         if self.flipped:
             return []
+        missing = missing_indexes(self._table, *self._place, self._indexes())
         if obstacles := column_obstacles(self._table, self._source.vector, self._target):
-            return [*self._indexes(), *obstacles]
+            return [*missing, *obstacles]
         return [
-            *self._indexes(),
+            *missing,
             "switch the queries to the new model; " + HOW,
             f"BEGIN; {'; '.join(self._flip())}; COMMIT",
         ]
@@ -345,7 +364,7 @@ class PgvectorBeside:
         if self._target.dim <= _INDEXED_DIM or self._source.halves:
             found = index_definitions(self._table, old, new, self._dims)
         index = index_of(self._table, self._source, self._names["new"], self._target.dim)
-        return found or [f"{self._table.index_on()}hnsw {index.as_string()}"]
+        return found or [self._table.index_on() + index]
 
     def _flip(self) -> list[str]:
         """Statements of one transaction."""
@@ -466,23 +485,50 @@ def unless_watched(table: SourceTable, function: sql.Identifier, digest: str | N
     return unless(
         table,
         "{digest} IS DISTINCT FROM (SELECT " + TRIGGERS_DIGEST + ")",
-        "the triggers of nobackfill were disabled or made again since the new vectors were "
-        "checked, so some may be stale: run nobackfill carry again, which checks all of them",
+        _UNWATCHED,
         digest=digest,
         **table.trigger_parts(function),
     )
 
 
-def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: int) -> sql.Composed:
-    """The bracketed expression of an HNSW index: by the old column's metric, of halves where its
-    own is."""
+def check_watched(table: SourceTable, function: sql.Identifier, digest: str | None) -> None:
+    """Raise BusyError where a flip would be refused by `unless_watched`."""
+    if table.triggers(function).digest != digest:
+        raise BusyError(f"{table.name}: {_UNWATCHED}")
+
+
+_UNWATCHED = (
+    "the triggers of nobackfill were disabled or made again since the new vectors were checked, "
+    "so some may be stale: run nobackfill carry again, which checks all of them"
+)
+
+
+def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: int) -> str:
+    """Return the definition of an HNSW index, in PostgreSQL's own words: by the old column's
+    metric, of halves where its own is."""
     kind = "halfvec" if source.halves or dim > _INDEXED_DIM else "vector"
     metric = source.metric or "cosine"
     name = next(name for name, one in METRICS.items() if one == metric and name.startswith(kind))
     indexed: sql.Composable = column
     if kind != table.kind(source.vector):
         indexed = sql.SQL("({}::{}({}))").format(column, table.of_pgvector(kind), sql.SQL(str(dim)))
-    return sql.SQL("({} {})").format(indexed, table.of_pgvector(name))
+    names = {
+        "column": column,
+        "type": table.of_pgvector(table.kind(source.vector)),
+        "dim": sql.SQL(str(dim)),
+        "index": sql.SQL("hnsw ({} {})").format(indexed, table.of_pgvector(name)),
+    }
+    with suppress(InvalidInputError), table.connected() as changes, changes.attempt():
+        changes.run("CREATE TEMPORARY TABLE nobackfill_shape ({column} {type}({dim}))", **names)
+        changes.run("CREATE INDEX ON pg_temp.nobackfill_shape USING {index}", **names)
+        changes.run("SET LOCAL search_path = pg_catalog")
+        ((statement,),) = changes.all(
+            "SELECT pg_get_indexdef(indexrelid) FROM pg_index "
+            "WHERE indrelid = 'pg_temp.nobackfill_shape'::regclass"
+        )
+        return definition_of(statement)
+    # PostgreSQL refuses it, and says why when it is to be built.
+    return names["index"].as_string()
 
 
 # A row's place (tid) and its writer (xid), in binary; that of one that is not here.
@@ -615,15 +661,23 @@ class PgvectorTable:
         query = "SELECT count(*) FROM {beside} WHERE {old} IS NOT NULL"
         return int(self._table.one(query, **self._names))
 
-    def build_indexes(self) -> None:
-        indexed = self._table.one(
-            "SELECT EXISTS (SELECT FROM pg_index i JOIN pg_class c ON c.oid = indexrelid "
-            "JOIN pg_am m ON m.oid = relam WHERE indrelid = to_regclass({beside}) AND indisvalid "
-            "AND amname <> 'btree')",
-            beside=self._names["beside"].as_string(),
-        )
-        if not indexed:
-            self._table.run_alone(self._index())
+    @contextmanager
+    def prepare_flip(self) -> Iterator[None]:
+        with self._table.flip_lock():
+            check_watched(self._table, self._names["function"], self._triggers)
+            build_indexes(self._table, *self._place, [self._index()])
+            yield
+
+    def drop_unfinished_indexes(self) -> None:
+        """Drop what a killed build has left, unless others hold the table."""
+        if not self.flipped:
+            with suppress(BusyError):
+                drop_unfinished_indexes(self._table, *self._place, [self._index()])
+
+    @property
+    def _place(self) -> tuple[sql.Identifier, str]:
+        """The relation and the column of the new vectors."""
+        return self._names["beside"], self._source.vector
 
     def flip(self) -> AbstractContextManager[None]:
         return self._table.flipping(self._flip)
@@ -631,8 +685,9 @@ class PgvectorTable:
     def finish(self) -> list[str]:
         if self.flipped:
             return []
+        missing = missing_indexes(self._table, *self._place, [self._index()])
         if obstacles := table_obstacles(self._table):
-            return [self._index(), *obstacles]
+            return [*missing, *obstacles]
         with self._table.connected() as changes:
             # Of rows that went without a word to the trigger, as with a partition.
             changes.run(
@@ -641,7 +696,7 @@ class PgvectorTable:
                 **self._names,
             )
         return [
-            self._index(),
+            *missing,
             *self.left(),
             self._table.text(
                 "switch the queries to the new model, FROM {beside} JOIN {table} USING ({key}); "
@@ -660,10 +715,9 @@ class PgvectorTable:
         return security(self._table, self._names["beside"], both)
 
     def _index(self) -> str:
-        return self._table.text(
-            "CREATE INDEX CONCURRENTLY ON {beside} USING hnsw {index}",
-            index=index_of(self._table, self._source, self._names["old"], self._target.dim),
-            **self._names,
+        index = index_of(self._table, self._source, self._names["old"], self._target.dim)
+        return (
+            self._table.text("CREATE INDEX CONCURRENTLY ON {beside} USING ", **self._names) + index
         )
 
     def _flip(self) -> list[str]:

@@ -4,16 +4,19 @@ Statements are on one line each, with schemas, so that a person may run them by 
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, LiteralString
 
+from nobackfill.errors import NobackfillError
 from nobackfill.extras import extra
 
 with extra("adopt"):
     from psycopg import sql
 
-    from nobackfill.adopt.sources.postgres_table import SourceTable
+    from nobackfill.adopt.sources.postgres_table import SourceTable, definition_of
 
 # Numbers of an old and a new vector that fit into a page, of 8 kB, with the rest of their row.
 _PAGE_DIMS = 1500
@@ -314,11 +317,79 @@ def index_definitions(
             shape=shape.as_string(),
             new=new,
         )
-    on = table.index_on("{here}")
+    on = table.index_on()
+    return [one_line(_resized(on + definition_of(text), dims)) for (text,) in found]
+
+
+def build_indexes(
+    table: SourceTable, relation: sql.Identifier, column: str, statements: Sequence[str]
+) -> None:
+    """Build what `missing_indexes` returns, one after another. A build that fails leaves nothing.
+
+    Raises:
+        BusyError: Somebody else builds an index of the relation.
+        InvalidInputError: PostgreSQL refuses an index.
+    """
+    drop_unfinished_indexes(table, relation, column, statements)
+    for statement in missing_indexes(table, relation, column, statements):
+        try:
+            table.run_alone(statement)
+        except BaseException:
+            with suppress(NobackfillError):
+                drop_unfinished_indexes(table, relation, column, statements)
+            raise
+
+
+def missing_indexes(
+    table: SourceTable, relation: sql.Identifier, column: str, statements: Sequence[str]
+) -> list[str]:
+    """Return the statements whose index a column of `relation` does not have.
+
+    None are missing where its owner has built as many others: of vectors, or of other values.
+    """
+
+    def of_vectors(definition: str) -> bool:
+        return not definition.startswith("btree ")
+
+    there = [one.definition for one in table.column_indexes(relation, column) if one.valid]
+    wanted = Counter(of_vectors(definition_of(one)) for one in statements)
+    built = Counter(map(of_vectors, there))
     return [
-        one_line(_resized(on + text.partition("pg_temp.nobackfill_shape USING ")[2], dims))
-        for (text,) in found
+        statement
+        for statement in statements
+        for definition in [definition_of(statement)]
+        if definition not in there
+        and built[of_vectors(definition)] < wanted[of_vectors(definition)]
     ]
+
+
+def drop_unfinished_indexes(
+    table: SourceTable, relation: sql.Identifier, column: str, statements: Sequence[str]
+) -> None:
+    """Drop INVALID indexes that a killed CREATE INDEX CONCURRENTLY of `statements` has left.
+
+    Carrying has made the column, so an INVALID index of the same definition is one of these.
+    No query uses it, but each write does its work.
+
+    Raises:
+        BusyError: Somebody builds an index of the relation, or holds it for longer than 5 s.
+    """
+    definitions = set(map(definition_of, statements))
+
+    def unfinished() -> list[str]:
+        return [
+            one.name
+            for one in table.column_indexes(relation, column)
+            if not one.valid and not one.partitioned and one.definition in definitions
+        ]
+
+    if not unfinished():
+        return
+    with table.changing() as changes:
+        # Each concurrent build holds this lock to its end: what is INVALID now stays so.
+        changes.run("LOCK TABLE {relation} IN SHARE UPDATE EXCLUSIVE MODE", relation=relation)
+        for name in unfinished():
+            changes.run("DROP INDEX {name}", name=sql.SQL(name))
 
 
 def _resized(statement: str, dims: tuple[int | None, int]) -> str:

@@ -9,7 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, LiteralString, TypeVar
 
@@ -87,19 +87,23 @@ class ThreadConnections:
         with self._lock:
             kept = self._open.get(thread)
         if kept is None or kept.closed:
-            with refused(self._name):
-                kept = psycopg.connect(
-                    self._address,
-                    autocommit=True,
-                    client_encoding="UTF8",
-                    # A pooler gives each transaction another session, which knows no statement.
-                    prepare_threshold=None,
-                )
+            kept = self.connect()
             with self._lock:
                 for ended in [one for one in self._open if not one.is_alive()]:
                     self._open.pop(ended).close()
                 self._open[thread] = kept
         return kept
+
+    def connect(self) -> Any:
+        """Return a new connection, which the caller closes. Raises our errors for PostgreSQL's."""
+        with refused(self._name):
+            return psycopg.connect(
+                self._address,
+                autocommit=True,
+                client_encoding="UTF8",
+                # A pooler gives each transaction another session, which knows no statement.
+                prepare_threshold=None,
+            )
 
     def close(self) -> None:
         """End them."""
@@ -198,6 +202,28 @@ class Triggers:
     states: list[str]
     partition_states: list[str]
     digest: str | None
+
+
+@dataclass(frozen=True)
+class ColumnIndex:
+    """An index that reads a column.
+
+    Attributes:
+        name: Its quoted name, with its schema.
+        definition: From its access method on, as `hnsw (v public.vector_cosine_ops)`.
+        valid: False while it is built, and after a concurrent build was ended.
+        partitioned: Whether it stands for indexes of partitions.
+    """
+
+    name: str
+    definition: str
+    valid: bool
+    partitioned: bool
+
+
+def definition_of(statement: str) -> str:
+    """Return the part of a CREATE INDEX that begins with the access method."""
+    return statement.partition(" USING ")[2]
 
 
 class SourceTable:
@@ -441,12 +467,12 @@ class SourceTable:
             )
         )
 
-    def index_on(self, relation: LiteralString = "{table}") -> str:
-        """The beginning of a statement that builds an index. PostgreSQL builds none of a
+    def index_on(self) -> str:
+        """Return the beginning of a statement that builds an index. PostgreSQL builds none of a
         partitioned table without having writers wait."""
         if self.partitioned:
-            return self.text("CREATE INDEX ON " + relation + " USING ")
-        return self.text("CREATE INDEX CONCURRENTLY ON " + relation + " USING ")
+            return self.text("CREATE INDEX ON {here} USING ")
+        return self.text("CREATE INDEX CONCURRENTLY ON {here} USING ")
 
     def generated(self, column: str) -> bool:
         """Whether PostgreSQL computes it."""
@@ -491,17 +517,50 @@ class SourceTable:
             column=column,
         )
 
-    def valid_indexes(self, column: str) -> list[str]:
-        """Indexes on a column, or on something that is computed of it."""
-        found = self.all(
-            "SELECT DISTINCT indexrelid::regclass::text FROM pg_index i JOIN pg_depend "
+    def column_indexes(self, relation: sql.Identifier, column: str) -> list["ColumnIndex"]:
+        """Return the indexes of a relation that read a column, also in an expression."""
+        found = self.described(
+            "SELECT DISTINCT indexrelid::regclass::text, pg_get_indexdef(indexrelid), indisvalid, "
+            "relkind = 'I' FROM pg_index JOIN pg_class c ON c.oid = indexrelid JOIN pg_depend "
             "ON objid = indexrelid AND classid = 'pg_class'::regclass JOIN pg_attribute "
-            "ON attrelid = refobjid AND attnum = refobjsubid WHERE indrelid = {oid} "
-            "AND refobjid = indrelid AND attname = {column} AND indisvalid",
-            oid=self.oid,
+            "ON attrelid = refobjid AND attnum = refobjsubid "
+            "WHERE indrelid = to_regclass({relation}) AND refobjid = indrelid "
+            "AND attname = {column} ORDER BY 1",
+            relation=relation.as_string(),
             column=column,
         )
-        return [name for (name,) in found]
+        return [
+            ColumnIndex(name, definition_of(statement), valid, partitioned)
+            for name, statement, valid, partitioned in found
+        ]
+
+    @contextmanager
+    def flip_lock(self) -> Iterator[None]:
+        """Keep other flips of this table out for the block.
+
+        Raises:
+            BusyError: Another flip of the table is under way.
+        """
+        digest = hashlib.sha256(f"nobackfill flip {self.oid}".encode()).digest()
+        lock = self.text(
+            "SELECT pg_try_advisory_xact_lock({lock})",
+            lock=int.from_bytes(digest[:8], "big", signed=True),
+        )
+        # A connection of its own, as a build runs outside of a transaction. The lock is of a
+        # transaction: behind a pooler a session's lock would outlive this process.
+        with closing(self._connections.connect()) as connection:
+            with refused(self.name):
+                # It must keep no snapshot, for which a concurrent build would wait: so READ
+                # COMMITTED, and a query without parameters, whose portal ends at once.
+                connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
+                (free,) = connection.execute(lock.encode()).fetchone()
+                connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+            if not free:
+                raise BusyError(
+                    f"{self.name}: another --flip of this table is under way; wait until it has "
+                    "ended, then run carry again"
+                )
+            yield
 
     def on_update(self) -> list[str]:
         """The owner's triggers that an update of a new column fires, of partitions, too."""

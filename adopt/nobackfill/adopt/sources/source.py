@@ -134,8 +134,9 @@ class Flippable(Beside, Protocol):
     def put_by_writers(self) -> bool:
         """Whether writers put new vectors before the flip, too: then nothing is checked by it."""
 
-    def build_indexes(self) -> None:
-        """Build the indexes of the new vectors that are not there yet."""
+    def prepare_flip(self) -> AbstractContextManager[None]:
+        """Build the indexes that the new vectors lack, and keep other flips out for the block.
+        Raises BusyError while another flip is under way, and InvalidInputError."""
 
     def left(self) -> list[str]:
         """Sentences that tell the owner what a flip does not do."""
