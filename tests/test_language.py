@@ -58,7 +58,7 @@ ALLOWED = {
     "server": (260, 279),
     "client": (21, 1),
     "plugins": (36, 0),
-    "training": (48, 80),
+    "training": (48, 2),
     "research": (43, 33),
     "protos": (0, 1),
     "docs": (0, 5),

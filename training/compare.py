@@ -1,4 +1,4 @@
-"""`python training/compare.py`: nobackfill.research.compare, or why it is not there."""
+"""`python training/compare.py`: run nobackfill.research.compare, or explain its absence."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""`python training/evaluate.py`: nobackfill.training.cli.evaluate."""
+"""`python training/evaluate.py`: run nobackfill.training.cli.evaluate."""
 
 from nobackfill.training.cli.evaluate import app
 

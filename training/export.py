@@ -1,4 +1,4 @@
-"""`python training/export.py`: nobackfill.training.cli.export."""
+"""`python training/export.py`: run nobackfill.training.cli.export."""
 
 from nobackfill.training.cli.export import app
 

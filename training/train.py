@@ -1,7 +1,7 @@
-"""`python training/train.py`: nobackfill.training.cli.train."""
+"""`python training/train.py`: run nobackfill.training.cli.train."""
 
 if __name__ == "__main__":
-    # Here, as processes that read images import this file, too.
+    # Imported here, because worker processes that read images import this file too.
     from nobackfill.training.cli.train import app
 
     app()

@@ -177,8 +177,8 @@ def test_a_model_of_torchvision_is_published_as_it_is(
     [
         ("torchvision:resnet1888/DEFAULT", "near: .*resnet18"),
         ("torchvision:resnet18", "known: IMAGENET1K_V1"),
-        ("torchvision:inception_v3/DEFAULT", "take timm's"),
-        ("torchvision:squeezenet1_1/DEFAULT", "take timm's"),
+        ("torchvision:inception_v3/DEFAULT", "use a model of timm"),
+        ("torchvision:squeezenet1_1/DEFAULT", "use a model of timm"),
     ],
 )
 def test_what_torchvision_has_not_gets_a_sentence(name: str, why: str) -> None:
@@ -197,7 +197,7 @@ def test_a_training_begins_with_them(
     assert wrong.exit_code == 78 and "train with image_size: 32" in wrong.stderr
     done = invoke(train.app, config, "--weights", name)
     assert done.exit_code == 0, done.output
-    assert "trained anew: 1.bias, 1.weight" in done.stderr
+    assert "not pretrained: 1.bias, 1.weight" in done.stderr
     saved, given = load_file(run / CHECKPOINT), load_file(timm_folder / "model.safetensors")
     trained = saved["encoder.backbone.0.blocks.0.attn.qkv.weight"]
     torch.testing.assert_close(trained, given["blocks.0.attn.qkv.weight"], atol=1e-3, rtol=0)

@@ -191,7 +191,7 @@ def test_runs_that_do_not_belong_together_are_refused(
         (("--embedder", "{runs}/side-1"), "kind side_encoder"),
         (("--embedder", "{runs}/embedder-2", "--side-encoder", "{runs}/embedder-2"), "embedder"),
         (("--embedder", "{runs}/embedder-2", "--keep-side-encoder"), "the newest release has none"),
-        ((), "either --embedder RUN, --onnx FILE"),
+        ((), "one of --embedder RUN, --onnx FILE"),
     ],
 )
 def test_wrong_arguments_are_configuration_errors(

@@ -35,7 +35,7 @@ def test_an_upgrade_on_one_image_is_refused(life: Life, tmp_path: Path) -> None:
         config = config_of(
             "upgrade", tmp_path / method, tmp_path / "images", method=method, **models, **QUICK
         )
-        with pytest.raises(InvalidInputError, match="two images at least to train an upgrade on"):
+        with pytest.raises(InvalidInputError, match="at least two images to train an upgrade"):
             train_quietly(config)
 
 

@@ -193,7 +193,7 @@ def test_a_reading_process_that_is_killed_is_reported(listing: Listing) -> None:
     (reader,) = multiprocessing.active_children()
     assert reader.pid is not None
     os.kill(reader.pid, signal.SIGKILL)
-    with pytest.raises(NobackfillError, match="a process that reads images was ended"):
+    with pytest.raises(NobackfillError, match="a process that reads images was killed"):
         for _ in batches:
             time.sleep(0.1)
 

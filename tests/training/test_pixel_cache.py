@@ -126,7 +126,7 @@ def test_a_full_disk_costs_time_only(
         assert 0 < len(kept(disk / "cache")) < len(listing)
         told = os.statvfs(disk)
         assert told.f_bavail >= 0.9 * image_files.RESERVE * told.f_blocks
-    assert "those that find none are decoded each time" in capsys.readouterr().err
+    assert "the others are decoded every time" in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_to_the_brim(

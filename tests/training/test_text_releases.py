@@ -121,7 +121,7 @@ def no_pooling(folder: Path) -> None:
         (no_tokenizer, "put the model's tokenizer.json beside"),
         (ids_outside_the_vocabulary, "tokens that its model does not take"),
         (fixed_batch, "with a free n and t"),
-        (vendor_operators, "expected operators of ONNX alone"),
+        (vendor_operators, "expected only operators of ONNX"),
         (no_onnx, "cannot be read as ONNX"),
         (no_model, "expected an ONNX file, or a folder"),
         (wrong_output, "expected the output 'pooled'"),
@@ -274,4 +274,4 @@ def test_what_cannot_ask_for_documents_is_refused(
     assert result.exit_code in (65, 66)
     assert sentence in result.output
     alone = run_export(tmp_path / "repo", 1, "--vectors-of", "gone:8", *queries)
-    assert "expected --text-encoder FOLDER beside it" in alone.output
+    assert "also needs --text-encoder FOLDER" in alone.output

@@ -107,7 +107,7 @@ def test_texts_of_one_sentence_ask_for_the_rest_of_themselves(tmp_path: Path) ->
     for bad, sentence in (
         ([{"id": 1, "text": "w"}], "expected something to read"),
         ([{"id": 1, "text": "a b", "query": "a"}, {"id": 2, "text": "c d"}], "in each, what asks"),
-        ([{"id": 1, "text": "a b", "label": "x"}, {"id": 2, "text": "c d"}], "expected a 'label'"),
+        ([{"id": 1, "text": "a b", "label": "x"}, {"id": 2, "text": "c d"}], "needs a 'label'"),
     ):
         file.write_text("\n".join(map(json.dumps, bad)))
         with pytest.raises(InvalidInputError, match=sentence):
@@ -185,7 +185,7 @@ def test_pictures_that_are_asked_for_by_texts_pass_by_both(tmp_path: Path) -> No
         repo, 3, *both(tmp_path / "3", 8.0), "--eval", pictures, "--eval-texts",
         known(tmp_path / "known.jsonl"), "--force",
     )  # fmt: skip
-    assert "expected a 'label' in each text" in unlabelled.output
+    assert "each text needs a 'label'" in unlabelled.output
 
 
 @pytest.mark.parametrize(

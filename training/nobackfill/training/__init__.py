@@ -1,8 +1,8 @@
-"""Training embedders, side-information and upgrades: torch lives here and nowhere else.
+"""Train embedders, side-information encoders and upgrades; needs the extra `training`.
 
-The doors are `python training/train.py`, `evaluate.py` and `export.py`, in an install
-`python -m nobackfill.training.cli.train` and so on. Needs the extra `training`.
-`nobackfill.research`, which a checkout has, compares methods.
+Only this package and nobackfill.research import torch. Run `python training/train.py`,
+`evaluate.py` and `export.py`, or in an installation `python -m nobackfill.training.cli.train` and
+so on. `nobackfill.research`, which only a checkout has, compares methods.
 
 >>> from nobackfill.training import load_config
 >>> from nobackfill.training.config import configs

@@ -1,7 +1,7 @@
-"""A training's configuration: its keys, checked by pydantic, and the YAML files that hold them.
+"""The configuration of a training: its keys, checked by pydantic, and the YAML files that hold it.
 
-Three kinds: `embedder` (phi), `side_encoder` (psi), `upgrade` (h, g). Paths are relative to the
-working directory.
+There are three kinds: `embedder` (phi), `side_encoder` (psi) and `upgrade` (h and g). Paths are
+relative to the working directory.
 """
 
 from collections import Counter
@@ -14,29 +14,29 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from nobackfill.errors import ConfigurationError
 
 HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
-# How names of timm's and of open_clip's models begin, as backbones and as weights.
+# Prefixes of timm's and open_clip's model names, as backbones and as weights.
 TIMM, OPEN_CLIP = "timm:", "open_clip:"
-# Of red, green and blue.
+# Values of red, green and blue.
 Rgb = tuple[float, float, float]
 Positive = Annotated[float, Field(gt=0)]
-# As many bits as numpy takes.
+# The range of numpy's seeds.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 SideInfo = Literal[
     "simclr", "autoencoder", "alternate", "mixup", "binary_simclr", "vicreg", "distilled"
 ]
 
 
-# Keys that change nothing about what is trained: a training may go on with others.
+# Keys without influence on the result: a training may resume with other values.
 HOW_IMAGES_ARE_READ = {"in_memory_mib", "workers", "pixel_cache"}
 
 
 class _ConfigKeys(BaseModel):
-    # JSON has no infinity: a run that was told one could not be read again.
+    # JSON has no infinity: a run folder with an infinite value could not be read again.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Augmentation(_ConfigKeys):
-    """Batched augmentation of images; each number is the largest change drawn."""
+    """Augmentation of batches of images; each number is the largest change that is drawn."""
 
     rotate_degrees: float = Field(0.0, ge=0, le=180)
     # Log-scale: 0.2 draws scales between 1/1.2 and 1.2.
@@ -51,35 +51,35 @@ class Augmentation(_ConfigKeys):
     # Saturation factor within 1 +- this, and a share of pictures turned grey.
     saturation: float = Field(0.0, ge=0, le=1)
     grayscale: float = Field(0.0, ge=0, le=1)
-    # Random resized crop: the least share of the area kept; 1 crops nothing.
+    # Random resized crop: the least share of the area that is kept; 1: no crop.
     crop_area: float = Field(1.0, gt=0, le=1)
     noise: float = Field(0.0, ge=0, le=1)
     erase: float = Field(0.0, ge=0, le=1)
 
 
 class _Training(_ConfigKeys):
-    """Keys that every kind knows."""
+    """Keys of every kind."""
 
     run_dir: Path
     # A folder of class folders of images.
     images: Path
-    # The first N class folders by name; all where absent.
+    # Train on the first N class folders by name; absent: all.
     classes: int | None = Field(None, ge=1)
-    # A file that names the class folders instead, one a line (its first word), in the order in
-    # which `classes` counts.
+    # A file with the names of the class folders, one per line (its first word), in the order in
+    # which `classes` counts; absent: all folders, by name.
     class_list: Path | None = None
-    # Decoded images up to so many MiB are held in memory. More are read as they are needed, and
-    # looked through for files that are no image before a training begins.
+    # Decoded images up to this size are held in memory. More images are read on demand, after a
+    # check that all of them can be decoded.
     in_memory_mib: int = Field(2048, ge=0)
-    # Processes that read them; absent: one a core; 0: the training's own.
+    # Processes that read images on demand; absent: one per core; 0: the training's own process.
     workers: int | None = Field(None, ge=0, le=256)
-    # A folder that keeps them resized, size x size x 3 bytes each; trainings may share it.
+    # A folder that caches resized images, size x size x 3 bytes each; trainings may share it.
     pixel_cache: Path | None = None
-    # Skip files that are no image, naming them, rather than refuse the folder.
+    # Skip files that are no images, and list them; false: refuse the folder.
     skip_corrupt: bool = False
-    # Share of each class that no model trains on: for stopping, variance and calibration.
+    # Share of each class that no model trains on; used for stopping, variance and calibration.
     held_out: float = Field(0.1, ge=0, lt=0.9)
-    # Chooses the held-out images; equal for models that are to be compared.
+    # Selects the held-out images; use the same seed for models that are compared.
     split_seed: Seed = 0
     seed: Seed = 0
     epochs: int = Field(ge=1)
@@ -90,16 +90,16 @@ class _Training(_ConfigKeys):
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     gradient_clip: float | None = Field(None, gt=0)
-    # A checkpoint each so many epochs (and at the end); a killed training resumes from the last.
+    # Epochs between checkpoints (and one at the end); a killed training resumes from the last.
     checkpoint_every: int = Field(5, ge=1)
-    # One line of stats.jsonl each so many steps.
+    # Steps between lines of stats.jsonl.
     log_every: int = Field(10, ge=1)
-    # lightning-fabric's words.
+    # Values of lightning-fabric.
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     devices: int = Field(1, ge=1)
-    # auto: bf16-mixed where the device multiplies in it, else 32-true.
+    # auto: bf16-mixed if the device multiplies in bf16, else 32-true.
     precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed"] = "32-true"
-    # CPU threads of a training; absent: torch's own choice.
+    # CPU threads of the training; absent: torch's choice.
     threads: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -116,17 +116,17 @@ class _Network(_Training):
 
     image_size: int = Field(ge=8, le=1024)
     backbone: str = "small"
-    # Channels of the first stage; only the networks named `small` or `small_…` have it.
+    # Channels of the first stage; used only by networks named `small` or `small_…`.
     width: int = Field(32, ge=4, le=512)
-    # A nonlinearity after the last linear layer (the papers' reported failure when true).
+    # A nonlinearity after the last linear layer (the papers report that this fails).
     last_nonlin: bool = False
     pooling: Literal["avg", "gem"] = "avg"
-    # Begin with pretrained weights: a name that torchvision has for the backbone (DEFAULT,
-    # IMAGENET1K_V2), a file (.safetensors, or a state dict of torch.save), or a model of timm's or
-    # open_clip's (timm:NAME.TAG, open_clip:NAME/TAG), which is the backbone then.
+    # Pretrained weights to start from: a name that torchvision has for the backbone (DEFAULT,
+    # IMAGENET1K_V2), a file (.safetensors, or a state dict of torch.save), or timm:NAME.TAG or
+    # open_clip:NAME/TAG, which also selects the backbone.
     weights: str | None = None
-    # Taken off pixels of 0..1, and what they are divided by; with torchvision's weights theirs,
-    # unless they are given.
+    # Pixels in 0..1 are normalised as (x - pixel_mean) / pixel_std. Named weights bring their own
+    # values unless these keys are given.
     pixel_mean: Rgb = (0.5, 0.5, 0.5)
     pixel_std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
     augmentation: Augmentation = Augmentation()
@@ -134,7 +134,7 @@ class _Network(_Training):
     @model_validator(mode="before")
     @classmethod
     def _public_weights(cls, values: object) -> object:
-        """timm's and open_clip's weights are of the backbone of that name, and of no other."""
+        """Select the backbone of timm's or open_clip's weights."""
         if isinstance(values, dict) and str(values.get("weights")).startswith((TIMM, OPEN_CLIP)):
             return values | {"backbone": values["weights"]}
         return values
@@ -146,15 +146,13 @@ class EmbedderConfig(_Network):
     kind: Literal["embedder"]
     embedding_dim: int = Field(ge=2, le=4096)
     head: HeadName = "cosface"
-    # None: the head's own default (CosFace .4 / 32, ArcFace .3 rad / 30, normalised softmax scale
-    # 20).
+    # None: the head's default (CosFace .4 / 32, ArcFace .3 rad / 30, normalised softmax scale 20).
     margin: float | None = Field(None, ge=0)
     scale: float | None = Field(None, gt=0)
-    # Start from the weights of another run's embedder, e.g. one shared warm-up; from its head's too
-    # where that is of the same kind and the same classes. `bt2` and `lambda_orthogonal` keep it.
+    # Start from the embedder of another run, for example a common warm-up; also from its head, if
+    # kind and classes are the same. `bt2` and `lambda_orthogonal` freeze it.
     init: Path | None = None
-    # `independent`, or a compatible training of training/methods/; `old` and `options` are its
-    # inputs.
+    # `independent`, or a compatible method of training/methods/, which reads `old` and `options`.
     method: str = "independent"
     old: Path | None = None
     options: dict[str, str | int | float | bool] = {}
@@ -167,19 +165,19 @@ class EmbedderConfig(_Network):
 
 
 class SideEncoderConfig(_Network):
-    """psi: side-information for a future that nobody knows yet (FCT section 3.4)."""
+    """psi: an encoder of side-information for future upgrades (FCT section 3.4)."""
 
     kind: Literal["side_encoder"]
     side_info: SideInfo = "simclr"
     side_info_dim: int = Field(ge=2, le=4096)
     # SimCLR.
     temperature: float = Field(0.1, gt=0)
-    # Of what the losses of SimCLR and of `distilled` see; VICReg's see four times as many numbers.
+    # Dimension in which SimCLR and `distilled` compute their loss; VICReg uses four times as many.
     projection_dim: int = Field(128, ge=2)
-    # Small crops beside the two full views (multi-crop); 0 turns it off.
+    # Number of small crops besides the two full views (multi-crop); 0: none.
     small_crops: int = Field(0, ge=0, le=12)
     small_crop_area: float = Field(0.3, gt=0, le=1)
-    # Head of the alternate old model and its mixup variant.
+    # Head of the alternate old model and of its mixup variant.
     head: HeadName = "cosface"
     margin: float | None = Field(None, ge=0)
     scale: float | None = Field(None, gt=0)
@@ -194,11 +192,12 @@ class PublishedSource(_ConfigKeys):
 
 
 class StoredVectorFiles(_ConfigKeys):
-    """Vectors of a release that were stored elsewhere, for an upgrade without its model.
+    """Vectors of a release that are stored elsewhere, for an upgrade without the old model.
 
-    `vectors` is a .npy of shape [n, dim]; `paths` holds one image path a line, relative to
-    `images`, in the order of the rows; `release` is the number under which their embedder is
-    published.
+    Attributes:
+        vectors: a .npy file of float32 [n, dim].
+        paths: a text file with one image path per line, relative to `images`, in row order.
+        release: the number under which the vectors' embedder is published.
     """
 
     vectors: Path
@@ -213,36 +212,36 @@ class UpgradeConfig(_Training):
     """h and g: (old embedding, old side-information) -> new embedding, new side-information."""
 
     kind: Literal["upgrade"]
-    # A run folder, or {model_repo, release}; old also {vectors, paths}.
+    # A run folder, or {model_repo, release}; `old` may also be {vectors, paths, release}.
     old: Source | StoredVectorFiles
     new: Source
-    # Run folders of side encoders; a published source brings its own. Absent: none is read /
-    # written.
+    # Run folders of side encoders; a published release brings its own. Absent: the upgrade does not
+    # read, or not write, side-information.
     old_side: Path | None = None
     new_side: Path | None = None
-    # carries: the new release keeps the old side encoder, so side-information passes unchanged.
+    # carries: the new release keeps the old side encoder, so side-information stays valid.
     side: Literal["maps", "carries", "drops"] = "drops"
-    # Ignore the stored side-information (FCT's control with the zero vector).
+    # false: ignore the stored side-information (FCT's control with the zero vector).
     reads_side: bool = True
-    # Or nothing but it: psi alone (FCT section 5.1).
+    # false: read only side-information (FCT section 5.1).
     reads_embedding: bool = True
     method: str = "fct"
     options: dict[str, str | int | float | bool] = {}
-    # Options of the method that are chosen on classes held back from short trainings.
+    # Options of the method to select automatically, by short trainings without some classes.
     choose: tuple[str, ...] = ()
     projection_dim: int = Field(256, ge=1)
     inner_dim: int = Field(2048, ge=1)
-    # Augmented views of each image whose features are cached; 1 = the image as it is.
+    # Augmented views of each image whose features are cached; 1: only the image itself.
     views: int = Field(1, ge=1, le=256)
-    # Further views, each image mixed with another one, both turned and mirrored: pictures of
-    # classes that there are not, for methods that read no labels.
+    # Additional views, each a mixture of two images, both turned and mirrored. They show classes
+    # that do not exist, for methods that read no labels.
     mixed_views: int = Field(0, ge=0, le=256)
     augmentation: Augmentation = Augmentation()
-    # BatchNorm statistics are frozen after this share of the epochs (FCT D.5: 40 of 80).
+    # The share of the epochs after which BatchNorm statistics are frozen (FCT D.5: 40 of 80).
     freeze_batchnorm_at: float = Field(0.5, gt=0, le=1)
-    # Keep the weights of the epoch with the least held-out distance, not the last (as FCT does).
+    # Keep the weights of the epoch with the least held-out distance; false: the last (as FCT).
     keep_best: bool = False
-    # How often an epoch draws an image of a class that the old model did not train on.
+    # How often an epoch contains an image of a class that the old model was not trained on.
     unseen_copies: int = Field(1, ge=1, le=64)
 
     @model_validator(mode="after")
@@ -272,18 +271,18 @@ _KINDS: dict[str, type[BaseModel]] = {
 
 
 def configs() -> Path:
-    """The folder of ready configurations: configs/ of a checkout, a copy of it in a wheel."""
+    """Return the folder of ready configurations, in a checkout or in an installation."""
     package = Path(__file__).parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parents[2] / "configs"
 
 
-# What PyYAML raises: it makes dates and numbers as Python does, whatever they are.
+# Errors of PyYAML, which converts dates and numbers with Python's own functions.
 _NOT_YAML = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice: YAML's own would take the last."""
+    """A YAML loader that refuses a repeated key; YAML's own would use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -300,9 +299,14 @@ def _yaml(text: str) -> object:
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
-    """Read a YAML file; each override is `key=value`, value in YAML, nested keys with dots.
+    """Read a configuration from a YAML file.
 
-    Raises ConfigurationError where there is no such file, and for everything wrong inside.
+    Args:
+        path: the file.
+        overrides: `key=value` each, with the value in YAML; nested keys have dots.
+
+    Raises:
+        ConfigurationError: the file does not exist, or a key or value is not valid.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -322,7 +326,11 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
 
 
 def parse_config(values: dict[str, object], source: str) -> Config:
-    """Check `values`. Raises ConfigurationError, one line a problem, naming the known keys."""
+    """Validate keys and values of a configuration that came from `source`.
+
+    Raises:
+        ConfigurationError: lists every problem, and for unknown keys the known ones.
+    """
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ConfigurationError(f"{source}: expected kind: {' | '.join(_KINDS)}, got {kind!r}")

@@ -1,8 +1,8 @@
-"""What a training method is: the interface between train.py, export.py and training/methods/.
+"""The interface of training methods, between the commands and training/methods/.
 
-An embedder method trains phi (independent, BCT, UniBCT, DMU, …); an upgrade method makes h and g
+An embedder method trains phi (independent, BCT, UniBCT, DMU, …). An upgrade method makes h and g
 from features of frozen models (FCT, FastFill, closed-form maps, …). training/methods/__init__.py
-holds the two registries, EMBEDDER_METHODS and UPGRADE_METHODS, by name.
+has the registries by name, EMBEDDER_METHODS and UPGRADE_METHODS.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Classifier:
-    """A finished embedder with its head, frozen: eval mode, no parameter requires a gradient."""
+    """A finished embedder with its head, in eval mode, without gradients."""
 
     encoder: ImageEncoder
     head: Head
@@ -32,83 +32,86 @@ class Classifier:
 
 @dataclass(frozen=True)
 class EmbedderInputs:
-    """What an embedder method may use."""
+    """The inputs of an embedder method."""
 
     config: EmbedderConfig
     class_names: tuple[str, ...]
-    # Of the training: uint8 [n,H,W,3], in memory or read as they are needed, and int64 [n].
+    # The training images uint8 [n,H,W,3], in memory or read on demand, and their labels int64 [n].
     images: Images
     labels: Tensor
-    # The embedder of config.old, None where there is none.
+    # The embedder of config.old; None without one.
     old: Classifier | None
-    # Where the training runs, and what encodes all images runs, too.
+    # The device of the training, also for encoding all images.
     device: torch.device = CPU
 
 
 @dataclass(frozen=True)
 class UpgradeShape:
-    """Dimensions of an upgrade; 0 = that input is not read, or that output not written."""
+    """The dimensions of an upgrade; 0: this input is not read, or this output not written."""
 
     old_dim: int
     side_dim: int
     new_dim: int
     new_side_dim: int
-    # Whether the new space holds unit vectors: then outputs are normalised inside the graph.
+    # The new space holds unit vectors, so the graph normalises its output.
     unit: bool
 
 
 @dataclass(frozen=True)
 class UpgradeInputs:
-    """What an upgrade method may use.
+    """The inputs of an upgrade method.
 
     `rows` and `held_out` hold `old` [n,v,old_dim], `side` [n,v,side_dim], `new` [n,v,new_dim],
-    `new_side` [n,v,new_side_dim] (each only where its dim is not 0; v augmented views, the same
-    view in each; the last `config.mixed_views` of them show two images) and `labels` int64 [n],
-    indices into `class_names`.
+    `new_side` [n,v,new_side_dim], each only if its dim is not 0, and `labels` int64 [n], indices
+    into `class_names`. v is the number of augmented views; a view is the same in every tensor. The
+    last `config.mixed_views` views mix two images.
     """
 
     config: UpgradeConfig
     shape: UpgradeShape
     class_names: tuple[str, ...]
     rows: Mapping[str, Tensor]
-    # Images that neither phi_old, psi nor phi_new trained on; one view. May be empty.
+    # Images that no model was trained on; one view. May be empty.
     held_out: Mapping[str, Tensor]
-    # The new model's head and the classes it knows; None for a published source.
+    # The new model's head and its classes; None for a published model.
     new_head: Head | None
     new_class_names: tuple[str, ...]
-    # What `config.choose` left open, by option; and on which of the images it was chosen.
+    # Option values that `config.choose` selected, and the images that they were selected on.
     chosen: Mapping[str, float] = field(default_factory=dict)
     chosen_on: str = ""
 
     @property
     def options(self) -> dict[str, object]:
-        """The method's options, set and chosen."""
+        """The method's options, both configured and selected."""
         return {**self.config.options, **self.chosen}
 
 
 @dataclass(frozen=True)
 class EmbedderMethod:
-    """A way of training phi."""
+    """A way to train phi."""
 
     objective: Callable[[EmbedderInputs], EmbedderObjective]
-    # Its queries may meet the old release's vectors as they are (BCT family, DMU).
+    # Its queries can search the old release's vectors directly (BCT family, DMU).
     searches_directly: bool = False
-    # DMU: the objective also trains an upgrade, kept as part `upgrade`; this rebuilds its network.
+    # DMU: the objective also trains an upgrade, checkpoint part `upgrade`; this builds its network.
     upgrade: Callable[[EmbedderConfig, UpgradeShape], UpgradeNetwork] | None = None
 
 
 @dataclass(frozen=True)
 class UpgradeMethod:
-    """A way of making h and g: trained by gradient (`objective`) or solved in closed form
-    (`solve`). `reads_labels`: whether it does, under a configuration; views that mix two images
-    have none. `choices`: options that `choose` may name, with the values tried, the usual first;
-    those in `variants` a trained upgrade can still be given, as a copy.
+    """A way to make h and g, by gradient (`objective`) or in closed form (`solve`).
+
+    Attributes:
+        build: makes the untrained network; export.py loads the checkpoint's part `upgrade` into it.
+        objective: the loss to train by.
+        solve: sets the weights in place.
+        reads_labels: whether a configuration uses labels; mixed views have none.
+        choices: options that the key `choose` may name, with candidate values, the default first.
+        variants: for some of these options, a function that applies a value to a trained upgrade.
     """
 
-    # The untrained network; also what export.py loads the checkpoint's part `upgrade` into.
     build: Callable[[UpgradeConfig, UpgradeShape], UpgradeNetwork]
     objective: Callable[[UpgradeNetwork, UpgradeInputs], Objective] | None = None
-    # Sets the weights of `upgrade` in place.
     solve: Callable[[UpgradeNetwork, UpgradeInputs], None] | None = None
     reads_labels: Callable[[UpgradeConfig], bool] = lambda config: False
     choices: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

@@ -1,9 +1,8 @@
-"""A network beside an affine map, trained on pairs of vectors that two models made of the same
-items: what `nobackfill fit --also nobackfill.training.pairs:residual` asks for.
+"""Train a residual network next to an affine map, on pairs of vectors of the same items.
 
-The upgrade method `residual`, without images, views and labels: distance and the listwise term,
-from the affine map on. Epochs end where a fifth of the pairs, which it is not trained on, is
-carried no better.
+`nobackfill fit --also nobackfill.training.pairs:residual` uses it. It is the upgrade method
+`residual` without images, views and labels: the loss is distance plus the listwise term, starting
+at the affine map. Training stops when a held-out fifth of the pairs no longer improves.
 """
 
 import copy
@@ -19,7 +18,7 @@ from nobackfill.training.losses.listwise import listwise, mean_squared_distance
 from nobackfill.training.networks.maps import whitening
 
 Floats = NDArray[np.float32]
-# As in methods/residual.py; the width is what 2,000 pairs bear in seconds.
+# As in methods/residual.py, but with a width that trains on 2,000 pairs in seconds.
 _WIDTH, _WHITENING, _TEMPERATURE = 256, 0.1, 0.1
 _EPOCHS, _PATIENCE, _BATCH, _QUEUE = 60, 4, 128, 512
 _RATE, _DECAY = 1e-3, 1e-2
@@ -27,8 +26,16 @@ _UNIT_TOLERANCE = 1e-3
 
 
 def residual(old: Floats, new: Floats, straight: Floats) -> list[tuple[Floats, Floats]]:
-    """Layers whose output of `old` [n, a] is added to `straight` [n, b], an affine map's, to be
-    nearer to `new` [n, b]: weight [out, in] and bias [out] each, ReLU between them."""
+    """Train layers whose output is added to an affine map's.
+
+    Args:
+        old: vectors of the old model [n, a].
+        new: vectors of the new model [n, b], the targets.
+        straight: outputs of the affine map [n, b].
+
+    Returns:
+        Weight [out, in] and bias [out] of each layer, with ReLU between layers.
+    """
     generator = torch.Generator().manual_seed(0)
     x, target, base = (torch.from_numpy(np.array(one, np.float32)) for one in (old, new, straight))
     white = whitening(x, _WHITENING)
@@ -65,7 +72,7 @@ def residual(old: Floats, new: Floats, straight: Floats) -> list[tuple[Floats, F
 
 
 def _network(a: int, b: int, generator: torch.Generator) -> nn.Sequential:
-    """Ends in a layer of zeros, so that training starts at the affine map."""
+    """Make a network whose last layer is zero, so that training starts at the affine map."""
     sizes = [a, _WIDTH, _WIDTH, b]
     linear = [nn.Linear(*ends) for ends in itertools.pairwise(sizes)]
     with torch.no_grad():
@@ -79,7 +86,7 @@ def _network(a: int, b: int, generator: torch.Generator) -> nn.Sequential:
 
 
 def _layers(network: nn.Sequential, weight: Tensor, bias: Tensor) -> list[tuple[Floats, Floats]]:
-    """With the whitening folded into the first."""
+    """Return the layers with the whitening folded into the first one."""
     linear = [part for part in network if isinstance(part, nn.Linear)]
     parts = [(one.weight.detach().double(), one.bias.detach().double()) for one in linear]
     first = (parts[0][0] @ weight, parts[0][0] @ bias + parts[0][1])

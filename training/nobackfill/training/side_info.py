@@ -1,8 +1,9 @@
-"""The kinds of side-information psi (FCT section 5.1): SimCLR, an autoencoder, a second old model;
-VICReg, self-distillation.
+"""Objectives of side-information encoders psi (FCT section 5.1).
 
-psi's output passes a last BatchNorm and is what gets stored. A loss is taken behind a network of
-its own (a projection, an expander), which is thrown away.
+They are SimCLR, an autoencoder, a second old model, VICReg and self-distillation.
+
+psi's output passes a last BatchNorm and is stored. The loss uses a further network (a projection or
+an expander), which is discarded after the training.
 
 >>> import torch
 >>> from nobackfill.training.side_info import nt_xent
@@ -30,10 +31,10 @@ from nobackfill.training.networks.heads import Head, build_head
 
 
 def mix_images(pixels: Tensor, alpha: float) -> Tensor:
-    """Each image [n,3,H,W] mixed with another of the batch, itself the larger part.
+    """Mix each image [n,3,H,W] with another of the batch, with a share of at least half.
 
-    Mixup on images only: labels stay one-hot (section 5.1), so the share drawn from Beta(alpha,
-    alpha) is turned to the side of the image whose label is kept.
+    Labels stay one-hot (section 5.1: mixup of images only), so the larger share of Beta(alpha,
+    alpha) belongs to the image whose label is kept.
     """
     share = torch.distributions.Beta(alpha, alpha).sample((len(pixels), 1, 1, 1))
     share = torch.maximum(share, 1 - share).to(pixels)
@@ -41,10 +42,10 @@ def mix_images(pixels: Tensor, alpha: float) -> Tensor:
 
 
 class AlternateObjective(Objective):
-    """A second old model (fct.txt section 5.1): the old model's training over again where the
-    configuration repeats the embedder's. What differs is the seed, and mixup where asked.
+    """A second old model (fct.txt section 5.1): the old model's training with another seed.
 
-    The side-information is the backbone's own output, not normalised.
+    With `mixup`, images are also mixed. The side-information is the backbone's output, not
+    normalised.
     """
 
     def __init__(self, config: SideEncoderConfig, classes: int) -> None:
@@ -67,7 +68,7 @@ class AlternateObjective(Objective):
 
 
 class Decoder(nn.Module):
-    """[n,dim] -> pixels [n,3,S,S] in 0..1: a 4 x 4 map, doubled and convolved up to the size."""
+    """Maps codes [n,dim] to pixels [n,3,S,S] in 0..1: a 4 x 4 map, upsampled and convolved."""
 
     def __init__(self, dim: int, image_size: int, width: int) -> None:
         super().__init__()
@@ -92,9 +93,8 @@ class Decoder(nn.Module):
 
 
 class AutoencoderObjective(Objective):
-    """Mean squared error a pixel value between an augmented image and its reconstruction (fct.txt
-    5.1, D.4.2).
-    """
+    """Mean squared error per pixel value between an augmented image and its reconstruction (fct.txt
+    5.1, D.4.2)."""
 
     def __init__(self, config: SideEncoderConfig) -> None:
         super().__init__()
@@ -111,12 +111,19 @@ class AutoencoderObjective(Objective):
 
 
 def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
-    """SimCLR's loss over two views [n,d] of the same n images: each of the 2n rows must find the
-    other view of its image among the 2n - 1 others, by cosine / temperature.
+    """SimCLR's loss: each row must find the other view of its image among the 2n - 1 other rows.
+
+    Args:
+        first: one view of n images [n,d].
+        second: another view of the same images [n,d].
+        temperature: divisor of the cosines.
+
+    Returns:
+        A scalar.
     """
     n = len(first)
     views = F.normalize(torch.cat((first, second)).float())
-    # Autocast multiplies in bf16 here: cosines are right to .4 %, which no negative feels.
+    # Autocast uses bf16 here: cosines have errors of .4 %, which do not matter among negatives.
     similarity = views @ views.t() / temperature
     itself = torch.eye(2 * n, dtype=torch.bool, device=views.device)
     partner = torch.arange(2 * n, device=views.device).roll(n)
@@ -124,18 +131,16 @@ def nt_xent(first: Tensor, second: Tensor, temperature: float) -> Tensor:
 
 
 def one_sided(anchor: Tensor, views: Tensor, temperature: float) -> Tensor:
-    """Each anchor [n,d] must find its image's row among the n rows of `views` (multi-crop's
-    term).
-    """
+    """Let each anchor [n,d] find its image's row in `views` [n,d]: scalar (multi-crop)."""
     similarity = F.normalize(anchor.float()) @ F.normalize(views.float()).t() / temperature
     return F.cross_entropy(similarity, torch.arange(len(anchor), device=anchor.device))
 
 
 class SimclrObjective(Objective):
-    """SimCLR, the psi that FCT found best (fct.txt section 3.4, D.4.1), under a projection of two
-    layers. With multi-crop, small crops are attracted to both full views.
+    """SimCLR, FCT's best psi (fct.txt section 3.4, D.4.1), with a projection of two layers.
 
-    Batches hold `images` uint8 [b,H,W,3]; labels are not read.
+    With multi-crop, small crops are attracted to both full views. Batches contain `images` uint8
+    [b,H,W,3]; labels are not used.
     """
 
     def __init__(self, config: SideEncoderConfig) -> None:
@@ -150,7 +155,7 @@ class SimclrObjective(Objective):
 
     def forward(self, batch: Batch) -> Terms:
         pixels, temperature = to_pixels(batch["images"]), self.config.temperature
-        # Both views in one pass: BatchNorm then sees one distribution.
+        # Both views in one pass, so that BatchNorm sees one distribution.
         both = self.projection(
             self.encoder.encode(torch.cat((self.augment(pixels), self.augment(pixels))))
         )
@@ -170,26 +175,27 @@ class SimclrObjective(Objective):
 
 # VICReg's lambda, mu and nu (section 4.2).
 INVARIANCE, VARIANCE, COVARIANCE = 25.0, 25.0, 1.0
-# Variances below this are 0: keeps the root's gradient finite.
+# Added to variances, so that the root has a finite gradient.
 _EPSILON = 1e-4
 
 
 def variance_hinge(z: Tensor) -> Tensor:
-    """How far the numbers of z [n,d] are below a deviation of 1, their mean (Eq. 1)."""
+    """Mean over elements of how far z [n,d] is below a standard deviation of 1: scalar (Eq. 1)."""
     return F.relu(1 - (z.var(0) + _EPSILON).sqrt()).mean()
 
 
 def covariance_penalty(z: Tensor) -> Tensor:
-    """Squared covariances of different numbers of z [n,d], summed, over d (Eq. 3 and 4)."""
+    """Sum of squared covariances between different elements of z [n,d], divided by d (Eq. 3, 4)."""
     covariance = torch.cov(z.T)
     return (covariance.square().sum() - covariance.diagonal().square().sum()) / z.shape[1]
 
 
 class VicregObjective(Objective):
-    """VICReg (Bardes et al. 2022) under an expander of two layers: two views alike, every number
-    used, no two that say the same. It needs no negatives, so that batches may be small.
+    """VICReg (Bardes et al. 2022) with an expander of two layers.
 
-    Batches hold `images` uint8 [b,H,W,3]; labels are not read.
+    Its terms make two views equal, use every element, and decorrelate elements. It needs no
+    negatives, so batches may be small. Batches contain `images` uint8 [b,H,W,3]; labels are not
+    used.
     """
 
     def __init__(self, config: SideEncoderConfig) -> None:
@@ -208,7 +214,7 @@ class VicregObjective(Objective):
         pixels = to_pixels(batch["images"])
         views = torch.cat((self.augment(pixels), self.augment(pixels)))
         first, second = self.expander(self.encoder.encode(views)).float().chunk(2)
-        # As in the authors' code: half of the sum over both views.
+        # Half of the sum over both views, as in the authors' code.
         hinges = (variance_hinge(first) + variance_hinge(second)) / 2
         return {
             "invariance": INVARIANCE * F.mse_loss(first, second),
@@ -220,12 +226,12 @@ class VicregObjective(Objective):
         return nn.ModuleDict({"encoder": self.encoder, "expander": self.expander})
 
 
-# Share of the teacher that a step of self-distillation keeps. BYOL's .996 is for a million steps.
+# The share of the teacher that a step keeps. BYOL's .996 is for a million steps.
 MOMENTUM = 0.99
 
 
 class Projected(nn.Module):
-    """psi under its projection: what is imitated."""
+    """psi with its projection, which the student imitates."""
 
     def __init__(self, encoder: ImageEncoder, projection: nn.Module) -> None:
         super().__init__()
@@ -237,11 +243,10 @@ class Projected(nn.Module):
 
 
 class DistilledObjective(Objective):
-    """Self-distillation (BYOL, Grill et al. 2020): psi predicts what its own moving average says of
-    another view of the image. psi has a projection and a predictor; the moving average of the first
-    two is the teacher.
+    """Self-distillation (BYOL, Grill et al. 2020): psi predicts its moving average on another view.
 
-    Batches hold `images` uint8 [b,H,W,3]; labels are not read.
+    psi has a projection and a predictor. The teacher is the moving average of psi and projection.
+    Batches contain `images` uint8 [b,H,W,3]; labels are not used.
     """
 
     def __init__(self, config: SideEncoderConfig) -> None:
@@ -260,11 +265,11 @@ class DistilledObjective(Objective):
             if self.training:
                 self._follow()
             target = self.teacher(views)
-        # Each view predicts the other.
+        # Each view predicts the other one.
         return {"distillation": regression(predicted, target.roll(len(pixels), 0))}
 
     def _follow(self) -> None:
-        """Move the teacher towards the student, as it was after the last step."""
+        """Move the teacher towards the student of the last step."""
         followed = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
         for teacher, student in followed:
             teacher.lerp_(student.detach(), 1 - MOMENTUM)
@@ -281,7 +286,7 @@ class DistilledObjective(Objective):
 
 
 def regression(predicted: Tensor, target: Tensor) -> Tensor:
-    """2 - 2 cos of [n,d] and [n,d], their mean (Eq. 2); no gradient goes to `target`."""
+    """Mean of 2 - 2 cos over rows: [n,d], [n,d] -> scalar (Eq. 2); `target` gets no gradient."""
     return 2 - 2 * F.cosine_similarity(predicted.float(), target.detach().float(), dim=1).mean()
 
 
@@ -296,14 +301,13 @@ _UNLABELLED: Mapping[str, Callable[[SideEncoderConfig], Objective]] = {
     "vicreg": VicregObjective,
     "distilled": DistilledObjective,
     "simclr": SimclrObjective,
-    # build_encoder makes the difference.
+    # build_encoder makes the difference between the two.
     "binary_simclr": SimclrObjective,
 }
 
 
 def side_objective(config: SideEncoderConfig, classes: int) -> Objective:
-    """The training objective of a side encoder; `classes` of its images, which only a second old
-    model reads."""
+    """Make the training objective of a side encoder; only a second old model uses `classes`."""
     if config.side_info in ("alternate", "mixup"):
         return AlternateObjective(config, classes)
     return _UNLABELLED[config.side_info](config)

@@ -1,4 +1,4 @@
-"""The commands: `python -m nobackfill.training.cli.train --help`, and evaluate, compare, export.
+"""The commands train, evaluate, export and compare: `python -m nobackfill.training.cli.train`.
 
 Each module's `app` is a typer application, as `training/train.py` runs it.
 

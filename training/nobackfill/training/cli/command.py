@@ -1,4 +1,4 @@
-"""Running a training command: one place turns errors into a sentence on stderr and an exit code."""
+"""Make training commands: errors become one sentence on stderr and an exit code."""
 
 import functools
 import sys
@@ -10,7 +10,13 @@ from nobackfill.errors import NobackfillError
 
 
 def command_app(name: str, main: Callable[..., None], epilog: str) -> typer.Typer:
-    """`main` as a command line, which exits with the codes of design.md section 7."""
+    """Make a command line of `main`; it exits with the codes of nobackfill.errors.
+
+    Args:
+        name: the command's name in messages.
+        main: the function whose parameters are the options.
+        epilog: text below the options in --help.
+    """
 
     @functools.wraps(main)
     def guarded(*args: object, **options: object) -> None:

@@ -1,4 +1,4 @@
-"""What an install has of compare.py: the reason why it cannot compare."""
+"""The command compare.py of an installation without nobackfill.research."""
 
 import sys
 from typing import NoReturn
@@ -7,11 +7,11 @@ from nobackfill.errors import ConfigurationError
 
 
 def refuse() -> NoReturn:
-    """Print why there is no comparison and what runs one; exit with 78."""
+    """Explain why there is no comparison and how to run one; exit with 78."""
     error = ConfigurationError(
-        "nobackfill.research is not installed: the comparison of methods is no part of the wheel, "
-        "since its rows and tables belong to a checkout. In a checkout of nobackfill run "
-        "`make setup`, then `.venv/bin/python training/compare.py`"
+        "nobackfill.research is not installed: the wheel does not contain the comparison of "
+        "methods. In a checkout of nobackfill run `make setup`, then "
+        "`.venv/bin/python training/compare.py`"
     )
     print(f"compare.py: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

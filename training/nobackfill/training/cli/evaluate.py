@@ -1,4 +1,4 @@
-"""`python training/evaluate.py`: cells of the compatibility matrix of published releases."""
+"""The command evaluate.py: measure cells of the compatibility matrix of published releases."""
 
 import io
 import json
@@ -31,8 +31,8 @@ from nobackfill.training.protocols.persons import OperatingPoints
 
 
 def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
-    """Draw mAP and CMC-1 of every cell into a PNG."""
-    # Imported here: only this command draws, and it takes a second.
+    """Draw mAP and CMC-1 of every cell into a PNG file."""
+    # Imported here: only --picture needs matplotlib, which takes a second to import.
     import matplotlib
 
     matplotlib.use("Agg")
@@ -60,30 +60,29 @@ def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
     write_file(path, image.getvalue())
 
 
-# Of each cell, by order of re-embedding.
+# By cell and by order of re-embedding.
 Curves = dict[str, dict[str, BackfillCurve]]
 
 _EPILOG = """
-A cell is written QUERY/GALLERY: 2/2 is release 2 on both sides (re-embedding everything, the upper
-bound), 1/1 the lower bound, 2/1 queries of release 2 against vectors of release 1 as they are,
-2/1>2 against vectors of release 1 carried along the upgrade 1 -> 2, 3/1>2>3 along two upgrades.
+Cells: a cell is written QUERY/GALLERY. 2/2 is release 2 on both sides (a full backfill, the upper
+bound). 1/1 is the lower bound. 2/1 searches vectors of release 1 directly with queries of release
+2. 2/1>2 searches vectors of release 1 after the upgrade 1 -> 2; 3/1>2>3 after two upgrades.
 
 Search is exact, by each release's own metric. A query's own picture, and copies of it, are left out
-of its answers, whatever they are named; "left_out" says of how many queries. JSON shares are 0..1:
-{"left_out": N, "cells": {CELL: {"cmc1", "cmc5", "map", ...}}, "criterion": {CELL: {"compatible",
-"strict_apart", "strict_together", "update_gain", "upgrade_gain", "degradation", ...}}, "backfill":
-{CELL: {ORDER: {"mean_map", "shares", "map", ...}}}, "neighbours": {CELL: {QUERY PATH: [GALLERY
-PATHS, nearest first]}}}.
+of its answers. JSON shares are 0..1: {"left_out": N, "cells": {CELL: {"cmc1", "cmc5", "map", ...}},
+"criterion": {CELL: {"compatible", "strict_apart", "strict_together", "update_gain", "upgrade_gain",
+"degradation", ...}}, "backfill": {CELL: {ORDER: {"mean_map", "shares", "map", ...}}}, "neighbours":
+{CELL: {QUERY PATH: [GALLERY PATHS, nearest first]}}}. "left_out" counts the queries that are in the
+gallery too.
 
-Update gain (BCT Eq. 9) and degradation (DMU Eq. 7) hold a model against one trained on its own:
-release N of --independent N, on the same images as the compatible one. Without it they are known
-only for releases that were trained on their own themselves. BCT Eq. 1 is about old vectors as they
-are: the shares of pairs of two classes, and of one class, that keep to it.
+Criteria: update gain (BCT Eq. 9) and degradation (DMU Eq. 7) compare a compatible model with one
+trained independently on the same images: release N of --independent N. BCT Eq. 1 needs old vectors
+that are searched directly; its two figures are the shares of pairs of different classes, and of the
+same class, that satisfy it.
 
-A published test protocol says itself what is asked and what counts: --protocol NAME --root FOLDER
-instead of --queries and --gallery. Names: ijbc, gldv2, roxford5k, rparis6k, market1501, vggface2;
-docs/training.md says what each expects below FOLDER. JSON: {"protocol": NAME, "cells": {CELL:
-{FIGURE: share}}}.
+Published test protocols: --protocol NAME --root FOLDER replaces --queries and --gallery. Names:
+ijbc, gldv2, roxford5k, rparis6k, market1501, vggface2; docs/training.md lists the files that each
+expects below FOLDER. JSON: {"protocol": NAME, "cells": {CELL: {FIGURE: share}}}.
 
 Examples:
 
@@ -97,33 +96,33 @@ published, 78 wrong configuration.
 """
 
 _NO_CURVE = (
-    "--backfill: no curve, since no cell has an older gallery; give --cells with one, as 2/1"
+    "--backfill: no curve, because no cell has an older gallery; give --cells one such as 2/1"
 )
 
-_Name = Annotated[str | None, typer.Option(metavar="NAME", help="a published test protocol")]
+_Name = Annotated[str | None, typer.Option(metavar="NAME", help="A published test protocol.")]
 _Root = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="the protocol's files and images")
+    Path | None, typer.Option(metavar="FOLDER", help="The protocol's files and images.")
 ]
 _Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE.png", help="draw the matrix, rows the query model")
+    Path | None, typer.Option(metavar="FILE.png", help="Draw the matrix; a row is a query model.")
 ]
 _Far = Annotated[
     list[float] | None,
-    typer.Option(min=0, max=1, help="ijbc: TAR at this FAR", show_default="0.0001"),
+    typer.Option(min=0, max=1, help="ijbc: measure TAR at this FAR.", show_default="0.0001"),
 ]
 _Fpir = Annotated[
     list[float] | None,
-    typer.Option(min=0, max=1, help="ijbc: TPIR at this FPIR", show_default="0.01"),
+    typer.Option(min=0, max=1, help="ijbc: measure TPIR at this FPIR.", show_default="0.01"),
 ]
 
 
 def main(
-    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="publication folder")],
+    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="The publication folder.")],
     queries: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="class folders of query images")
+        Path | None, typer.Option(metavar="FOLDER", help="Class folders of query images.")
     ] = None,
     gallery: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="class folders to search in")
+        Path | None, typer.Option(metavar="FOLDER", help="Class folders of images to search.")
     ] = None,
     protocol: _Name = None,
     root: _Root = None,
@@ -131,37 +130,42 @@ def main(
     fpir: _Fpir = None,
     cells: Annotated[
         str | None,
-        typer.Option(help="e.g. 1/1,2/1,2/1>2,2/2", show_default="all that there are"),
+        typer.Option(help="Cells to measure: 1/1,2/1,2/1>2,2/2.", show_default="every cell"),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="write every figure as JSON")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write every figure as JSON.")
     ] = None,
     picture: _Picture = None,
     independent: Annotated[
         int | None,
         typer.Option(
-            metavar="RELEASE", help="trained on its own, what compatible ones are held to"
+            metavar="RELEASE",
+            help="An independently trained release, to compare compatible ones with.",
         ),
     ] = None,
-    neighbours: Annotated[int, typer.Option(min=0, help="nearest images a query in the JSON")] = 0,
+    neighbours: Annotated[
+        int, typer.Option(min=0, help="Nearest images per query in the JSON.")
+    ] = 0,
     backfill: Annotated[
         bool,
-        typer.Option("--backfill", help="also the curves while a gallery is re-embedded"),
+        typer.Option("--backfill", help="Also measure the curves of a gradual re-embedding."),
     ] = False,
     int8: Annotated[
-        bool, typer.Option("--int8", help="upgrade with the quantised twins, where there are")
+        bool, typer.Option("--int8", help="Upgrade with the quantised twins where they exist.")
     ] = False,
 ) -> None:
     """Measure cells of the compatibility matrix and print them as a table."""
     manifests = read_publication(model_repo).manifests
     if not manifests:
-        raise ConfigurationError(f"--model-repo {model_repo}: nothing is published there")
+        raise ConfigurationError(f"--model-repo {model_repo}: no release is published there")
     names = _names(cells, manifests, independent)
     points = _points(protocol, far, fpir)
     if protocol is not None:
         others = (queries, gallery, picture, independent, neighbours or None, backfill or None)
         if root is None or any(other is not None for other in others):
-            raise typer.BadParameter("--protocol goes with --root, --cells, --int8, --json alone")
+            raise typer.BadParameter(
+                "--protocol can be combined only with --root, --cells, --int8 and --json"
+            )
         shares = evaluate_protocol(
             protocol, root, model_repo, manifests, names, int8=int8, points=points
         )
@@ -185,9 +189,9 @@ def main(
 def _points(
     protocol: str | None, far: Sequence[float] | None, fpir: Sequence[float] | None
 ) -> OperatingPoints | None:
-    """Those asked for, beside the protocol's own of the other kind; None where none is."""
+    """Return the given rates, with defaults for the others; None if none is given."""
     if protocol is None and (far or fpir):
-        raise typer.BadParameter("--far and --fpir go with --protocol ijbc")
+        raise typer.BadParameter("--far and --fpir need --protocol ijbc")
     told = {"far": far, "fpir": fpir}
     asked = {name: tuple(rates) for name, rates in told.items() if rates}
     return OperatingPoints(**asked) if asked else None
@@ -195,8 +199,8 @@ def _points(
 
 @dataclass(frozen=True)
 class _Sets:
-    """Query and gallery images with what counts as an answer; `left_out`: of so many queries their
-    own picture."""
+    """Query and gallery images with their relevance; `left_out` counts the queries whose own
+    picture is left out of their answers."""
 
     sides: tuple[Published, Published, Relevance]
     left_out: int
@@ -254,7 +258,7 @@ def _write(file: Path | None, report: Callable[[], Mapping[str, object]]) -> Non
 def _names(
     cells: str | None, manifests: Mapping[int, Manifest], independent: int | None
 ) -> list[CellName]:
-    """The cells asked for, or all, and what compatible ones are held to."""
+    """Return the requested cells, or all, and the cell of the independent release."""
     names = every_cell(manifests) if cells is None else [parse_cell(c) for c in cells.split(",")]
     own = [] if independent is None else [CellName(independent, (independent,))]
     return list(dict.fromkeys([*names, *own]))
@@ -271,7 +275,7 @@ def _curves(
 
 
 def _figures(curve: BackfillCurve) -> dict[str, float | list[float]]:
-    """The curve at `shares` of the gallery, and its mean over them."""
+    """Return the figures of a curve at `shares` of the gallery, and their mean."""
     return {
         "mean_map": curve.mean_over(curve.map),
         "mean_cmc1": curve.mean_over(curve.cmc1),

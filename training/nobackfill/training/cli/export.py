@@ -1,4 +1,4 @@
-"""`python training/export.py`: publish training runs as a release, if it passes the gate."""
+"""The command export.py: publish training runs as a release if they pass the gate."""
 
 import json
 import sys
@@ -42,7 +42,7 @@ Onnx = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="or an embedder of your own: uint8 [n,H,W,3] or float32 [n,3,H,W] -> [n,dim]",
+        help="Or an embedder as ONNX: uint8 [n,H,W,3] or float32 [n,3,H,W] -> [n,dim].",
     ),
 ]
 PublicWeights = Annotated[
@@ -50,53 +50,59 @@ PublicWeights = Annotated[
     typer.Option(
         "--weights",
         metavar="NAME",
-        help="or a public one as it is: timm:NAME.TAG, open_clip:NAME/TAG, "
-        "torchvision:NAME/WEIGHTS",
+        help="Or a public model, unchanged: timm:NAME.TAG, open_clip:NAME/TAG, "
+        "torchvision:NAME/WEIGHTS.",
     ),
 ]
 Mean = Annotated[
-    tuple[float, float, float], typer.Option(help="a float32 --onnx takes (x/255 - mean) / std")
+    tuple[float, float, float],
+    typer.Option(help="Mean of (x/255 - mean) / std, the input of a float32 --onnx."),
 ]
-Std = Annotated[tuple[float, float, float], typer.Option(help="see --mean")]
-FitOption = Annotated[Fit, typer.Option("--fit", help="how --onnx takes pictures of other aspects")]
+Std = Annotated[tuple[float, float, float], typer.Option(help="Standard deviation; see --mean.")]
+FitOption = Annotated[
+    Fit, typer.Option("--fit", help="How --onnx fits pictures of another aspect ratio.")
+]
 Shortest = Annotated[
-    int | None, typer.Option(min=1, help="with --fit crop: pixels of the shortest side")
+    int | None,
+    typer.Option(min=1, help="With --fit crop: length of the shortest side in pixels."),
 ]
 Interpolating = Annotated[
-    Interpolation, typer.Option("--interpolation", help="how --onnx wants pictures scaled")
+    Interpolation, typer.Option("--interpolation", help="How pictures are scaled for --onnx.")
 ]
 TextFolder = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="a text model: ONNX with tokenizer.json, of one space"),
+    typer.Option(metavar="FOLDER", help="A text model: ONNX with tokenizer.json, in one space."),
 ]
 EvalTexts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSONL of id, text and label, its class or one of --eval's; without any labels the "
-        "texts are to be found by their `query`, or by a part of themselves",
+        help="JSON Lines of id, text and label; the label is a class, or one of --eval's. Without "
+        "labels, each text is found by its `query`, or by a part of itself.",
     ),
 ]
 VectorsOf = Annotated[
-    str | None, typer.Option(metavar="NAME:DIM", help="no model at all: what made the vectors")
+    str | None,
+    typer.Option(metavar="NAME:DIM", help="No model: the name of the model that made the vectors."),
 ]
 Upgrades = Annotated[
     list[Path] | None,
     typer.Option(
-        metavar="RUN", help="upgrade into it, or `nobackfill fit`'s FILE.onnx; may be repeated"
+        metavar="RUN",
+        help="An upgrade into the release: a run, or FILE.onnx of `nobackfill fit` (repeatable).",
     ),
 ]
 QueryFolder = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="another model for texts that ask, beside --text-encoder"),
+    typer.Option(metavar="FOLDER", help="Another text model for queries, with --text-encoder."),
 ]
 
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """What a release is measured with: images, texts, or images that are asked for by texts.
+    """The data that a release is measured on: images, texts, or images with texts as queries.
 
-    Of --eval and --eval-texts; `seed` splits what is listed into halves.
+    `images` come from --eval, `texts` from --eval-texts; `seed` divides them into halves.
     """
 
     images: Listing | None
@@ -104,19 +110,19 @@ class EvaluationData:
     seed: int
 
     def listing(self) -> Listing | None:
-        """What galleries hold: texts only where there are no images."""
+        """Return the items of the galleries: images, or texts if there are no images."""
         return self.texts if self.images is None else self.images
 
     def for_images(self) -> TextListing | None:
-        """Texts that ask for the images."""
+        """Return the texts that are queries for images; None if there are no images."""
         return None if self.images is None else self.texts
 
     def check(self, manifests: Mapping[int, Manifest]) -> None:
-        """Raises ConfigurationError where a release does not embed what is asked with."""
+        """Raise ConfigurationError if a release cannot embed the evaluation data."""
         if self.images is not None and self.texts is not None and self.texts.queries:
             raise ConfigurationError(
-                "--eval-texts beside --eval: expected a 'label' in each text, the class of the "
-                "pictures that it asks for"
+                "--eval-texts with --eval: each text needs a 'label', the class of the pictures "
+                "that it describes"
             )
         known = sorted(manifests.items())
         for option, kind, wanted, blind in (
@@ -125,32 +131,32 @@ class EvaluationData:
         ):
             if wanted is not None and blind:
                 raise ConfigurationError(
-                    f"{option} measures {kind}, and release {few(blind)} embeds none; publish "
-                    f"without {option}, with --force where nothing else measures it"
+                    f"{option} measures {kind}, but release {few(blind)} embeds none; publish "
+                    f"without {option}, and with --force if no other option measures it"
                 )
 
 
 _EPILOG = """
-Exports each run to ONNX (compared with torch output for output, refused beyond 1e-4), writes golden
-probes, measures the exported files on --eval (one half fits the calibration, the other decides the
-gate), signs and publishes. Runs come from `python training/train.py`.
+Exports each run to ONNX, and refuses one whose outputs differ from torch's by more than 1e-4.
+Writes golden probes, measures the exported files on --eval, signs and publishes. One half of --eval
+fits the calibration, the other decides the gate. Runs come from `python training/train.py`.
 
-With no keys prepared the first publish makes development keys in DIR.keys. To keep those of root
-and targets offline, make them before: `publication keys --model-repo DIR --root-key FILE
---targets-key FILE`; then every export needs --targets-key.
+Keys: the first publish makes development keys in DIR.keys. To keep the keys of root and targets
+offline, make them before: `publication keys --model-repo DIR --root-key FILE --targets-key FILE`.
+Every later export then needs --targets-key.
 
-The gate: every way in which older vectors would be served (direct search, each route) must beat the
-older release on its own, M(new, served old) > M(old, old), for mAP and CMC-1, with the paired
-bootstrap's 95 % lower bound above 0; with the int8 files that are served, and with float32 files
-alone. Otherwise nothing is published and the table shows why; --force publishes all the same, and
-the manifest says so. Release 1 has no predecessor: without --eval it is published all the same, but
-has no calibration, so that hits have no score. Images of --eval that the runs were trained on,
-known by their content, are left out where they are few, else refused.
+Gate: each way in which older vectors are served (direct search, each route) must beat the older
+release, M(new, served old) > M(old, old), in mAP and CMC-1. The lower bound of the paired
+bootstrap's 95 % interval must be above 0, with int8 files and with float32 files. Otherwise no
+release is published, and a table shows why; --force publishes it all the same and records that in
+the manifest. Release 1 has no predecessor to beat. Without --eval a release has no calibration, so
+its hits have no score. Images of --eval that the runs were trained on are recognised by content. A
+few are left out; many are refused.
 
-A gallery takes the best measured route to the newest release, so each release needs an upgrade from
-its predecessor (the gate asks for it); one more from an older release makes a direct route.
+A gallery takes the best measured route to the newest release. Each release therefore needs an
+upgrade from its predecessor; a second one from an older release makes a direct route.
 
-Example:
+Examples:
 
 python training/export.py --model-repo model_repo --release 1 --embedder build/digits/embedder-1
 --side-encoder build/digits/side_encoder-1 --eval photos/eval
@@ -158,20 +164,20 @@ python training/export.py --model-repo model_repo --release 1 --embedder build/d
 python training/export.py --model-repo model_repo --release 2 --embedder build/digits/embedder-2
 --side-encoder build/digits/side_encoder-2 --upgrade build/digits/upgrade-1-2 --eval photos/eval
 
-Devices then follow: `edge-client init --from URL --root DIR/1.root.json` once, `edge-client sync`
+Devices follow by `edge-client init --from URL --root DIR/1.root.json` once, and `edge-client sync`
 after each release. URL is a gateway (`gateway serve --model-repo DIR`) or any static host of DIR
-(`python -m http.server --directory DIR`). `publication --help` renews, withdraws, verifies.
+(`python -m http.server --directory DIR`). `publication --help` shows how to renew and withdraw.
 
 Exit codes: 0 published, 65 the gate or a check failed, 73 cannot write or the number is taken,
-75 somebody else is publishing, 78 wrong configuration.
+75 another process is publishing, 78 wrong configuration.
 """
 
 
 def main(
-    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="publication folder")],
-    release: Annotated[int, typer.Option(min=1, help="number of the new release")],
+    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="The publication folder.")],
+    release: Annotated[int, typer.Option(min=1, help="The number of the new release.")],
     embedder: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="run folder of the embedder")
+        Path | None, typer.Option(metavar="RUN", help="The run folder of the embedder.")
     ] = None,
     onnx: Onnx = None,
     weights: PublicWeights = None,
@@ -184,28 +190,35 @@ def main(
     query_encoder: QueryFolder = None,
     vectors_of: VectorsOf = None,
     side_encoder: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="run folder of the side-information encoder")
+        Path | None,
+        typer.Option(metavar="RUN", help="The run folder of the side-information encoder."),
     ] = None,
     keep_side_encoder: Annotated[
-        bool, typer.Option("--keep-side-encoder", help="go on with the newest release's")
+        bool,
+        typer.Option("--keep-side-encoder", help="Use the side encoder of the newest release."),
     ] = False,
     upgrade: Upgrades = None,
     evaluate: Annotated[
-        Path | None, typer.Option("--eval", metavar="FOLDER", help="class folders not trained on")
+        Path | None,
+        typer.Option("--eval", metavar="FOLDER", help="Class folders of images not trained on."),
     ] = None,
     eval_texts: EvalTexts = None,
-    split_seed: Annotated[int, typer.Option(help="splits --eval into calibration and gate")] = 0,
+    split_seed: Annotated[
+        int, typer.Option(help="Seed that splits --eval into calibration and gate.")
+    ] = 0,
     int8_loss: Annotated[
-        float, typer.Option(min=0, help="mAP points an int8 twin may lose to be published")
+        float, typer.Option(min=0, help="The mAP points that an int8 twin may lose.")
     ] = 0.3,
-    share: Annotated[str, typer.Option(help="percent of the devices it is for at first")] = "100%",
-    force: Annotated[bool, typer.Option("--force", help="publish past a failed gate")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="do all but write to DIR")] = False,
+    share: Annotated[str, typer.Option(help="Share of devices that get it at first.")] = "100%",
+    force: Annotated[bool, typer.Option("--force", help="Publish despite a failed gate.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do all but write to DIR.")] = False,
     targets_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="the targets key", show_default="DIR.keys/targets.pem"),
+        typer.Option(metavar="FILE", help="The targets key.", show_default="DIR.keys/targets.pem"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object on stdout.")
+    ] = False,
 ) -> None:
     """Publish an embedder, its side encoder and upgrades into it as release N."""
     devices = percent(share)
@@ -235,7 +248,7 @@ def main(
 def _brought(
     draft: Release, onnx: Path | None, pixels: Pixels, weights: str | None, vectors_of: str | None
 ) -> None:
-    """An embedder that was trained elsewhere, or the name of one that is gone."""
+    """Add an embedder that was trained elsewhere, or the name of one that is not available."""
     if onnx is not None:
         add_onnx_embedder(draft, onnx, pixels)
     if weights is not None:
@@ -245,7 +258,7 @@ def _brought(
 
 
 def _keys(model_repo: Path, targets_key: Path | None) -> Keys:
-    """The signing keys, looked for now and not after minutes of measuring."""
+    """Read the signing keys now: an error must not follow minutes of measuring."""
     keys = Keys.of(model_repo, {"targets": targets_key} if targets_key else None)
     check_keys(model_repo, keys)
     return keys
@@ -254,9 +267,9 @@ def _keys(model_repo: Path, targets_key: Path | None) -> Keys:
 def _evaluation(
     folder: Path | None, split_seed: int, runs: list[Path], *, force: bool
 ) -> tuple[Listing | None, int]:
-    """The images to measure on, and how many of them were trained on: refused now, and not after
-    minutes of exporting, if too few or learnt.
-    """
+    """Return the images to measure on, and how many of them were trained on.
+
+    Refuses too few or trained-on images now, before minutes of exporting."""
     if folder is None:
         return None, 0
     listing = list_images(folder)
@@ -265,35 +278,35 @@ def _evaluation(
 
 
 def _check_number(release: int, published: Publication, *, measured: bool, force: bool) -> None:
-    """What can be refused before anything is exported."""
+    """Refuse a bad release number before anything is exported."""
     newest = max(published.manifests, default=0)
     if release <= newest:
         raise AlreadyExistsError(
-            f"--release {release}: expected a number above {newest}, the newest published; "
+            f"--release {release}: expected a number above {newest}, the newest release; "
             "releases are immutable and numbers only grow"
         )
     if newest and not measured and not force:
         raise GateFailedError(
             f"release {release} has predecessors, so the gate must measure it: give --eval FOLDER "
-            "with images that nothing was trained on (or publish unmeasured with --force)"
+            "of images that no run was trained on (or publish unmeasured with --force)"
         )
 
 
 def _measured(
     draft: Release, published: Publication, asked: EvaluationData, int8_loss: float
 ) -> tuple[Manifest, Evidence | None]:
-    """The manifest with probes, and with calibration and evidence where there are images."""
+    """Return the manifest with probes and, if there are images, with calibration and evidence."""
     manifest = draft.manifest(make_probes(draft))
     for sentence in plain_trouble(manifest, draft.all_files()):
         print(f"release {draft.number}: {sentence}", file=sys.stderr)
     listing = asked.listing()
     if listing is None:
         print(
-            f"release {draft.number}: warning: measured on nothing, so hits have no score (None) "
+            f"release {draft.number}: warning: without evaluation data, hits have no score (None) "
             "and routes no quality; give --eval FOLDER of class folders, or --eval-texts FILE",
             file=sys.stderr,
         )
-        # What nobody measured is not published quantised.
+        # Unmeasured quantised files are not published.
         bare = tuple(u.model_copy(update={"int8_file": None}) for u in manifest.upgrades)
         return manifest.model_copy(update={"upgrades": bare}), None
     asked.check({**published.manifests, manifest.release: manifest})
@@ -319,9 +332,10 @@ def _measured(
 def _judged(
     manifest: Manifest, evidence: Evidence | None, learnt: int, *, force: bool, first: bool
 ) -> Manifest:
-    """The manifest with the gate's verdict; `learnt` of the images it was measured on were trained
-    on. Raises GateFailedError with the table that shows why.
-    """
+    """Return the manifest with the gate's verdict.
+
+    Raises GateFailedError, with the table, if the gate fails without `force`. `learnt` counts the
+    evaluation images that were trained on."""
     if evidence is not None:
         verdict = evidence.verdict
     elif first:
@@ -331,9 +345,9 @@ def _judged(
     if verdict.verdict in ("failed", "not_measured"):
         if evidence is not None and not force:
             raise GateFailedError(
-                f"release {manifest.release} does not pass the gate: {verdict.detail}. Nothing was "
-                "published; name an --upgrade for vectors that have none, train longer or on "
-                "more, or publish with --force\n" + gate_table(evidence)
+                f"release {manifest.release} does not pass the gate: {verdict.detail}. It was not "
+                "published; add an --upgrade for vectors that have none, train longer or on more "
+                "images, or publish with --force\n" + gate_table(evidence)
             )
         verdict = verdict.model_copy(update={"forced": True})
     if learnt:
@@ -347,8 +361,8 @@ def _report(
 ) -> None:
     if done.new_keys is not None:
         print(
-            f"DEVELOPMENT KEYS made in {done.new_keys}: whoever holds them signs releases. Keep "
-            "root and targets keys offline before anything real depends on them",
+            f"DEVELOPMENT KEYS made in {done.new_keys}: whoever holds them can sign releases. Move "
+            "root and targets keys offline before real devices trust them",
             file=sys.stderr,
         )
     if as_json:

@@ -1,4 +1,4 @@
-"""Tables for people: rows are the query model, columns the gallery, figures in percent."""
+"""Tables for the terminal: rows are query models, columns galleries, figures in percent."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from nobackfill.release.manifest import Unlabelled
 
 
 def gate_table(evidence: Evidence) -> str:
-    """Every measured cell, and for each way of serving old vectors what it gains over old/old."""
+    """Format every measured cell, with its gains over old/old."""
     known = any(row.agreement_gain is not None for row in evidence.rows)
     first, fifth, mean = ("R@1", "R@5", "MRR") if known else ("CMC-1", "CMC-5", "mAP")
     gained = [first, mean, *(["agreement@10"] if known else [])]
@@ -36,7 +36,7 @@ def gate_table(evidence: Evidence) -> str:
 
 
 def _without_labels(cell: Unlabelled) -> str:
-    """A line beside the table: no figure of it is one of its columns."""
+    """Describe in one line a cell that was measured without labels."""
     pairs = {
         "agreement@10": (cell.stayed_agreement, cell.agreement),
         "R@1 of the very item": (cell.stayed_recall1, cell.recall1),
@@ -46,7 +46,7 @@ def _without_labels(cell: Unlabelled) -> str:
     return f"{cell.name} without labels, {cell.queries} queries: {', '.join(told)}"
 
 
-# What criterion.py calls a share, and its column.
+# Keys of shares in quality/criterion.py, with their column titles.
 _SHARES = {
     "share_kept": "kept",
     "gap_closed": "gap\nclosed",
@@ -60,9 +60,9 @@ _SHARES = {
 def matrix_table(
     cells: Sequence[MatrixCell], criteria: Mapping[str, Mapping[str, float | bool | None]]
 ) -> str:
-    """Every cell, and for those of an older gallery what criterion.py tells (mAP).
+    """Format every cell, with the criteria (mAP) of cells with an older gallery.
 
-    The strict criterion (BCT Eq. 1) as two shares: of pairs of two classes, and of one.
+    The strict criterion (BCT Eq. 1) is shown as two shares of pairs: different classes/same class.
     """
     titles = (*_SHARES.values(), "BCT\nEq. 1", "BCT\nEq. 2")
     table = Table("cell", "CMC-1", "CMC-5", "mAP", *titles)
@@ -74,14 +74,14 @@ def matrix_table(
             continue
         shares = (_percent(told[name]) for name in _SHARES)
         strict = "/".join(_percent(told[f"strict_{kind}"]) for kind in ("apart", "together"))
-        # Of the means on these images: no claim about others.
+        # Compares means on these images; this is not a claim about other images.
         met = "met" if told["compatible"] else "not met"
         table.add_row(str(cell.name), *figures, *shares, strict, met)
     return render(table)
 
 
 def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
-    """A row a figure that the protocol defines, a column a cell."""
+    """Format a protocol's figures: one row per figure, one column per cell."""
     names = list(dict.fromkeys(name for figures in cells.values() for name in figures))
     table = Table("figure", *cells)
     for name in names:
@@ -90,8 +90,8 @@ def protocol_table(cells: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def backfill_table(curves: Mapping[str, Mapping[str, BackfillCurve]]) -> str:
-    """Of each cell and order, CMC-1 and mAP while tenths of the gallery are re-embedded, and the
-    mean over the curve. Between the shares that were measured the curve is a straight line."""
+    """Format CMC-1 and mAP at each tenth of a backfill, and the mean of the curve, by cell and
+    order. Values between measured shares are interpolated linearly."""
     shares = (f"{100 * share:.0f} %" for share in TENTHS)
     table = Table("cell", "order", "figure", *shares, "mean", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for cell, orders in curves.items():
@@ -107,7 +107,7 @@ def _percent(share: float | bool | None) -> str:
 
 
 def render(table: Table) -> str:
-    """The table as plain text."""
+    """Render a table as plain text, 110 characters wide."""
     text = io.StringIO()
     Console(file=text, width=110, color_system=None).print(table)
     return text.getvalue().rstrip("\n")

@@ -1,4 +1,4 @@
-"""Which images are trained on, how they are divided and how they are varied.
+"""Select, divide, read and augment the images of a training.
 
 >>> import numpy as np
 >>> from nobackfill.training.data import allocate

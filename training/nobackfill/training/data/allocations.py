@@ -1,8 +1,8 @@
-"""UniBCT's five ways to divide images between the old and the new training set (unibct.txt 3.1).
+"""UniBCT's five divisions of images between the old and the new training set (unibct.txt 3.1).
 
-Each takes the labels of all images and gives the rows of both sets. Data is divided class by class,
-so that both sets hold every class; of each class the old set gets at least one image and leaves
-one.
+Each takes the labels of all images and returns the rows of both sets. Divisions of data work class
+by class, so that both sets contain every class; the old set gets at least one image of each class
+and leaves at least one.
 """
 
 from collections.abc import Callable
@@ -18,30 +18,30 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Allocation:
-    """Rows of the old and of the new training set, ascending."""
+    """Rows of the old and of the new training set, ascending, int64."""
 
     old: Rows
     new: Rows
 
 
 def extended_data(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old: `share` of the images of every class; new: all images."""
+    """Old: `share` of the images of every class. New: all images."""
     return Allocation(_share_of_data(labels, share, seed), np.arange(len(labels)))
 
 
 def open_data(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old: `share` of the images of every class; new: the other images of the same classes."""
+    """Old: `share` of the images of every class. New: the other images."""
     old = _share_of_data(labels, share, seed)
     return Allocation(old, np.setdiff1d(np.arange(len(labels)), old))
 
 
 def extended_class(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old: all images of `share` of the classes; new: all images."""
+    """Old: all images of `share` of the classes. New: all images."""
     return Allocation(_share_of_classes(labels, share, seed), np.arange(len(labels)))
 
 
 def open_class(labels: Rows, share: float, seed: int) -> Allocation:
-    """Old: all images of `share` of the classes; new: those of the other classes."""
+    """Old: all images of `share` of the classes. New: all images of the other classes."""
     old = _share_of_classes(labels, share, seed)
     return Allocation(old, np.setdiff1d(np.arange(len(labels)), old))
 
@@ -61,9 +61,9 @@ ALLOCATIONS: dict[str, Callable[[Rows, float, int], Allocation]] = {
 }
 
 
-# Of the paper; the old set's.
+# The paper's share of the old set.
 SHARE = 0.3
-# By allocation, the new set as a share of all images, where the old one is SHARE of them.
+# The new set's share of all images, by allocation, if the old set has SHARE of them.
 NEW_SHARES = {
     "extended-data": 1.0,
     "open-data": 1 - SHARE,
@@ -74,9 +74,16 @@ NEW_SHARES = {
 
 
 def allocate(name: str, labels: Rows, share: float = SHARE, seed: int = 666) -> Allocation:
-    """The allocation of that name; share and seed as in the paper where not given.
+    """Divide images by the allocation of this name; defaults are the paper's.
 
-    Raises ConfigurationError for an unknown name.
+    Args:
+        name: a key of ALLOCATIONS.
+        labels: int64 [n].
+        share: the old set's share, above 0 and below 1.
+        seed: of the random choice.
+
+    Raises:
+        ConfigurationError: the name or share is not valid, or there is too little to divide.
     """
     if name not in ALLOCATIONS:
         raise ConfigurationError(f"unknown allocation {name!r}; known: {', '.join(ALLOCATIONS)}")

@@ -1,6 +1,6 @@
-"""Augmentation of whole batches of pixels, as tensor operations: one grid_sample for all geometry.
+"""Augment batches of pixels by tensor operations; one grid_sample does all geometry.
 
-Every draw comes from torch's default generator, a row's draws from its own entries.
+All random numbers come from torch's default generator.
 """
 
 import math
@@ -13,7 +13,7 @@ from nobackfill.training.config import Augmentation
 
 
 class Augment:
-    """pixels float32 [n,3,H,W] in 0..1 -> the same shape, augmented as configured."""
+    """Augments pixels float32 [n,3,H,W] in 0..1 as configured; the shape stays."""
 
     def __init__(self, config: Augmentation) -> None:
         self.config = config
@@ -39,7 +39,7 @@ class Augment:
 
 
 def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Tensor:
-    """Multi-crop's small views: crops of at most `largest_area` at half the side, recoloured."""
+    """Return multi-crop's small views: crops of at most `largest_area`, at half the side."""
     size = (pixels.shape[2] // 2, pixels.shape[3] // 2)
     local = config.model_copy(update={"crop_area": largest_area / 3})
     matrices = affine_matrices(len(pixels), local, largest_area).to(pixels)
@@ -47,13 +47,11 @@ def small_crops(pixels: Tensor, config: Augmentation, largest_area: float) -> Te
 
 
 def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> Tensor:
-    """Random maps [n,2,3] from output to input coordinates, both -1..1 (affine_grid's
-    convention).
-    """
+    """Draw random maps [n,2,3] from output to input coordinates in -1..1 (affine_grid)."""
     angle = _uniform(n) * math.radians(config.rotate_degrees)
     zoom = torch.exp(_uniform(n) * math.log1p(config.scale))
     shear = _uniform(n) * config.shear
-    # A crop of area a is a zoom by sqrt(a), placed anywhere inside the image.
+    # A crop of area a is a zoom by sqrt(a), placed at random inside the image.
     area = config.crop_area + (largest_area - config.crop_area) * torch.rand(n)
     side = area.sqrt()
     shift = _uniform(n, 2) * (1 - side)[:, None] + _uniform(n, 2) * 2 * config.translate
@@ -69,15 +67,13 @@ def affine_matrices(n: int, config: Augmentation, largest_area: float = 1.0) -> 
 
 
 def warp(pixels: Tensor, matrices: Tensor, size: tuple[int, int]) -> Tensor:
-    """Sample [n,3,H,W] bilinearly through `matrices` [n,2,3] into `size`; edges are repeated."""
+    """Sample [n,3,H,W] bilinearly through `matrices` [n,2,3] to `size`; edges are repeated."""
     grid = F.affine_grid(matrices, [len(pixels), pixels.shape[1], *size], align_corners=False)
     return F.grid_sample(pixels, grid, padding_mode="border", align_corners=False)
 
 
 def turned(pixels: Tensor) -> Tensor:
-    """Each square picture [n,3,S,S] turned by a quarter, a half, three or none, half of them
-    mirrored: one of the eight symmetries, drawn evenly.
-    """
+    """Apply to each square picture [n,3,S,S] one of the eight symmetries, drawn uniformly."""
     drawn = torch.randint(8, (len(pixels),))
     out = torch.empty_like(pixels)
     for symmetry in range(8):
@@ -88,15 +84,16 @@ def turned(pixels: Tensor) -> Tensor:
 
 
 def mixed(pixels: Tensor, others: Tensor) -> Tensor:
-    """Both turned, and then a share of the one and the rest of the other, the share drawn evenly
-    from 0..1: [n,3,S,S] twice -> [n,3,S,S] (mixup, Zhang et al. 2018, alpha 1, of pixels alone).
+    """Turn both pictures, and mix them with a share drawn uniformly from 0..1.
+
+    Both are [n,3,S,S], and so is the result (mixup of pixels only, Zhang et al. 2018, alpha 1).
     """
     share = torch.rand(len(pixels), 1, 1, 1).to(pixels)
     return share * turned(pixels) + (1 - share) * turned(others)
 
 
 def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
-    """Brightness, contrast, saturation and grey, in this order; 0..1 is kept."""
+    """Change brightness, contrast, saturation and grey, in this order; values stay in 0..1."""
     n = len(pixels)
     if config.brightness:
         pixels = pixels * (1 + config.brightness * _column(n, pixels))
@@ -112,7 +109,7 @@ def recolour(pixels: Tensor, config: Augmentation) -> Tensor:
 
 
 def erase(pixels: Tensor, share: float) -> Tensor:
-    """Blank one square a picture, its side up to `share` of the picture's, anywhere."""
+    """Blank one square per picture at a random place; its side is at most `share`."""
     n, _, height, width = pixels.shape
     half = torch.rand(n, 1, 1) * share / 2
     centre_y, centre_x = torch.rand(n, 1, 1), torch.rand(n, 1, 1)

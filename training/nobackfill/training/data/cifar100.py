@@ -1,8 +1,8 @@
-"""`python -m nobackfill.training.data.cifar100 FOLDER`: CIFAR-100 as FOLDER/train and FOLDER/test,
-class folders of PNG, for `compare.py --data cifar100 --images FOLDER`.
+"""Write CIFAR-100 as class folders: `python -m nobackfill.training.data.cifar100 FOLDER`.
 
-torchvision's own loader downloads it. The data set comes as pickles: torchvision opens a file only
-if its MD5 is the one that torchvision's source names.
+The result is FOLDER/train and FOLDER/test with PNG files, for `compare.py --data cifar100 --images
+FOLDER`. torchvision's loader downloads the data set, which consists of pickles. torchvision opens a
+file only if its MD5 is the one in torchvision's source.
 """
 
 import tempfile
@@ -17,15 +17,15 @@ from nobackfill.errors import CannotWriteError, UnavailableError, VerificationEr
 from nobackfill.training.cli.command import command_app
 
 _EPILOG = """
-Downloads 161 MiB and writes 60,000 small files. What is there already is kept; remove the folder to
-write it anew.
+Downloads 161 MiB and writes 60,000 small files. Existing folders are kept; remove the folder to
+write them again.
 
-Exit codes: 0 done, 65 what came is not CIFAR-100, 69 the host does not answer, 73 cannot write.
+Exit codes: 0 done, 65 the download is not CIFAR-100, 69 the host does not answer, 73 cannot write.
 """
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="where train and test shall be")],
+    folder: Annotated[Path, typer.Argument(help="The folder for train and test.")],
 ) -> None:
     """Download CIFAR-100 and write it as class folders."""
     write_folders(folder)
@@ -33,10 +33,12 @@ def main(
 
 
 def write_folders(folder: Path, dataset: type[CIFAR100] = CIFAR100) -> None:
-    """Write FOLDER/train and FOLDER/test, CLASS/NUMBER.png in them; complete parts are kept.
+    """Write FOLDER/train and FOLDER/test, with CLASS/NUMBER.png; complete parts are kept.
 
-    Raises UnavailableError without a network, VerificationError for a file of another digest,
-    CannotWriteError where FOLDER cannot be written.
+    Raises:
+        UnavailableError: the download failed.
+        VerificationError: the download has another digest.
+        CannotWriteError: FOLDER cannot be written.
     """
     missing = [part for part in ("train", "test") if not (folder / part).is_dir()]
     if not missing:
@@ -57,12 +59,12 @@ def _load(dataset: type[CIFAR100], beside: str, part: str) -> CIFAR100:
         return dataset(beside, train=part == "train", download=True)
     except urllib.error.URLError as error:
         raise UnavailableError(
-            f"{dataset.url}: cannot be downloaded ({error}); where there is no network, bring the "
-            "images as folders train and test of class folders"
+            f"{dataset.url}: cannot be downloaded ({error}); without a network, copy the images to "
+            "folders train and test of class folders"
         ) from error
     except RuntimeError as error:
         raise VerificationError(
-            f"{dataset.url}: what came is not CIFAR-100 ({error}); nothing was kept"
+            f"{dataset.url}: the download is not CIFAR-100 ({error}); it was deleted"
         ) from error
 
 

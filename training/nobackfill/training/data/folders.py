@@ -1,8 +1,8 @@
-"""What a training takes from a listing of images: the classes, the part that is held out, the files
-that decode, and vectors that somebody else stored for them.
+"""Select images of a training: require classes, hold a part out, skip unreadable files, and read
+stored vectors.
 
-The held-out images of a class depend on its file names and the split seed alone: models trained on
-the first N and the first M classes hold out the same images.
+The held-out images of a class depend only on its file names and on the split seed. Models trained
+on the first N and on the first M classes therefore hold out the same images.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _PART = 10_000
 
 
 def require_classes(listing: Listing, least: int = 2) -> None:
-    """Raise InvalidInputError where there are fewer classes than a classifier needs."""
+    """Raise InvalidInputError if there are fewer than `least` classes."""
     if len(listing.class_names) < least:
         raise InvalidInputError(
             f"{listing.root}: expected at least {least} class folders, got "
@@ -39,10 +39,10 @@ def require_classes(listing: Listing, least: int = 2) -> None:
 def hold_out(
     listing: Listing, share: float, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows to train on and rows held out: of each class the `share` whose names' digests are
-    lowest.
+    """Return the rows to train on and the rows to hold out, int64.
 
-    Rounded down for small classes, so a class of one image is trained on.
+    Of each class, the `share` of images whose name digests are lowest is held out. The number is
+    rounded down, so a class of one image is trained on.
     """
     held = np.zeros(len(listing), bool)
     for rows in by_digest(listing, seed):
@@ -51,10 +51,12 @@ def hold_out(
 
 
 def readable(listing: Listing, remembered: Path) -> tuple[Listing, Sequence[str]]:
-    """The images that can be decoded, and the paths of those that cannot.
+    """Return the images that can be decoded, and the paths of the others.
 
-    The folder `remembered` keeps what was found of these files as they are now. Raises
-    InvalidInputError where a class is left without images.
+    The folder `remembered` caches the result for unchanged files.
+
+    Raises:
+        InvalidInputError: a class has no readable image.
     """
     note = remembered / f"unreadable-{identity(listing)[:32]}.json"
     if note.is_file():
@@ -81,16 +83,17 @@ def _unreadable(listing: Listing) -> NDArray[np.int64]:
 
     good = np.ones(len(listing), bool)
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        # In parts: the pool makes an object of each call that waits.
+        # In parts, because the pool makes an object of each waiting call.
         for at in range(0, len(listing), _PART):
             good[at : at + _PART] = list(pool.map(can, listing.paths[at : at + _PART]))
     return np.flatnonzero(~good)
 
 
 def identity(listing: Listing) -> str:
-    """A digest of which files these are, as they are now: folder, names, lengths, times of change.
+    """Return a digest of the files' folder, names, lengths and modification times.
 
-    Raises InvalidInputError for one that is not there.
+    Raises:
+        InvalidInputError: a file does not exist.
     """
     told = hashlib.sha256(f"{listing.root.resolve()}".encode("utf-8", "surrogateescape"))
     root = str(listing.root)
@@ -105,21 +108,23 @@ def identity(listing: Listing) -> str:
 
 
 def read_stored(stored: StoredVectorFiles, listing: Listing) -> Vectors:
-    """The stored vectors of the listing's images, float32 [n,dim] in its order.
+    """Return the stored vectors of the listing's images, float32 [n,dim] in its order.
 
-    Raises ConfigurationError for a missing file, InvalidInputError for anything but a .npy of
-    [n,dim] with one path a row, each once, a vector of zeros, or an image without a vector.
+    Raises:
+        ConfigurationError: a file is missing. InvalidInputError: the .npy file is not [n,dim], the
+        paths do not match its rows, a vector is
+            zero, or an image has no vector.
     """
     for path in (stored.vectors, stored.paths):
         if not path.is_file():
-            raise ConfigurationError(f"no stored vectors {path}")
+            raise ConfigurationError(f"there are no stored vectors at {path}")
     vectors = _vectors(stored.vectors)
     paths = _paths(stored, len(vectors))
     zero = [paths[row] for row in np.flatnonzero(~vectors.any(axis=1)).tolist()]
     if zero:
         raise InvalidInputError(
-            f"{stored.vectors}: {len(zero)} vectors are zero, which points nowhere, those of "
-            f"{few(zero)}; leave their rows out"
+            f"{stored.vectors}: {len(zero)} vectors are zero and have no direction: {few(zero)}; "
+            "leave their rows out"
         )
     row_of = {path: row for row, path in enumerate(paths)}
     missing = [path for path in listing.paths if path not in row_of]
@@ -151,7 +156,7 @@ def _paths(stored: StoredVectorFiles, count: int) -> Sequence[str]:
         paths = stored.paths.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"{stored.paths}: cannot be read as UTF-8 ({error})") from error
-    # One line more, as of a header, and each path would get its neighbour's vector.
+    # With a header line, each path would silently get its neighbour's vector.
     if len(paths) != count or not all(paths):
         raise InvalidInputError(
             f"{stored.paths}: expected {count} lines, one image path a row of {stored.vectors}, "
@@ -160,7 +165,7 @@ def _paths(stored: StoredVectorFiles, count: int) -> Sequence[str]:
     twice = [path for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise InvalidInputError(
-            f"{stored.paths}: {len(twice)} paths are there more than once: {few(twice)}; expected "
-            "one vector an image"
+            f"{stored.paths}: {len(twice)} paths occur more than once: {few(twice)}; expected "
+            "one vector per image"
         )
     return paths

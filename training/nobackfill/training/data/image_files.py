@@ -1,10 +1,10 @@
-"""Image files by number, as a DataLoader's processes read them, and the cache of resized images.
+"""Image files by row number, as a DataLoader's processes read them, and a cache of resized images.
 
 The reading processes import this module and not `pictures`, so that they start fast.
 
-The cache keeps a file for each image, so that a large picture is decoded once. A file counts if its
-checksum fits its pixels. So nothing is synced, locked or renamed; two trainings may fill one
-folder, and what a killed one, a power cut or a full disk left half-written is decoded again.
+The cache has one file per image, so that a large picture is decoded once. A file is valid if its
+checksum matches its pixels. Therefore nothing is synced, locked or renamed. Several trainings may
+fill one folder, and files that a kill, a power cut or a full disk left incomplete are ignored.
 """
 
 import contextlib
@@ -27,30 +27,30 @@ from nobackfill.durable import make_dir
 from nobackfill.errors import InvalidInputError
 from nobackfill.images import Pixels, decode_file
 
-# What may change an image's pixels beside the file: in the name of all that is kept of them.
+# Versions that affect decoded pixels, for the names of cached data.
 DECODER = f"nobackfill-1 Pillow-{PIL.__version__}"
-# Share of the disk that is left to others, checkpoints among them.
+# Share of the disk that the cache leaves free, for example for checkpoints.
 RESERVE = 0.05
 _SUM_BYTES = 4
 
 
 @dataclass(frozen=True)
 class PixelCache:
-    """Pixels uint8 [size,size,3] of image files, below `folder`."""
+    """A cache of pixels uint8 [size,size,3], in the folder `folder`."""
 
     folder: Path
 
     def open(self) -> None:
-        """Make the folder. Raises CannotWriteError."""
+        """Create the folder. Raises CannotWriteError."""
         make_dir(self.folder)
 
     def room_bytes(self) -> int:
-        """What may still be written before the disk's reserve."""
+        """Return the bytes that may be written before the disk's reserve is reached."""
         usage = shutil.disk_usage(self.folder)
         return max(0, int(usage.free - RESERVE * usage.total))
 
     def read(self, image: Path, size: int) -> Pixels | None:
-        """The pixels of an image file as it is now; None where they are not kept."""
+        """Return the cached pixels of an image file in its present version; None without them."""
         try:
             data = self._file(image, size).read_bytes()
         except OSError:
@@ -61,8 +61,8 @@ class PixelCache:
         return np.frombuffer(pixels, np.uint8).reshape(size, size, 3)
 
     def write(self, image: Path, pixels: Pixels) -> None:
-        """Keep the pixels of an image file, unless the disk or its owner does not allow it."""
-        # Its owner may remove the folder at any time.
+        """Cache the pixels of an image file; a full disk or missing permission is ignored."""
+        # The owner may remove the folder at any time.
         with contextlib.suppress(OSError):
             if self.room_bytes() < pixels.nbytes:
                 return
@@ -77,7 +77,7 @@ class PixelCache:
                 file.unlink(missing_ok=True)
 
     def _file(self, image: Path, size: int) -> Path:
-        """Named by the file's place, length and time of change: what was replaced is not found."""
+        """Return the cache file: named by the image's path, length and time of change."""
         real = image.resolve()
         status = real.stat()
         told = f"{DECODER}\0{real}\0{status.st_size}\0{status.st_mtime_ns}\0{size}"
@@ -86,35 +86,35 @@ class PixelCache:
 
 
 def _checksum(pixels: memoryview) -> bytes:
-    # A quarter of CRC-32's time, and enough to tell a half-written file.
+    # Takes a quarter of CRC-32's time, and detects incomplete files.
     return zlib.adler32(pixels).to_bytes(_SUM_BYTES, "big")
 
 
 @dataclass(frozen=True)
 class Refused:
-    """A batch that could not be read. Not raised: a DataLoader would wrap it in a traceback."""
+    """A batch that could not be read. Not an exception, which a DataLoader would wrap."""
 
     why: str
 
 
 def processes() -> ForkServerContext:
-    """How reading processes start: not as forks of a process with threads, which may hang, and
-    after one import of torch for all of them.
-    """
+    """Return the context that starts reading processes.
+
+    Forks of a process with threads may hang. The fork server imports torch once for all of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
 
 
 class ImageFiles(Dataset[Tensor]):
-    """Files below `root`, decoded to size x size; a batch of row numbers gives one tensor."""
+    """Files below `root`, decoded to size x size; a list of row numbers gives one tensor."""
 
     def __init__(
         self, root: Path, paths: Sequence[str], size: int, cache: PixelCache | None
     ) -> None:
         self.root, self.size, self.cache = root, size, cache
-        # One string: a million of them would be copied into every process, page by page, as it
-        # counts its references.
+        # Paths are one string. Every process would copy a million separate ones, page by page,
+        # because Python counts references in them.
         encoded = [path.encode("utf-8", "surrogateescape") for path in paths]
         self._names = b"".join(encoded)
         self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
@@ -123,7 +123,7 @@ class ImageFiles(Dataset[Tensor]):
         return len(self._ends)
 
     def __getitems__(self, rows: list[int]) -> Tensor | Refused:
-        """Images uint8 [n,size,size,3] of `rows`."""
+        """Return images uint8 [n,size,size,3] of `rows`, or Refused."""
         images = np.empty((len(rows), self.size, self.size, 3), np.uint8)
         try:
             for place, row in enumerate(rows):
@@ -133,7 +133,7 @@ class ImageFiles(Dataset[Tensor]):
         return torch.from_numpy(images)
 
     def path(self, row: int) -> str:
-        """Relative to `root`."""
+        """Return the path of a row, relative to `root`."""
         start = 0 if row == 0 else int(self._ends[row - 1])
         return self._names[start : int(self._ends[row])].decode("utf-8", "surrogateescape")
 

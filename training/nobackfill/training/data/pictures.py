@@ -1,8 +1,7 @@
-"""Images of a listing as a training reads them: few are held in memory, many stay on disk.
+"""The images of a listing, as a training reads them: in memory if they are few, else on demand.
 
-`open_pictures` decides by their decoded size. Both answers are used alike: `len`, `images[rows]`,
-`in_batches` and `chunks`; with the same rows they give the same pixels. `Listed` opens them when
-they are first asked for.
+`open_pictures` decides by their decoded size. Both kinds support `len`, `images[rows]`,
+`in_batches` and `chunks`, and give the same pixels. `Listed` opens images on first use.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read: see the keys of the same names in training/config.py."""
+    """How to read images; the keys of the same names in training/config.py."""
 
     in_memory_mib: int = 2048
     workers: int | None = None
@@ -41,14 +40,14 @@ class Reading:
 
 
 def reading(config: Config) -> Reading:
-    """How a training reads its images."""
+    """Return how a training reads its images."""
     return Reading(config.in_memory_mib, config.workers, config.pixel_cache)
 
 
 class Pictures:
-    """Images uint8 [n,size,size,3] that are decoded when they are asked for, by other processes.
+    """Images uint8 [n,size,size,3] that other processes decode on demand.
 
-    One reader at a time. The processes start with the first batch and end with this object.
+    Use one reader at a time. The processes start with the first batch and end with this object.
     """
 
     def __init__(self, files: ImageFiles, rows: NDArray[np.int64], workers: int) -> None:
@@ -59,14 +58,15 @@ class Pictures:
         return len(self._rows)
 
     def __getitem__(self, rows: Tensor) -> "Pictures":
-        """Those of `rows` (numbers, or a mask); nothing is read."""
+        """Select rows, by numbers or a mask; reads no image."""
         return Pictures(self._files, self._rows[rows.numpy()], self._workers)
 
     def in_batches(self, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """The images of each batch of rows, read ahead.
+        """Yield the images of each batch of rows; the next batches are read ahead.
 
-        Raises InvalidInputError naming a file that is no image, NobackfillError where a reading
-        process was ended.
+        Raises:
+            InvalidInputError: a file is no image.
+            NobackfillError: a reading process was killed.
         """
         self._order.rows, self._order.batches = self._rows, batches
         try:
@@ -76,13 +76,13 @@ class Pictures:
                 yield found
         except (RuntimeError, EOFError, OSError) as error:
             raise NobackfillError(
-                f"a process that reads images was ended ({str(error)[:200]}): give the machine or "
-                "its container more memory (shared memory, too), or read with fewer workers; "
-                "run it again, it goes on after its last checkpoint"
+                f"a process that reads images was killed ({str(error)[:200]}): give the machine or "
+                "its container more memory (also shared memory), or read with fewer workers; then "
+                "run it again to resume from the last checkpoint"
             ) from error
 
     def chunks(self) -> Iterator[Tensor]:
-        """All images in their order, at most CHUNK at a time."""
+        """Yield all images in order, at most CHUNK at a time."""
         return self.in_batches(torch.split(torch.arange(len(self)), CHUNK))
 
     @cached_property
@@ -94,7 +94,7 @@ class Pictures:
             collate_fn=_as_it_is,
             multiprocessing_context=processes() if self._workers else None,
             persistent_workers=self._workers > 0,
-            # A generator of its own: the training's draws stay what they are.
+            # Its own generator, so that the training's random numbers stay the same.
             generator=torch.Generator(),
         )
 
@@ -103,22 +103,23 @@ Images = Tensor | Pictures
 
 
 class ImageSource(Protocol):
-    """Images that come in order, a chunk at a time."""
+    """Images that are read in order, in chunks."""
 
     @property
     def digest(self) -> str:
-        """What tells them from others."""
+        """A digest of the images."""
 
     def __len__(self) -> int: ...
 
     def chunks(self) -> Iterator[Tensor]:
-        """uint8 [c,size,size,3], at most CHUNK of them."""
+        """Yield uint8 [c,size,size,3], at most CHUNK images at a time."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """The images of a listing at size x size, opened when they are first asked for: whoever finds
-    what was made of them needs none. Raises what `open_pictures` does, then."""
+    """The images of a listing at size x size, opened on first use.
+
+    Callers that find cached features never open them. Errors are those of `open_pictures`."""
 
     listing: Listing
     size: int
@@ -129,23 +130,26 @@ class Listed:
 
     @cached_property
     def digest(self) -> str:
-        """Of the files' names, lengths and times of change, of their decoder and the size."""
+        """A digest of the files' names, lengths and times, of the decoder and of the size."""
         told = f"{identity(self.listing)} {DECODER} {self.size}"
         return hashlib.sha256(told.encode()).hexdigest()
 
     @cached_property
     def opened(self) -> Images:
-        """The images."""
+        """The images, opened on first use."""
         return open_pictures(self.listing, self.size, self.reading)
 
     def chunks(self) -> Iterator[Tensor]:
-        """All images in their order, at most CHUNK at a time."""
+        """Yield all images in order, at most CHUNK at a time."""
         return chunks(self.opened)
 
 
 def open_pictures(listing: Listing, size: int, reading: Reading) -> Images:
-    """The images at size x size. Raises InvalidInputError naming the first file that is no image,
-    at once where they are held in memory; CannotWriteError for a cache that cannot be made.
+    """Open images at size x size.
+
+    Raises:
+        InvalidInputError: a file is no image; raised at once if the images are held in memory.
+        CannotWriteError: the cache cannot be created.
     """
     if not streams(listing, size, reading):
         return torch.from_numpy(decode(listing, size))
@@ -159,24 +163,24 @@ def open_pictures(listing: Listing, size: int, reading: Reading) -> Images:
 
 
 def streams(listing: Listing, size: int, reading: Reading) -> bool:
-    """Whether the images are too many to be held in memory."""
+    """Return whether the images are too large to be held in memory."""
     return _bytes(listing, size) > reading.in_memory_mib * _MIB
 
 
 def in_batches(images: Images, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The images of each batch of rows."""
+    """Yield the images of each batch of rows."""
     if isinstance(images, Pictures):
         return images.in_batches(batches)
     return (images[rows] for rows in batches)
 
 
 def chunks(images: Images) -> Iterator[Tensor]:
-    """All images in their order, at most CHUNK at a time."""
+    """Yield all images in order, at most CHUNK at a time."""
     return images.chunks() if isinstance(images, Pictures) else iter(torch.split(images, CHUNK))
 
 
 class _Order:
-    """The rows of the batches of the pass that is going on; the loader keeps one for its life."""
+    """The batches of the present pass; the loader keeps one instance."""
 
     def __init__(self) -> None:
         self.rows = np.empty(0, np.int64)
@@ -202,6 +206,6 @@ def _say_room(cache: PixelCache, wanted: int) -> None:
     if room < wanted:
         print(
             f"{cache.folder}: room for {room / 2**30:.1f} of {wanted / 2**30:.1f} GiB of resized "
-            "images; those that find none are decoded each time",
+            "images; the others are decoded every time",
             file=sys.stderr,
         )

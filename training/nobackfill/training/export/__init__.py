@@ -1,4 +1,4 @@
-"""From training runs to a draft of a release: ONNX files, checked against torch, and probes.
+"""Draft a release from training runs: ONNX files, compared with torch, and probes.
 
 >>> from nobackfill.training.export import Pixels
 >>> imagenet = Pixels(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))

@@ -1,9 +1,8 @@
-"""What is put into a release: training runs, a text model, a map, or the name of what is gone.
+"""Assemble a release: training runs, a text model, a map, or only the name of a model.
 
-A run knows the digests of the models it was trained with; a manifest's recipe knows the digest of
-the checkpoint it was made from. So an upgrade finds its source release, and a wrong pairing is
-refused. Images to measure on are known by their content, whatever they are named: `unseen` leaves
-out those that a run was trained on.
+A run records the digests of the models that it was trained with, and a manifest's recipe the digest
+of its checkpoint. An upgrade thereby finds its source release, and wrong pairs are refused.
+Evaluation images are compared by content: `unseen` leaves out those that a run was trained on.
 """
 
 import sys
@@ -34,15 +33,24 @@ from nobackfill.training.methods import embedder_method
 from nobackfill.training.networks.frozen import load_encoder
 from nobackfill.training.networks.weights import shown
 
-# Of the images to measure on: so few are chance copies and left out, more are a wrong folder.
+# Up to this share of evaluation images are accidental copies and left out; more are a wrong folder.
 _CHANCE = 0.01
 
 
 def unseen(listing: Listing, runs: Sequence[Path], *, force: bool) -> tuple[Listing, int]:
-    """Of the images to measure on those that no run was trained on, and how many were and stay.
+    """Leave out evaluation images that a run was trained on.
 
-    A few are left out, and said; more than 1 % are refused, or with `force` kept and counted.
-    Raises InvalidInputError, ConfigurationError.
+    Args:
+        listing: the evaluation images.
+        runs: run folders.
+        force: keep the images if they are more than 1 %.
+
+    Returns:
+        The images to measure on, and how many of them were trained on.
+
+    Raises:
+        InvalidInputError: more than 1 % of the images were trained on, without `force`.
+        ConfigurationError: a run cannot be read.
     """
     rows, example = _trained_on(listing, runs)
     if not len(rows):
@@ -52,21 +60,21 @@ def unseen(listing: Listing, runs: Sequence[Path], *, force: bool) -> tuple[List
         print(f"{found} (the same content: {few(example)}); they are left out", file=sys.stderr)
         return listing.select(np.setdiff1d(np.arange(len(listing)), rows)), 0
     if force:
-        print(f"{found}: the gate measures what was learnt by heart", file=sys.stderr)
+        print(f"{found}: the gate measures memorised images", file=sys.stderr)
         return listing, len(rows)
     raise InvalidInputError(
-        f"{found} (the same content: {few(example)}); measuring on them says nothing about others. "
-        "Give --eval a folder of images that nothing was trained on, or publish with --force"
+        f"{found} (the same content: {few(example)}), so measuring on them predicts nothing. "
+        "Give --eval a folder of images that no run was trained on, or publish with --force"
     )
 
 
 def _trained_on(listing: Listing, runs: Sequence[Path]) -> tuple[NDArray[np.int64], list[str]]:
-    """Rows of `listing` whose content a run was trained on, and their paths."""
+    """Return the rows of `listing` whose content a run was trained on, and their paths."""
     sizes = {(listing.root / path).stat().st_size for path in listing.paths}
     trained: dict[Path, str] = {}
     for run in runs:
         for path in _training_files(run):
-            # Only what is as long as one of them can be one of them.
+            # Only files of equal length can have equal content.
             if path not in trained and path.stat().st_size in sizes:
                 trained[path] = digest(path)
     known = set(trained.values())
@@ -85,16 +93,19 @@ def _training_files(run: Path) -> list[Path]:
     return [listing.root / listing.paths[row] for row in rows]
 
 
-# Names of this machine's files have no place in a manifest.
+# Keys of a configuration that may contain paths of this machine are not published.
 _WEIGHTS = {"weights", "backbone"}
 _PRIVATE = {"run_dir", "images", "old", "new", "old_side", "new_side", "init"}
 
 
 def add_embedder_run(release: Release, run_dir: Path) -> None:
-    """Put a run's embedder into the release, with what its method declares about older ones.
+    """Add a run's embedder to the release, with the older releases that it can search directly.
 
-    Told on stderr: a compatible embedder of another dimension than the old one's. Its first
-    elements meet old vectors (BCT section 3.6), but a published space has one dimension.
+    Warns on stderr if a compatible embedder has another dimension than the old one. Its first
+    elements match old vectors (BCT section 3.6), but a published space has one dimension.
+
+    Raises:
+        ConfigurationError: the run is of another kind, or its old model is not published.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -117,18 +128,18 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
 
 def _tell_not_searched(release: Release, source: Manifest, dim: int) -> None:
     print(
-        f"release {release.number} will not search vectors of release {source.release} as they "
-        f"are: method {release.method} trained it to, but it has {dim} dimensions and they have "
-        f"{source.embedder.dim}, and a gallery compares vectors of one dimension only. They need "
-        "an upgrade",
+        f"release {release.number} will not search vectors of release {source.release} directly: "
+        f"method {release.method} trained it for that, but it has {dim} dimensions and they have "
+        f"{source.embedder.dim}, and a search compares vectors of one dimension. They need an "
+        "upgrade",
         file=sys.stderr,
     )
 
 
 def add_forward_head(release: Release, run_dir: Path) -> None:
-    """Put in the upgrade that an embedder's own training made (DMU), where it made one.
+    """Add the upgrade that an embedder's own training made (DMU), if it made one.
 
-    Side-information passes by it: it stays valid where the release keeps its predecessor's encoder.
+    Side-information stays valid if the release keeps its predecessor's encoder.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -161,7 +172,7 @@ def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) ->
 
 
 def add_side_run(release: Release, run_dir: Path) -> None:
-    """Put a run's side encoder into the release."""
+    """Add a run's side encoder to the release. Raises ConfigurationError for another kind."""
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != "side_encoder":
         raise ConfigurationError(f"--side-encoder {run_dir}: is a run of kind embedder")
@@ -173,9 +184,10 @@ def add_side_run(release: Release, run_dir: Path) -> None:
 
 
 def add_upgrade_run(release: Release, run_dir: Path) -> None:
-    """Put a run's upgrade into the release, from the published release that its old model is.
+    """Add a run's upgrade to the release, from the published release with its old model.
 
-    Raises ConfigurationError where its old or new model, or their side encoders, are other ones.
+    Raises:
+        ConfigurationError: its old or new model, or a side encoder, is another one.
     """
     module, checkpoint = read_upgrade(run_dir)
     config, facts = checkpoint.config, checkpoint.facts
@@ -204,7 +216,7 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
 
 
 def upgrade_recipe(name: str, checkpoint: Checkpoint) -> Recipe:
-    """Its configuration, and what was chosen where that leaves it open (`chosen_…`)."""
+    """Return the configuration, and automatically selected options as `chosen_…`."""
     chosen = {key: value for key, value in checkpoint.facts.items() if key.startswith("chosen_")}
     return _flat(name, {**checkpoint.config.model_dump(mode="json"), **chosen})
 
@@ -274,7 +286,7 @@ def _numbers(published: Mapping[int, Manifest]) -> str:
 
 
 class Runs(NamedTuple):
-    """What is exported into a release; an upgrade is a run's folder, or a map as ONNX."""
+    """The files to export into a release; an upgrade is a run folder or a map as ONNX."""
 
     embedder: Path | None
     text_encoder: Path | None
@@ -283,7 +295,7 @@ class Runs(NamedTuple):
     upgrades: tuple[Path, ...]
 
     def trained(self) -> list[Path]:
-        """Folders of trainings."""
+        """Return the run folders."""
         runs = (self.embedder, self.side_encoder, *self.upgrades)
         return [run for run in runs if run is not None and run.suffix != SUFFIX]
 
@@ -291,7 +303,7 @@ class Runs(NamedTuple):
 def check_models(
     runs: Runs, onnx: Path | None, weights: str | None, vectors_of: str | None
 ) -> None:
-    """Raises ConfigurationError for models that cannot make one release, and for upgrades that are
+    """Raise ConfigurationError if the models cannot form one release, or for an upgrade that is
     neither a run nor a map."""
     for one in runs.upgrades:
         if one.is_file() and one.suffix != SUFFIX:
@@ -306,17 +318,17 @@ def check_models(
         )
     text = runs.text_encoder
     if runs.query_encoder is not None and text is None:
-        raise ConfigurationError("--query-encoder FOLDER: expected --text-encoder FOLDER beside it")
+        raise ConfigurationError("--query-encoder FOLDER also needs --text-encoder FOLDER")
     images = [one for one in (runs.embedder, onnx, weights) if one is not None]
     if len(images) > 1 or (vectors_of is None) == (not images and text is None):
         raise ConfigurationError(
-            "expected either --embedder RUN, --onnx FILE or --weights NAME, with --text-encoder "
-            "FOLDER or without; --text-encoder FOLDER alone; or --vectors-of NAME:DIM alone"
+            "expected one of --embedder RUN, --onnx FILE and --weights NAME, optionally with "
+            "--text-encoder FOLDER; or only --text-encoder FOLDER; or only --vectors-of NAME:DIM"
         )
 
 
 def named_vectors(vectors_of: str) -> tuple[str, int]:
-    """What made vectors, and their dimension. Raises ConfigurationError."""
+    """Parse NAME:DIM to a model's name and its dimension. Raises ConfigurationError."""
     name, _, dim = vectors_of.rpartition(":")
     if not name or not dim.isdecimal() or not int(dim):
         raise ConfigurationError(
@@ -327,7 +339,7 @@ def named_vectors(vectors_of: str) -> tuple[str, int]:
 
 
 def add_runs(draft: Release, runs: Runs, keep_side_encoder: bool) -> None:
-    """Export every run, the embedder first: the others must fit it."""
+    """Export every run, the embedder first, because the others must match it."""
     if runs.embedder is not None:
         add_embedder_run(draft, runs.embedder)
     if runs.text_encoder is not None:

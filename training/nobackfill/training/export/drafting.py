@@ -1,8 +1,7 @@
-"""A release in the making: ONNX files in a folder of ours, and the manifest that will name them.
+"""A release in preparation: its ONNX files in a local folder, and the parts of its manifest.
 
-The parts are made one by one (embedder, side encoder, upgrades, probes); gate.py then measures the
-files, and export.py publishes. The pictures that models are probed with are made here: no real
-image leaves with a release.
+Parts are added one by one (embedder, side encoder, upgrades, probes). gate.py then measures the
+files, and export.py publishes. Probe pictures are synthetic: a release contains no real image.
 """
 
 import datetime
@@ -43,7 +42,7 @@ _PROBES = 8
 
 
 def probe_images(height: int, width: int) -> Images:
-    """Synthetic pictures uint8 [8,height,width,3]: smooth blots."""
+    """Make eight smooth synthetic pictures, uint8 [8,height,width,3], always the same."""
     rng = np.random.default_rng(2026)
     coarse = rng.random((_PROBES, 3, 4, 4), dtype=np.float32)
     smooth = F.interpolate(
@@ -58,13 +57,11 @@ Recipe = dict[str, str | int | float | bool | None]
 
 @dataclass
 class Release:
-    """The files and the manifest's parts of release `number`, growing until `manifest` is
-    called.
-    """
+    """The files and the manifest's parts of release `number`."""
 
     number: int
     folder: Path
-    # Older releases that are published, and where their files are.
+    # Published older releases, and the folder of their files.
     published: Mapping[int, Manifest]
     repo: Path
     method: str = "independent"
@@ -74,12 +71,12 @@ class Release:
     text_encoder: TextEncoder | None = None
     side_encoder: PublishedSideEncoder | None = None
     upgrades: list[Upgrade] = field(default_factory=list)
-    # Of `published`, those that were taken back.
+    # Numbers of `published` that were withdrawn.
     withdrawn: Collection[int] = ()
     searches_directly: list[int] = field(default_factory=list)
 
     def all_files(self) -> dict[str, Path]:
-        """Local files of this release and of the published ones, by published path."""
+        """Return local files of this release and of the published ones, by published path."""
         old = {
             file.path: self.repo / file.path
             for manifest in self.published.values()
@@ -88,7 +85,7 @@ class Release:
         return {**old, **self.files}
 
     def add_embedder(self, encoder: ImageEncoder) -> None:
-        """Export phi."""
+        """Export phi as ONNX. Raises VerificationError if onnxruntime's output differs."""
         path = self.local(embedder_path(self.number))
         probes = {"image": torch.from_numpy(probe_images(encoder.image_size, encoder.image_size))}
         export_onnx(encoder, probes, ("embedding",), path)
@@ -102,7 +99,7 @@ class Release:
         )
 
     def add_side_encoder(self, encoder: ImageEncoder) -> None:
-        """Export psi. Raises ConfigurationError where it takes another image size than phi."""
+        """Export psi as ONNX. Raises ConfigurationError if its image size differs from phi's."""
         assert self.embedder is not None
         self._check_size(encoder.image_size, "the side encoder")
         path = self.local(side_encoder_path(self.number))
@@ -115,9 +112,10 @@ class Release:
         )
 
     def keep_side_encoder(self) -> None:
-        """Take over the newest published release's psi, so that its side-information stays valid.
+        """Use psi of the newest published release, so that its side-information stays valid.
 
-        Raises ConfigurationError where it has none, or one for another image size.
+        Raises:
+            ConfigurationError: it has none, or one for another image size.
         """
         newest = self.published[max(self.published)] if self.published else None
         if newest is None or newest.side_encoder is None:
@@ -136,9 +134,18 @@ class Release:
         method: str,
         carries: bool,
     ) -> None:
-        """Export an upgrade from `source` and its int8 twin.
+        """Export an upgrade from `source`, and its int8 twin.
 
-        `examples`: embeddings [n,dim] and side-information of `source`, to trace and compare with.
+        Args:
+            module: the upgrade's network.
+            source: the published release that it upgrades from.
+            examples: embeddings [n,dim] and side-information [n,side_dim] of `source`, for tracing
+                and for the comparison with onnxruntime.
+            method: the name of the training method.
+            carries: side-information stays valid unchanged.
+
+        Raises:
+            ConfigurationError: it reads side-information that `source` does not have.
         """
         graph = UpgradeGraph(module)
         inputs = {"embedding": examples[0]}
@@ -170,7 +177,7 @@ class Release:
         )
 
     def manifest(self, probes: Probes) -> Manifest:
-        """The manifest so far, not measured yet."""
+        """Return the manifest so far, without measurements."""
         assert self.embedder is not None
         return Manifest(
             format=format_of(self.embedder, self.text_encoder),
@@ -192,7 +199,7 @@ class Release:
         )
 
     def finished(self, manifest: Manifest) -> Draft:
-        """What is published: `manifest`, and those of our files that it names."""
+        """Return what to publish: `manifest` and the files of this release that it names."""
         named = {file.path for file in manifest.files()}
         return Draft(manifest, {path: file for path, file in self.files.items() if path in named})
 
@@ -201,25 +208,23 @@ class Release:
         if size != self.embedder.height:
             raise ConfigurationError(
                 f"{what} takes images of {size} pixels, the embedder of {self.embedder.height}; "
-                "both read the same image, so train them with one image_size"
+                "both read the same image, so train them with the same image_size"
             )
 
     def local(self, path: str) -> Path:
-        """Where the file to be published as `path` is written."""
+        """Return the local path for a file that is published as `path`."""
         local = self.folder / path
         local.parent.mkdir(parents=True, exist_ok=True)
         self.files[path] = local
         return local
 
     def file(self, path: str) -> PublishedFile:
-        """What the manifest says of a written file."""
+        """Return the manifest's entry of a written file."""
         return describe_file(path, self.files[path])
 
 
 class UpgradeGraph(nn.Module):
-    """The published graph of an upgrade: a variance instead of its logarithm, no output
-    left None.
-    """
+    """The published graph of an upgrade: with a variance instead of its logarithm, without None."""
 
     def __init__(self, upgrade: UpgradeModule) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""Bring your own: embedders and upgrades that exist as ONNX, and public models, become a release's.
+"""Add embedders and upgrades that exist as ONNX, and public models, to a release.
 
-Weights stay as they are. Where an embedder takes float32 pixels, the steps from uint8 are put in
-front of it, inside the graph: scaling to 0..1, mean and standard deviation a channel, channels
+Weights stay unchanged. If an embedder takes float32 pixels, the conversion from uint8 is put in
+front of it, inside the graph: scaling to 0..1, mean and standard deviation per channel, channels
 first.
 
-A map that exists as ONNX, as `nobackfill fit --onnx` writes it, is an upgrade. The file says which
-models' vectors it was fitted on; a release that knows its own model refuses another one's map, as
+A map as ONNX, as `nobackfill fit --onnx` writes it, is an upgrade. The file names the models whose
+vectors it was fitted on. A release that knows its own model refuses a map of another model, because
 the same dimension is not the same space.
 
-A public model is timm's, open_clip's or torchvision's (`torchvision:NAME/WEIGHTS`, weights by the
-names that `train.py --weights` takes), without its classifier and without training.
+A public model is timm's, open_clip's or torchvision's (`torchvision:NAME/WEIGHTS`, with the weight
+names of `train.py --weights`), without its classifier and without training.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ from nobackfill.training.networks.weights import of_torchvision, read_weights, s
 
 Channels = tuple[float, float, float]
 
-# What is put around a model, and what its own names become where one of them is taken.
+# Names around a foreign model; a foreign graph that uses one of them gets a prefix.
 _OURS = {
     "image", "image_float", "image_scale", "image_scaled", "image_shift", "image_shifted",
     "embedding",
@@ -55,7 +55,7 @@ _THEIRS = "model/"
 
 @dataclass(frozen=True)
 class Pixels:
-    """How a float32 embedder wants its pixels: (value / 255 - mean) / std, a channel each."""
+    """Preprocessing of a float32 embedder: (value / 255 - mean) / std per channel."""
 
     mean: Channels = (0.0, 0.0, 0.0)
     std: Channels = (1.0, 1.0, 1.0)
@@ -66,11 +66,14 @@ class Pixels:
 
 
 def add_onnx_embedder(release: Release, source: Path, pixels: Pixels) -> None:
-    """Put a foreign embedder into the release.
+    """Add a foreign embedder to the release.
 
-    It has one input, uint8 [n,H,W,3] or float32 [n,3,H,W] or [n,H,W,3] with a free n, and one
-    output float32 [n,dim]. Unit norm is found out by running it. Raises InvalidInputError for
-    another form; what a graph may compute is checked when it is published.
+    It has one input, uint8 [n,H,W,3], float32 [n,3,H,W] or float32 [n,H,W,3] with a free n, and one
+    output float32 [n,dim]. It is run once to find out whether its vectors have norm 1. Publishing
+    checks which operators the graph uses.
+
+    Raises:
+        InvalidInputError: the file has another form.
     """
     model = _load(source)
     held = {tensor.name for tensor in model.graph.initializer}
@@ -112,7 +115,7 @@ def _load(source: Path) -> onnx.ModelProto:
 
 
 def _names(graph: onnx.GraphProto) -> set[str]:
-    """Of a graph's values."""
+    """Return the names of all values of a graph."""
     names = {value.name for value in (*graph.input, *graph.output)}
     names |= {tensor.name for tensor in graph.initializer}
     return names.union(*(node.output for node in graph.node))
@@ -121,7 +124,7 @@ def _names(graph: onnx.GraphProto) -> set[str]:
 def _connect_input(
     model: onnx.ModelProto, value: onnx.ValueInfoProto, pixels: Pixels, source: Path
 ) -> tuple[int, int]:
-    """Make `image` uint8 [n,H,W,3] the only input; its height and width."""
+    """Make `image` uint8 [n,H,W,3] the only input; return its height and width."""
     kind = value.type.tensor_type.elem_type
     shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
     first = kind == TensorProto.FLOAT and len(shape) == 4 and shape[1] == 3
@@ -187,11 +190,12 @@ TORCHVISION = "torchvision:"
 
 
 def open_torchvision(name: str) -> PublicModel:
-    """The model, its weights downloaded and compared with their digest; what its classifier read is
-    the embedding.
+    """Open a torchvision model with verified weights; its embedding is the classifier's input.
 
-    Raises ConfigurationError for unknown names (naming near ones) and for models that have no such
-    layer, and what read_weights raises.
+    Raises:
+        ConfigurationError: the name is unknown (similar ones are listed), or the model has no such
+            layer.
+        NotFoundError, VerificationError, UnavailableError: as `read_weights`.
     """
     import torchvision
 
@@ -205,15 +209,15 @@ def open_torchvision(name: str) -> PublicModel:
     linear = linear_layers(network)
     if not linear:
         raise ConfigurationError(
-            f"{name}: expected a model whose last layer reads the embedding of normalised pixels; "
-            "take timm's, timm:NAME.TAG"
+            f"{name}: the model has no last linear layer that reads an embedding; use a model of "
+            "timm, timm:NAME.TAG"
         )
     try:
         network.load_state_dict(dict(read_weights(tag, architecture).tensors))
     except RuntimeError as error:
         told = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"{name}: its weights have other names than the model ({told}); take timm's, "
+            f"{name}: its weights have other names than the model ({told}); use a model of timm, "
             "timm:NAME.TAG"
         ) from error
     path, last = linear[-1]
@@ -222,7 +226,7 @@ def open_torchvision(name: str) -> PublicModel:
 
 
 def _pixels(transforms: object) -> Preprocessing:
-    """Of torchvision's preset: the shortest side, then the middle."""
+    """Convert torchvision's preset: resize the shortest side, then crop the centre."""
     from torchvision.transforms._presets import ImageClassification
 
     assert isinstance(transforms, ImageClassification)
@@ -235,19 +239,20 @@ def _pixels(transforms: object) -> Preprocessing:
 
 
 def can_be_public(name: str) -> bool:
-    """Whether `add_public_embedder` takes such a name."""
+    """Return whether `add_public_embedder` accepts a name."""
     return is_public(name) or name.startswith(TORCHVISION)
 
 
 def add_public_embedder(release: Release, name: str) -> None:
-    """Put the model of images that `name` names into the release, with its makers' weights and
-    pixels; its vectors have norm 1. Raises what open_public and open_torchvision do, and
-    ConfigurationError for one that is none that can be published."""
+    """Add a public image model to the release, with its published weights and preprocessing.
+
+    Its vectors are normalised. Errors are those of `open_public` and `open_torchvision`, and
+    ConfigurationError for a model without square input."""
     model = open_public(name) if is_public(name) else open_torchvision(name)
     (height, width), pixels = model.pixels.size, model.pixels
     if height != width:
         raise ConfigurationError(
-            f"--weights {name}: expected square pixels, got {width} x {height}"
+            f"--weights {name}: expected square images, got {width} x {height}"
         )
     encoder = ImageEncoder(model.network, model.dim, height, True, pixels.mean, pixels.std)
     release.add_embedder(encoder.eval())
@@ -259,16 +264,20 @@ def add_public_embedder(release: Release, name: str) -> None:
 
 
 SUFFIX = ".onnx"
-# Of a manifest's recipe: the fingerprint of the text model that its vectors are of.
+# Key of a manifest's recipe: the fingerprint of the text model that made its vectors.
 TEXT_MODEL = "text_model"
 
 
 def add_onnx_upgrade(release: Release, source: Path) -> None:
-    """Put a map into the release: input `embedding` float32 [n, a], output `upgraded` [n, b].
+    """Add a map to the release: input `embedding` float32 [n, a], output `upgraded` [n, b].
 
-    It leads from the published release whose model it was fitted on; where no release or file says
-    which, from the newest such of dimension a, a withdrawn one last. Side-information passes by it
-    where the release keeps its predecessor's encoder. Raises InvalidInputError, ConfigurationError.
+    It leads from the published release whose model it was fitted on. If neither the file nor a
+    release names the model, it leads from the newest release of dimension a, withdrawn ones last.
+    Side-information stays valid if the release keeps its predecessor's encoder.
+
+    Raises:
+        InvalidInputError: the file has another form.
+        ConfigurationError: its models or dimensions do not match the releases.
     """
     assert release.embedder is not None
     model = _loaded(source)
@@ -279,13 +288,13 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
     if made is not None and facts.get("new_model", made) != made:
         raise ConfigurationError(
             f"--upgrade {source}: was fitted on vectors of another new model than the one being "
-            "published; fit it again with vectors that this release's model makes"
+            "published; fit it again on vectors of this release's model"
         )
     old = _source(release, source, facts.get("old_model"), dims[0])
     if dims[1] != release.embedder.dim:
         raise ConfigurationError(
-            f"--upgrade {source}: gives vectors of dimension {dims[1]}, release {release.number} "
-            f"has {release.embedder.dim}"
+            f"--upgrade {source}: gives vectors of dimension {dims[1]}, but release "
+            f"{release.number} has {release.embedder.dim}"
         )
     _write(release, model, old, source)
     kept = release.side_encoder is not None and (
@@ -320,7 +329,7 @@ def _loaded(source: Path) -> onnx.ModelProto:
 
 
 def _dims(model: onnx.ModelProto, source: Path) -> tuple[int, int]:
-    """a and b. Raises InvalidInputError for another form."""
+    """Return a and b. Raises InvalidInputError for another form."""
     held = {tensor.name for tensor in model.graph.initializer}
     inputs = [value for value in model.graph.input if value.name not in held]
     ends = [*inputs, *model.graph.output]
@@ -339,8 +348,9 @@ def _dims(model: onnx.ModelProto, source: Path) -> tuple[int, int]:
 def _named(
     space: str, embedder: PublishedEmbedder, recipe: Recipe, model: str | None
 ) -> str | None:
-    """A release's own name of what made its vectors, as `model` names it: by the space, or by the
-    text model's fingerprint, None where that is not known: pictures are of another model."""
+    """Return a release's own name of the model of its vectors, in the form of `model`.
+
+    This is the space, or the text model's fingerprint; None if that is unknown, as for images."""
     if model is not None and model.startswith(SPACE):
         return space
     made = recipe.get(TEXT_MODEL)
@@ -348,7 +358,7 @@ def _named(
 
 
 def _source(release: Release, path: Path, model: str | None, dim: int) -> Manifest:
-    """The published release whose vectors it takes."""
+    """Return the published release whose vectors the map takes."""
     found = list(release.published.values())
     if model is not None:
         named = [one for one in found if model in (one.space, one.recipe.get(TEXT_MODEL))]
@@ -367,7 +377,7 @@ def _source(release: Release, path: Path, model: str | None, dim: int) -> Manife
 
 
 def _write(release: Release, model: onnx.ModelProto, old: Manifest, source: Path) -> None:
-    """The graph and its int8 twin, both run once on what the older release embeds."""
+    """Write the graph and its int8 twin; run both once on embeddings of the older release."""
     strip(model)
     path = release.local(upgrade_path(old.release, release.number))
     onnx.save(model, path)

@@ -1,6 +1,6 @@
-"""From torch to ONNX: one graph, a dynamic batch, nothing in the file but the computation.
+"""Export torch modules to ONNX: one graph with a dynamic batch, without metadata.
 
-Parity is checked on the written file by onnxruntime, and refused beyond a tolerance.
+Outputs of the written file are compared with torch's by onnxruntime.
 """
 
 import logging
@@ -18,22 +18,29 @@ from torch import Tensor, nn
 from nobackfill.errors import VerificationError
 
 OPSET = 20
-# |torch - ONNX| <= PARITY * max(1, |torch|): float32 sums in another order, nothing more.
+# |torch - ONNX| <= PARITY * max(1, |torch|): allows only another order of float32 sums.
 PARITY = 1e-4
 
 
 def export_onnx(
     module: nn.Module, inputs: Mapping[str, Tensor], outputs: tuple[str, ...], path: Path
 ) -> None:
-    """Write `module` as ONNX with named inputs (examples, batch first) and outputs; check parity.
+    """Write `module` as ONNX, and compare its outputs.
 
-    Raises VerificationError where onnxruntime's outputs differ from torch's.
+    Args:
+        module: the module; it is moved to the CPU and to eval mode.
+        inputs: example inputs by name, batch first.
+        outputs: names of the outputs.
+        path: the file to write.
+
+    Raises:
+        VerificationError: onnxruntime's outputs differ from torch's by more than PARITY.
     """
     module = module.eval().cpu()
     examples = tuple(tensor.cpu() for tensor in inputs.values())
     batch = torch.export.Dim("n", min=1)
     with warnings.catch_warnings(), torch.no_grad():
-        # torch.onnx deprecates parts of itself while it exports.
+        # torch.onnx prints deprecation warnings about itself.
         warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         program = torch.onnx.export(
@@ -54,7 +61,7 @@ def export_onnx(
 
 
 def strip(model: onnx.ModelProto) -> None:
-    """Remove all that is not computation: traces with paths of this machine, comments, shapes."""
+    """Remove all but the computation: traces with paths of this machine, comments, shapes."""
     model.doc_string = ""
     model.producer_name, model.producer_version = "nobackfill", ""
     del model.metadata_props[:]
@@ -72,9 +79,10 @@ def strip(model: onnx.ModelProto) -> None:
 def check_parity(
     module: nn.Module, inputs: Mapping[str, Tensor], outputs: tuple[str, ...], path: Path
 ) -> None:
-    """Compare the file with the module, on the whole batch and on its first row.
+    """Compare the file's outputs with the module's, on the whole batch and on its first row.
 
-    Raises VerificationError naming the output that differs and by how much.
+    Raises:
+        VerificationError: names the output that differs, and by how much.
     """
     for rows in {len(next(iter(inputs.values()))), 1}:
         given = {name: tensor[:rows].cpu() for name, tensor in inputs.items()}
@@ -103,7 +111,7 @@ def _compare(name: str, torch_output: NDArray[Any], onnx_output: NDArray[Any], p
 def run_onnx(
     path: Path, inputs: Mapping[str, NDArray[Any]], outputs: tuple[str, ...]
 ) -> list[NDArray[Any]]:
-    """Run an ONNX file once, on the CPU. Raises VerificationError where onnxruntime cannot."""
+    """Run an ONNX file once on the CPU. Raises VerificationError if onnxruntime cannot."""
     from nobackfill.onnx_runtime import onnxruntime, state
 
     options = onnxruntime.SessionOptions()
@@ -126,10 +134,10 @@ def run_onnx(
 
 
 def quantise(source: Path, target: Path) -> None:
-    """The int8 twin: weights in int8 with a scale a channel, activations quantised at run time.
+    """Write the int8 twin: int8 weights with a scale per channel, dynamic activations.
 
-    Weights take 7 of the 8 bits. Processors with AVX2 and no VNNI add two products in 16 bits: more
-    would overflow there, and a device compute what no gate has measured (ADR 0022).
+    Weights use 7 of 8 bits. Processors with AVX2 but without VNNI add two products in 16 bits; with
+    8 bits they would overflow, and a device would compute other values than the gate (ADR 0006).
     """
     import nobackfill.onnx_runtime  # noqa: F401  # Before anything of onnxruntime's.
 
@@ -137,7 +145,7 @@ def quantise(source: Path, target: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     model = onnx.load(source)
-    # Its shape inference trips over shapes that the exporter recorded.
+    # Its shape inference fails on shapes that the exporter recorded.
     del model.graph.value_info[:]
     root = logging.getLogger()
     level = root.level
@@ -150,7 +158,7 @@ def quantise(source: Path, target: Path) -> None:
         root.setLevel(level)
     quantised = onnx.load(target)
     strip(quantised)
-    # Its internal domains are declared and not used.
+    # Its internal operator sets are declared but not used.
     standard = [opset for opset in quantised.opset_import if opset.domain in ("", "ai.onnx")]
     del quantised.opset_import[:]
     quantised.opset_import.extend(standard)

@@ -1,6 +1,4 @@
-"""What a release's encoders make of given inputs: golden probes, which every installation computes
-again, and pictures of a single colour.
-"""
+"""Golden probes, which every installation recomputes, and a check on single-coloured pictures."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -24,7 +22,7 @@ from nobackfill.release.text_models import open_text_encoder
 from nobackfill.training.export.drafting import Release, probe_images
 from nobackfill.vectors import Vectors
 
-# Written here: no real note leaves with a release.
+# Written for this purpose: no real text is published with a release.
 PROBE_TEXTS = (
     "a red bicycle leans on a wall",
     "How do I carry vectors into another model's space?",
@@ -37,14 +35,14 @@ PROBE_TEXTS = (
 )
 
 
-# Relative to max(1, |expected|): float32 on another machine's instructions.
+# Relative to max(1, |expected|): the difference of float32 arithmetic between machines.
 TOLERANCE = 1e-3
-# Vectors of a space that no model of is published.
+# Number of random vectors for a space without a published model.
 _DRAWN = 8
 
 
 def make_probes(release: Release) -> Probes:
-    """Run every model of the release on the probe images and write `probes-N.npz`."""
+    """Run every model of the release on the probes, and write `probes-N.npz`."""
     placeholder = Probes(
         file=PublishedFile(path=probes_path(release.number), sha256="0" * 64, length=1),
         tolerance=TOLERANCE,
@@ -79,7 +77,7 @@ def make_probes(release: Release) -> Probes:
     path = release.local(probes_path(release.number))
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
-    # Quantised kernels round differently from machine to machine, by less than they err.
+    # Rounding of quantised kernels differs between machines, by less than their error.
     return Probes(
         file=release.file(probes_path(release.number)),
         tolerance=TOLERANCE,
@@ -90,8 +88,11 @@ def make_probes(release: Release) -> Probes:
 def source_probes(
     source: Manifest, files: Mapping[str, Path]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-    """Embeddings and side-information of the probe images by a published release; of the probe
-    texts, or of nothing, where it embeds no images."""
+    """Return embeddings [n,dim] and side-information of the probes, by a published release.
+
+    The probes are images, texts if the release embeds no images, or random unit vectors if it has
+    no
+    model."""
     spec = source.embedder
     if spec.file is None and source.text_encoder is not None:
         return open_text_encoder(files, source).run(PROBE_TEXTS, "document"), None
@@ -111,12 +112,12 @@ COLOURS: Mapping[str, tuple[int, int, int]] = {
     "green": (0, 255, 0),
     "blue": (0, 0, 255),
 }
-# Of the distance between pictures of something.
+# Relative to the distance between pictures with content.
 _SAME = 1e-3
 
 
 def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
-    """Sentences on colours without a vector, and on colours that are hardly told apart."""
+    """Describe colours that get no vector, and colours with nearly equal vectors."""
     if manifest.embedder.file is None:
         return []
     embedder = open_embedder(files, manifest)
@@ -132,7 +133,7 @@ def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
     trouble = []
     if without:
         trouble.append(
-            f"the embedder makes no vector (zero, or not finite) of pictures all {few(without)}; "
+            f"the embedder makes no vector (zero, or not finite) for pictures all {few(without)}; "
             "galleries and searches will refuse such pictures"
         )
     near = _SAME * _usual(embedder, probe_images(*size))
@@ -143,14 +144,14 @@ def plain_trouble(manifest: Manifest, files: Mapping[str, Path]) -> list[str]:
     ]
     if same:
         trouble.append(
-            f"the embedder gives nearly equal vectors for plain pictures ({few(same)}); they will "
-            "be found for one another"
+            f"the embedder gives nearly equal vectors for plain pictures ({few(same)}); searches "
+            "will confuse them"
         )
     return trouble
 
 
 def _usual(embedder: ImageEmbedder, images: Images) -> float:
-    """The median distance between pictures of something; 0 where those have no vectors."""
+    """Return the median distance between pictures with content; 0 if they have no vectors."""
     try:
         vectors: NDArray[np.float32] = embedder.run(images)
     except UnusableOutputError:

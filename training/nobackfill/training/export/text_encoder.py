@@ -1,7 +1,7 @@
-"""Bring your own: a text model that exists as ONNX, with its tokenizer, becomes a release's.
+"""Add a text model that exists as ONNX, with its tokenizer, to a release.
 
-Its weights stay as they are. What makes one vector of the tokens' vectors is put behind it, inside
-the graph, so that gateway, device and Triton run the same file and get vectors of the space.
+Its weights stay unchanged. Pooling of token vectors and normalisation are appended inside the
+graph, so that gateway, device and Triton run the same file and get vectors of the space.
 """
 
 import sys
@@ -42,11 +42,11 @@ from nobackfill.training.export.probes import PROBE_TEXTS
 from nobackfill.vectors import Vectors
 
 TOKENS = ("input_ids", "attention_mask", "token_type_ids")
-# The operators behind the model are those of this set and later ones.
+# The appended operators need at least this operator set.
 _OPSET = 17
 _IR = 8
 _THEIRS = "model/"
-# The mean of the tokens that the mask lets pass.
+# The mean over the tokens of the mask.
 _ONE = np.ones(1, np.float32)
 _MEAN: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
     ("Cast", ["attention_mask"], "mask_float", {"to": TensorProto.FLOAT}),
@@ -60,9 +60,10 @@ _MEAN: tuple[tuple[str, list[str], str, dict[str, Any]], ...] = (
 
 
 def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]:
-    """Change `model` to inputs of TOKENS, int64 [n,t], and one output `embedding`; its inputs.
+    """Give `model` inputs of TOKENS, int64 [n,t], and one output `embedding`; return its inputs.
 
-    Raises InvalidInputError for a model of another form.
+    Raises:
+        InvalidInputError: the model has another form.
     """
     _renew(model)
     graph = model.graph
@@ -77,7 +78,7 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
     if declared.pooling == "mean" and "attention_mask" not in names:
         inputs.append(_tokens("attention_mask"))
     graph.input.extend(inputs)
-    # None of its names can be one of ours.
+    # The prefix avoids names that this module adds.
     compose.add_prefix_graph(graph, _THEIRS, rename_inputs=False, inplace=True)
     pooled = _pooled(model, declared)
     if declared.normalise:
@@ -89,7 +90,7 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
 
 
 def declare_output(model: onnx.ModelProto, dim: int | None) -> None:
-    """Say what `embedding` is, its dimension as far as that is known."""
+    """Declare the output `embedding`, with its dimension if that is known."""
     del model.graph.output[:]
     value = helper.make_tensor_value_info("embedding", TensorProto.FLOAT, ["n", dim])
     model.graph.output.append(value)
@@ -99,8 +100,8 @@ def _renew(model: onnx.ModelProto) -> None:
     versions = {opset.domain or "ai.onnx": opset.version for opset in model.opset_import}
     if set(versions) != {"ai.onnx"}:
         raise InvalidInputError(
-            f"expected operators of ONNX alone, got sets {sorted(versions)}; export the model "
-            "without a vendor's optimisations, in float32"
+            f"expected only operators of ONNX, got the sets {sorted(versions)}; export the model "
+            "in float32, without a vendor's optimisations"
         )
     if versions["ai.onnx"] < _OPSET:
         model.CopyFrom(version_converter.convert_version(model, _OPSET))
@@ -108,7 +109,7 @@ def _renew(model: onnx.ModelProto) -> None:
 
 
 def _free(value: onnx.ValueInfoProto) -> None:
-    """Texts of any number and length."""
+    """Make the number and length of texts free."""
     kind = value.type.tensor_type
     fixed = [size.dim_value for size in kind.shape.dim if size.dim_value]
     if kind.elem_type != TensorProto.INT64 or len(kind.shape.dim) != 2 or fixed:
@@ -124,12 +125,12 @@ def _tokens(name: str) -> onnx.ValueInfoProto:
 
 
 def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
-    """The name of a value float32 [n,dim]."""
+    """Append pooling; return the name of a value float32 [n,dim]."""
     graph = model.graph
     outputs = [value.name.removeprefix(_THEIRS) for value in graph.output]
     wanted = declared.output or outputs[0]
     if wanted not in outputs:
-        raise InvalidInputError(f"expected the output {wanted!r}, the model has {outputs}")
+        raise InvalidInputError(f"expected the output {wanted!r}, but the model has {outputs}")
     axes = _axes(model, _THEIRS + wanted)
     graph.node.append(
         helper.make_node("Cast", [_THEIRS + wanted], ["tokens_float"], to=TensorProto.FLOAT)
@@ -156,12 +157,12 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
 
 
 def _axes(model: onnx.ModelProto, wanted: str) -> int:
-    """How many an output has: as declared, else as it follows from the graph."""
+    """Return the number of axes of an output, as declared or as inferred from the graph."""
     for graph in (model.graph, shape_inference.infer_shapes(model).graph):
         value = next(value for value in graph.output if value.name == wanted)
         if axes := len(value.type.tensor_type.shape.dim):
             return axes
-    raise InvalidInputError(f"output {wanted!r}: its shape is not known; export it with shapes")
+    raise InvalidInputError(f"output {wanted!r}: its shape is unknown; export it with shapes")
 
 
 def _add(graph: onnx.GraphProto, name: str, value: int | Sequence[int]) -> None:
@@ -172,13 +173,20 @@ _MODEL = "model.onnx"
 
 
 def add_text_encoder(release: Release, source: Path, queries: Path | None = None) -> None:
-    """Put a text model into the release: an ONNX file, or a folder with one, with `tokenizer.json`
-    and what is declared about it (`NAME.json`, or the files that sentence-transformers exports).
-    `queries`: another such model, for the texts that ask; its tokenizer is the same.
+    """Add a text model to the release.
 
-    Beside an embedder of images it shares that one's space; else it makes the release's. Raises
-    NotFoundError, InvalidInputError for another form; what a graph may compute is checked when it
-    is published.
+    With an embedder of images it must share that embedder's space; alone it makes the release's
+    space. Publishing checks which operators the graph uses.
+
+    Args:
+        release: the release in preparation.
+        source: an ONNX file, or a folder with one, with `tokenizer.json` and its declaration
+            (`NAME.json`, or the files that sentence-transformers exports).
+        queries: another such model for queries, with the same tokenizer; None: none.
+
+    Raises:
+        NotFoundError: there is no ONNX file.
+        InvalidInputError: a model has another form, or the models do not fit each other.
     """
     made = _put(release, source, "--text-encoder", text_encoder_path(release.number))
     _share(release, made.vectors, made.file)
@@ -205,7 +213,7 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
 
 
 class _Made(NamedTuple):
-    """A model of others as the graph that a release has, and what it gives for the probes."""
+    """A foreign model as the release's graph, and its vectors of the probes."""
 
     file: Path
     weights: list[Path]
@@ -224,7 +232,7 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Made:
         if declared.max_length > LARGEST_LENGTH:
             raise InvalidInputError(
                 f"expected texts of at most {LARGEST_LENGTH} tokens, got {declared.max_length}; "
-                f"write a smaller max_length into {file.with_suffix('.json').name}"
+                f"set a smaller max_length in {file.with_suffix('.json').name}"
             )
         tokenizer = tokenizer_file(file, declared)
         inputs = text_graph(model, declared)
@@ -240,7 +248,7 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Made:
 
 
 def _check_asking(asking: _Made, made: _Made) -> None:
-    """Raises InvalidInputError where one release cannot have both."""
+    """Raise InvalidInputError if query model and text model do not fit each other."""
     for what, one, other in (
         ("inputs", asking.inputs, made.inputs),
         ("max_length", asking.declared.max_length, made.declared.max_length),
@@ -255,12 +263,12 @@ def _check_asking(asking: _Made, made: _Made) -> None:
 
 
 def _kind(vectors: Vectors) -> tuple[int, bool]:
-    """Dimension, and whether all have norm 1."""
+    """Return the dimension, and whether all vectors have norm 1."""
     return vectors.shape[1], bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
 
 
 def _found(source: Path, option: str) -> Path:
-    """An ONNX file: named, or in a folder as exports have it."""
+    """Return the ONNX file: given itself, or in a folder as exporters lay it out."""
     places = [source, source / _MODEL, source / "onnx" / _MODEL]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
@@ -275,12 +283,12 @@ def _run(
     model: onnx.ModelProto, path: Path, tokenizer: Path, declared: Declaration,
     inputs: tuple[str, ...],
 ) -> Vectors:  # fmt: skip
-    """Write the graph with its output's dimension, and the probes' vectors."""
+    """Write the graph with its output's dimension; return the vectors of the probes."""
     tokens = Tokenizing(tokenizer.read_bytes(), declared.max_length, str(tokenizer)).tokens(
         [declared.prefix + text for text in PROBE_TEXTS]
     )
     feed = {name: tokens[name] for name in inputs}
-    # What it gives is only known by running it, and what is run has to have an output.
+    # The dimension is known only after a run, and a run needs a declared output.
     declare_output(model, None)
     onnx.save(model, path)
     (embedding,) = run_onnx(path, feed, ("embedding",))
@@ -294,7 +302,7 @@ def _run(
 
 
 def _share(release: Release, vectors: Vectors, file: Path) -> None:
-    """See that both encoders embed into one space."""
+    """Check that image and text encoder embed into one space."""
     dim, unit = _kind(vectors)
     made = release.embedder
     if made is None:
@@ -311,7 +319,7 @@ def _share(release: Release, vectors: Vectors, file: Path) -> None:
 
 
 def add_vectors(release: Release, name: str, dim: int) -> None:
-    """Make the release the space of vectors that `name` made, of which no model is published: an
-    endpoint that was switched off, say. Vectors are compared by their directions."""
+    """Make the release a space of vectors whose model `name` is not published, for example an
+    endpoint that was switched off. Vectors are compared by cosine."""
     release.embedder = PublishedEmbedder(dim=dim, metric="cosine", unit=False, vectors_of=name)
     release.method = "vectors"

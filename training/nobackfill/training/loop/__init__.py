@@ -1,4 +1,4 @@
-"""The training loop, what it minimises, and the folder of a run that it resumes from.
+"""The training loop, its objectives, and the run folders that trainings resume from.
 
 >>> from nobackfill.training import load_config
 >>> from nobackfill.training.config import configs

@@ -1,8 +1,8 @@
-"""The training loop: reads from top to bottom, resumes after a kill, one JSON line a log step.
+"""The training loop. It resumes after a kill and writes one JSON object per logged step.
 
 Randomness is a function of (seed, epoch): torch's generator is seeded at the start of each epoch,
-the learning rate is a function of the step, and checkpoints are taken between epochs. So a run that
-was killed and resumed computes what an unbroken one computes, bit for bit on the same machine.
+the learning rate depends only on the step, and checkpoints are written between epochs. A run that
+was killed and resumed therefore computes the same as an unbroken one, bit for bit on one machine.
 """
 
 import ctypes
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 
 class ProgressBars:
-    """Bars on stderr; `visible` None means: when stderr is a terminal."""
+    """Progress bars on stderr; `visible` None: only if stderr is a terminal."""
 
     def __init__(self, visible: bool | None = None) -> None:
         self.visible = sys.stderr.isatty() if visible is None else visible
 
     @contextmanager
     def bar(self, title: str, total: int, done: int = 0) -> Iterator[Callable[[float], None]]:
-        """A bar over `total` epochs; the yielded function advances by one and shows a loss."""
+        """Show a bar over `total` epochs; the yielded function advances it and shows a loss."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -67,16 +67,16 @@ class ProgressBars:
             yield advance
 
 
-# Of glibc's malloc.h.
+# Constants of glibc's malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """What a step frees is kept for the next one. glibc gives blocks of some megabytes back to the
-    system, which clears every page of them anew: a seventh of a small network's time.
+    """Make glibc keep freed memory for the next step, for the whole process.
 
-    For the whole process; where the C library is another one, nothing is done.
+    By default glibc returns blocks of some megabytes to the system, which then clears every page
+    again: a seventh of a small network's time. Other C libraries are left as they are.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -90,26 +90,26 @@ Precision = Literal["32-true", "bf16-mixed", "16-mixed"]
 
 
 def precision_of(config: Config) -> Precision:
-    """lightning-fabric's word for `config.precision`; `auto` is bf16 where the device has it.
+    """Return lightning-fabric's value for `config.precision`; `auto` is bf16 if the device has it.
 
-    Where an explicit bf16-mixed meets a processor without it, it is obeyed, and stderr says what
-    that costs: each product is emulated.
+    An explicit bf16-mixed is used even on a processor without bf16. stderr then warns that every
+    product is emulated.
     """
     if config.precision == "auto":
         return "bf16-mixed" if _multiplies_bf16(config) else "32-true"
     if config.precision == "bf16-mixed" and not _multiplies_bf16(config):
         print(
             f"{config.run_dir}: this processor has no bf16 instructions, so precision: bf16-mixed "
-            "is many times slower than 32-true; precision: auto chooses",
+            "is many times slower than 32-true; use precision: auto",
             file=sys.stderr,
         )
     return config.precision
 
 
 def reads_in_bf16(config: Config) -> bool:
-    """Whether a model that this configuration trained reads what an upgrade is trained on in bf16:
-    where it was trained so, and this device multiplies in it. It takes half of the time.
-    """
+    """Return whether a model trained with this configuration computes features in bf16.
+
+    It does if it was trained so and this device multiplies in bf16, which halves the time."""
     return config.precision in ("auto", "bf16-mixed") and _multiplies_bf16(config)
 
 
@@ -123,7 +123,7 @@ def _multiplies_bf16(config: Config) -> bool:
 
 
 class DivergedError(NobackfillError):
-    """The loss became NaN or infinite; the last good checkpoint is kept."""
+    """The loss became NaN or infinite; the last good checkpoint stays."""
 
 
 def fit(
@@ -136,12 +136,23 @@ def fit(
     facts: Facts | None = None,
     fabric: "lightning_fabric.Fabric | None" = None,
 ) -> Checkpoint:
-    """Train `objective` on `rows` (of equal length, indexed by batch) into config.run_dir.
+    """Train an objective, and write checkpoints to config.run_dir.
 
-    A finished run is returned as it is; an unfinished one with the same configuration and `facts`
-    goes on after its last checkpoint. `fabric`: of `launched`, where the objective was built with
-    it. Raises ConfigurationError where the run folder holds others
-    or a batch does not fit, DivergedError at the first loss that is not finite.
+    A finished run is returned unchanged. An unfinished run with the same configuration and facts
+    resumes from its last checkpoint.
+
+    Args:
+        objective: what to minimise.
+        rows: tensors or images of equal length, indexed by the rows of a batch.
+        config: the training's configuration.
+        class_names: names of the labels.
+        progress: where to show progress.
+        facts: written to the checkpoint and compared when resuming.
+        fabric: from `launched`, if the objective was built with it; None: launch one.
+
+    Raises:
+        ConfigurationError: the run folder belongs to another training, or a batch does not fit.
+        DivergedError: a loss is not finite.
     """
     n = len(next(iter(rows.values())))
     steps = n // config.batch_size or 1
@@ -195,7 +206,7 @@ def finish(
     class_names: tuple[str, ...],
     facts: Facts,
 ) -> Checkpoint:
-    """Write the run of what was solved in closed form: all epochs at once."""
+    """Write the run of an upgrade that was solved in closed form, as a finished one."""
     tensors = _tensors(nn.ModuleDict(parts), None, 0)
     checkpoint = Checkpoint(config, tensors, config.epochs, 0, class_names, dict(facts))
     make_dir(config.run_dir)
@@ -205,7 +216,12 @@ def finish(
 
 
 def learning_rate(config: Config, epoch: float) -> float:
-    """Linear warm-up over config.warmup_epochs, then one cosine down to 0 (FCT D.5)."""
+    """Linear warm-up over config.warmup_epochs, then one cosine down to 0 (FCT D.5).
+
+    Args:
+        config: the training's configuration.
+        epoch: 0 to config.epochs, with fractions.
+    """
     if epoch < config.warmup_epochs:
         return config.lr * (epoch + 1e-3) / config.warmup_epochs
     share = (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)
@@ -213,10 +229,13 @@ def learning_rate(config: Config, epoch: float) -> float:
 
 
 def launched(config: Config) -> "lightning_fabric.Fabric":
-    """The devices of a training, its processes started: `device` is this process's. Raises
-    ConfigurationError where there are none such."""
-    # Imported where used: it brings torch's compiler, which takes seconds; a map that is solved,
-    # and who only asks for help, do without.
+    """Start the processes of a training; `device` of the result is this process's.
+
+    Raises:
+        ConfigurationError: the machine does not have the configured devices.
+    """
+    # Imported here: it imports torch's compiler, which takes seconds. Closed-form maps and --help
+    # do not need it.
     import lightning_fabric
 
     try:
@@ -235,7 +254,7 @@ def launched(config: Config) -> "lightning_fabric.Fabric":
 
 def _optimizer(objective: nn.Module, config: Config) -> torch.optim.Optimizer:
     parameters = [p for p in objective.parameters() if p.requires_grad]
-    # A fused optimiser scales float16's gradients by itself, where fabric could not clip them.
+    # A fused optimiser scales float16 gradients itself, so fabric could not clip them.
     fused = config.precision != "16-mixed"
     if config.optimizer == "adam":
         return torch.optim.Adam(
@@ -259,9 +278,9 @@ def _seed(seed: int, epoch: int) -> None:
 def _batches(
     rows: Mapping[str, Images], n: int, config: Config, fabric: "lightning_fabric.Fabric"
 ) -> Iterator[Batch]:
-    """Every row once, shuffled, the last short batch left out (BatchNorm meets no batch of one).
+    """Yield every row once, shuffled, without a last short batch (BatchNorm cannot use one row).
 
-    With several devices each takes its share of every batch.
+    With several devices each gets its share of every batch.
     """
     order = torch.randperm(n)
     size = min(config.batch_size, n)
@@ -283,9 +302,7 @@ def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def _over_devices(
     fabric: "lightning_fabric.Fabric", terms: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """`loss` and the terms, each the mean over the devices: all of them see the same figures, and
-    so stop at the same step.
-    """
+    """Return `loss` and the terms, averaged over devices, so that all stop at the same step."""
     mine = torch.stack([term.detach().float() for term in terms.values()])
     whole = fabric.all_reduce(mine, reduce_op="mean")
     assert isinstance(whole, Tensor)
@@ -298,7 +315,7 @@ def _check_finite(told: Mapping[str, float], step: int, config: Config) -> None:
     bad = [name for name, value in told.items() if name != "loss" and not math.isfinite(value)]
     raise DivergedError(
         f"{config.run_dir}: the loss was {told['loss']} at step {step} "
-        f"(term: {', '.join(bad)}); the last checkpoint is kept. Try a lower lr, a longer warm-up "
+        f"(term: {', '.join(bad)}); the last checkpoint stays. Try a lower lr, a longer warm-up "
         "or gradient_clip"
     )
 
@@ -309,9 +326,7 @@ def _log(config: Config, epoch: int, step: int, lr: float, told: Mapping[str, fl
 
 
 def _trim_stats(path: Path, step: int) -> None:
-    """Drop the lines that a killed run wrote after its last checkpoint; the resumed run writes
-    them.
-    """
+    """Drop the lines after the last checkpoint of a killed run; resuming writes them again."""
     if not path.is_file():
         return
     whole = [line for line in path.read_text("utf-8").splitlines(keepends=True) if line[-1] == "\n"]
@@ -323,10 +338,10 @@ def _tensors(
 ) -> dict[str, Tensor]:
     tensors = {k: v.detach().cpu().clone() for k, v in trained.state_dict().items()}
     for name, tensor in tensors.items():
-        # The last step of an epoch can spoil weights whose loss nobody saw yet.
+        # The last step of an epoch can spoil weights before any loss is computed from them.
         if not torch.isfinite(tensor).all():
             raise DivergedError(
-                f"{name} is NaN or infinite after step {step}; the last checkpoint is kept. "
+                f"{name} is NaN or infinite after step {step}; the last checkpoint stays. "
                 "Try a lower lr, a longer warm-up or gradient_clip"
             )
     if optimizer is not None:
@@ -342,13 +357,13 @@ def _begin(
     class_names: tuple[str, ...],
     done: Checkpoint | None,
 ) -> tuple[int, int]:
-    """Prepare the run folder, or restore from it; the epoch and step to go on with."""
+    """Create the run folder, or restore from it; return the epoch and step to continue with."""
     epoch, step = (0, 0) if done is None else (done.epoch, done.step)
     if done is not None:
         if done.class_names != class_names:
             raise ConfigurationError(
-                f"{config.run_dir} was begun on other classes ({few(done.class_names)}); put "
-                "the images back, or remove that folder"
+                f"{config.run_dir} was begun on other classes ({few(done.class_names)}); restore "
+                "the images, or remove that folder"
             )
         weights = {k: v for k, v in done.tensors.items() if not k.startswith("optimizer.")}
         trained.load_state_dict(weights)

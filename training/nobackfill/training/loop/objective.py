@@ -1,7 +1,7 @@
-"""What one training step minimises: the interface between the loop and every method.
+"""Objectives: the interface between the training loop and the methods.
 
-An `Objective` is a module: its parameters that require gradients are trained, its state_dict
-(frozen models left out) is the checkpoint. `fit` in loop.py drives it; methods subclass it.
+An `Objective` is a module. Its parameters with gradients are trained, and its `trained` parts are
+the checkpoint. `fit` in loop.py runs it; methods subclass it.
 """
 
 from collections.abc import Mapping
@@ -9,53 +9,53 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-# Rows of the training set: what the caller of `fit` passed, indexed by the batch's rows, and
-# `rows` int64 [b] themselves. Images are uint8 [b,H,W,3], labels int64 [b].
+# The rows of one batch: the tensors that `fit` was given, and `rows` int64 [b], their indices.
+# Images are uint8 [b,H,W,3], labels int64 [b].
 Batch = Mapping[str, Tensor]
 Terms = dict[str, Tensor]
 
 
 class Objective(nn.Module):
-    """Base of every training objective.
+    """Base class of training objectives.
 
-    Every random draw inside `forward` must come from torch's default generator: the loop seeds it
-    from (seed, epoch), which is what makes a resumed run equal to an unbroken one.
+    Random numbers in `forward` must come from torch's default generator. The loop seeds it from
+    (seed, epoch), so that a resumed run equals an unbroken one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Figures that are logged beside the terms and not minimised.
+        # Figures that are logged with the terms, but not minimised.
         self.statistics: dict[str, float] = {}
 
     def forward(self, batch: Batch) -> Terms:
-        """Named terms, scalars already weighted; the loop minimises their sum and logs each."""
+        """Return weighted scalar terms by name; the loop minimises their sum and logs each."""
         raise NotImplementedError
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
-        """Called before each epoch, `epoch` counting from 0; also the one a resumed run starts at.
+        """Prepare an epoch, 0 being the first; a resumed run calls this for its first epoch too.
 
-        Whatever it computes must be a function of the epoch and the weights alone.
+        The effect may depend only on the epoch and on the weights.
         """
 
     def finish(self) -> None:
-        """Called once, after the last epoch and before the last checkpoint is taken."""
+        """Complete the training after the last epoch, before the last checkpoint is written."""
 
     def trained(self) -> nn.ModuleDict:
-        """The parts that go into the checkpoint, by name; `Checkpoint` reads them back by it."""
+        """Return the parts of the checkpoint, by name."""
         raise NotImplementedError
 
 
 class FrozenModule:
-    """A model that is used, never trained: eval mode, no gradients, absent from the checkpoint.
+    """A frozen model: in eval mode, without gradients, not part of the checkpoint.
 
-    Not an nn.Module, so that a parent's train() and state_dict() pass it by.
+    It is no nn.Module, so that train() and state_dict() of a parent ignore it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """The model's output for `inputs`, on their device, without a graph."""
+        """Return the model's output for `inputs`, on their device, without gradients."""
         self.model.to(inputs.device)
         with torch.no_grad():
             output: Tensor = self.model(inputs)

@@ -1,7 +1,7 @@
-"""A run folder: config.yaml, checkpoint.safetensors, stats.jsonl.
+"""A run folder: config.yaml, checkpoint.safetensors and stats.jsonl.
 
-The checkpoint holds the trained parts (`encoder.…`, `head.…`, `upgrade.…`) and, until the training
-is done, the optimiser's state, in one safetensors file whose metadata say what it is. No pickle.
+The checkpoint is one safetensors file with the trained parts (`encoder.…`, `head.…`, `upgrade.…`),
+the optimiser's state until the training is finished, and metadata. It contains no pickle.
 """
 
 import json
@@ -27,16 +27,16 @@ Facts = Mapping[str, str | int | float | bool]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run folder holds: trained tensors, and how far the training got."""
+    """The content of a run folder: trained tensors, and the progress of the training."""
 
     config: Config
-    # By part and parameter name, e.g. "encoder.backbone.0.0.weight".
+    # By part and parameter, e.g. "encoder.backbone.0.0.weight".
     tensors: dict[str, Tensor]
-    # Epochs done; the training is finished when it equals config.epochs.
+    # Finished epochs; equal to config.epochs once the training is finished.
     epoch: int
     step: int
     class_names: tuple[str, ...]
-    # What its reader must know beside the configuration: dimensions, digests of the models it met.
+    # What readers need besides the configuration, such as dimensions and digests of other models.
     facts: dict[str, str | int | float | bool]
 
     @property
@@ -44,19 +44,19 @@ class Checkpoint:
         return self.epoch >= self.config.epochs
 
     def part(self, name: str) -> dict[str, Tensor]:
-        """The state dict of one part."""
+        """Return the state dict of one part."""
         prefix = name + "."
         return {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
 
 
 def write_config(run_dir: Path, config: Config) -> None:
-    """Write config.yaml: every key, defaults included."""
+    """Write config.yaml with every key, including defaults."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
     write_file(run_dir / CONFIG, text.encode(), 0o644)
 
 
 def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
-    """Replace the checkpoint durably: a kill leaves the old one or the new one, whole."""
+    """Replace the checkpoint durably: a kill leaves the old or the new one, never a part."""
     metadata = {
         "format": _FORMAT,
         "kind": checkpoint.config.kind,
@@ -71,8 +71,11 @@ def write_checkpoint(run_dir: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_checkpoint(run_dir: Path) -> Checkpoint:
-    """Raises ConfigurationError for a run without checkpoint, VerificationError for a damaged or
-    foreign one.
+    """Read the checkpoint of a run folder.
+
+    Raises:
+        ConfigurationError: there is no checkpoint.
+        VerificationError: the file is damaged or no checkpoint of this program.
     """
     path = run_dir / CHECKPOINT
     if not path.is_file():
@@ -85,7 +88,7 @@ def read_checkpoint(run_dir: Path) -> Checkpoint:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise VerificationError(
-            f"{path} is damaged ({error}); remove it and train the run again"
+            f"{path} is damaged ({error}); delete it and train the run again"
         ) from error
     if metadata.get("format") != _FORMAT:
         raise VerificationError(f"{path}: expected format {_FORMAT}, got {metadata.get('format')}")
@@ -100,22 +103,28 @@ def read_checkpoint(run_dir: Path) -> Checkpoint:
 
 
 def read_finished(run_dir: Path) -> Checkpoint:
-    """`read_checkpoint` of a training that ran to its end. Raises ConfigurationError otherwise."""
+    """Read the checkpoint of a finished training. Raises as `read_checkpoint`, and
+    ConfigurationError for an unfinished one."""
     checkpoint = read_checkpoint(run_dir)
     if not checkpoint.finished:
         raise ConfigurationError(
             f"{run_dir}: training stopped after epoch {checkpoint.epoch} of "
-            f"{checkpoint.config.epochs}; let python training/train.py {run_dir / CONFIG} finish"
+            f"{checkpoint.config.epochs}; run python training/train.py {run_dir / CONFIG}"
         )
     return checkpoint
 
 
 def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
-    """The checkpoint in config.run_dir, None where there is none.
+    """Return the checkpoint in config.run_dir to resume from; None without one.
 
-    Raises ConfigurationError where it belongs to another configuration or, given the facts that a
-    training would end with, has others: a model replaced at its path leaves the configuration as
-    it was.
+    Args:
+        config: the configuration of the training.
+        facts: the facts that the training will record, for example digests of its models; None: do
+            not compare them. A model that was replaced at its path changes only these.
+
+    Raises:
+        ConfigurationError: the checkpoint has another configuration or other facts.
+        VerificationError: the checkpoint is damaged.
     """
     if not (config.run_dir / CHECKPOINT).is_file():
         return None
@@ -131,15 +140,15 @@ def resumable(config: Config, facts: Facts | None = None) -> Checkpoint | None:
         names = {*done.facts, *facts}
         others = [name for name in names if done.facts.get(name) != facts.get(name)]
         raise ConfigurationError(
-            f"{config.run_dir} holds a training begun with another model, or other vectors "
-            f"(different: {few(sorted(others))}); remove that folder to begin anew, or put back "
-            "what there was"
+            f"{config.run_dir} holds a training begun with another model or other vectors "
+            f"(different: {few(sorted(others))}); remove that folder to start again, or restore "
+            "the files"
         )
     return done
 
 
 def load_part(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
-    """Load one part, every tensor of it. Raises ConfigurationError naming what does not fit."""
+    """Load all tensors of one part. Raises ConfigurationError, listing those that do not fit."""
     stored, wanted = checkpoint.part(part), module.state_dict()
     problems = [f"{key} is missing" for key in wanted if key not in stored]
     problems += [f"{key} is not expected" for key in stored if key not in wanted]
@@ -157,7 +166,7 @@ def load_part(module: nn.Module, checkpoint: Checkpoint, part: str) -> None:
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's state as tensors `optimizer.INDEX.NAME`."""
+    """Return the optimiser's state as tensors with names `optimizer.INDEX.NAME`."""
     state = optimizer.state_dict()["state"]
     return {
         f"optimizer.{index}.{name}": torch.as_tensor(value)
@@ -168,13 +177,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Inverse of `optimizer_tensors`."""
+    """Restore the state of `optimizer_tensors`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in checkpoint.part("optimizer").items():
         index, _, name = key.partition(".")
         like = parameters[int(index)]
-        # A fused step takes a parameter's memory and its momenta's to be laid out alike.
+        # A fused step needs a parameter and its momenta to have the same memory layout.
         if value.shape == like.shape:
             value = torch.empty_like(like, dtype=value.dtype).copy_(value)
         state.setdefault(int(index), {})[name] = value

@@ -1,5 +1,4 @@
-"""One training, from its configuration to its run folder: which images, from what it begins, and
-that nobody else trains there."""
+"""Run one training from its configuration: select images, take a lock, load weights, fit."""
 
 import errno
 import os
@@ -37,9 +36,11 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def train(config: Config, progress: ProgressBars) -> Checkpoint:
-    """Train what the configuration says; a finished run is kept.
+    """Run a training; a finished run is returned unchanged.
 
-    Raises BusyError where another process trains in the run folder, and what the parts raise.
+    Raises:
+        BusyError: another process trains in the run folder.
+        ConfigurationError, InvalidInputError, DivergedError: from the parts.
     """
     keep_freed_memory()
     config = _normalised(config)
@@ -56,7 +57,7 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
 
 @contextmanager
 def _alone(run_dir: Path) -> Iterator[None]:
-    """Of two trainings in one folder each would write over what the other wrote."""
+    """Lock the run folder: two trainings in it would overwrite each other's files."""
     path = run_dir / "lock"
     with ExitStack() as held:
         if _leads():
@@ -67,35 +68,37 @@ def _alone(run_dir: Path) -> Iterator[None]:
                     f"another training works in {run_dir}; wait for it, or choose another run_dir"
                 ) from error
             except OSError as error:
-                # A network's file system may have no locks, and be all that a cluster has.
+                # Some network file systems have no locks, and a cluster may have nothing else.
                 if error.errno not in _NO_LOCKS:
                     raise
         yield
         if _leads():
-            # Only of a finished run, which nobody writes to: whoever waits on the removed file and
-            # whoever makes the next one would both hold theirs.
+            # Only after a finished run, which is not written again. Otherwise a process that waits
+            # on the deleted file and one that creates a new file would both hold a lock.
             remove_tree(path)
 
 
 def _leads() -> bool:
-    """Whether this is the first process of its training: it alone writes, and locks for all. As
-    lightning-fabric, torchrun and Slurm number them; the one that starts the others has no number.
+    """Return whether this is the first process of its training, which alone writes and locks.
+
+    lightning-fabric, torchrun and Slurm number processes; the one that starts others has no number.
     """
     ranks = (os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     return next((rank for rank in ranks if rank is not None), "0") == "0"
 
 
 def split_images(config: Config) -> tuple[Listing, Listing]:
-    """The images to train on and those held out; see the errors of the parts."""
+    """Return the images to train on and the held-out images. Raises ConfigurationError and
+    InvalidInputError."""
     listing = _usable(list_images(config.images, config.classes, config.class_list), config)
-    # What reads no labels asks for no classes.
+    # An upgrade may read no labels, so one class is enough.
     require_classes(listing, 1 if isinstance(config, UpgradeConfig) else 2)
     train_rows, held_rows = hold_out(listing, config.held_out, config.split_seed)
     return listing.select(train_rows), listing.select(held_rows)
 
 
 def _normalised(config: Config) -> Config:
-    """With torchvision's weights, their normalisation of pixels, unless one is given."""
+    """Apply the pixel normalisation of named weights, unless the configuration sets one."""
     if isinstance(config, UpgradeConfig) or config.weights is None:
         return config
     expected = normalisation(config.weights, config.backbone)
@@ -105,9 +108,9 @@ def _normalised(config: Config) -> Config:
 
 
 def _usable(listing: Listing, config: Config) -> Listing:
-    """The images, with skip_corrupt without files that are no image.
+    """Return the images; with skip_corrupt, without files that are no images.
 
-    Of a set that is read as it is needed all are looked at first: better now than in hours.
+    Images that are read on demand are checked now, so that a training does not fail after hours.
     """
     later = not isinstance(config, UpgradeConfig) and streams(
         listing, config.image_size, reading(config)
@@ -118,7 +121,7 @@ def _usable(listing: Listing, config: Config) -> Listing:
     if skipped and not config.skip_corrupt:
         raise InvalidInputError(
             f"{len(skipped)} of the {len(listing)} files of {listing.root} are no images: "
-            f"{few(skipped)}; remove them, or train with skip_corrupt: true, which leaves them out"
+            f"{few(skipped)}; remove them, or train with skip_corrupt: true"
         )
     for path in skipped:
         print(f"skipped, no image: {listing.root / path}", file=sys.stderr)
@@ -126,7 +129,7 @@ def _usable(listing: Listing, config: Config) -> Listing:
 
 
 def _check_names(config: Config) -> None:
-    """What the configuration names must exist before images are read."""
+    """Check the method and the run `init` before images are read."""
     if isinstance(config, EmbedderConfig):
         embedder_method(config.method)
         if config.init is not None:
@@ -152,7 +155,7 @@ def _train_network(
     method = embedder_method(config.method)
     old = None if config.old is None else load_classifier(config.old)
     images = open_pictures(listing, config.image_size, reading(config))
-    # Before the objective, which may encode every image.
+    # Launched before the objective is built, which may encode every image.
     fabric = launched(config)
     inputs = EmbedderInputs(config, listing.class_names, images, labels, old, fabric.device)
     embedder = method.objective(inputs)

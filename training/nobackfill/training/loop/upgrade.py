@@ -1,13 +1,13 @@
-"""Training an upgrade: features of the frozen models over the same views, then the method's part.
+"""Train an upgrade: compute features of frozen models over the same views, then run the method.
 
-`train_upgrade` is for a configuration; compare.py, which has features already, calls
+`train_upgrade` runs a configuration. compare.py, which has the features already, calls
 `fit_upgrade`.
 
-Options that `choose` names are chosen first, by how an upgrade does on classes that it was not
-shown. A gallery has classes that no training set has. So for each combination of values upgrades
-are trained for a third of the epochs, each without a third of the classes, and carry all images;
-the new model's embeddings of the classes that were held back search these. Images in fewer class
-folders than five are clustered by their new embeddings: no label is needed.
+Options that the key `choose` names are selected first, by results on classes that the upgrade was
+not trained on, because a gallery contains such classes. For each combination of values, upgrades
+are trained for a third of the epochs, each without a third of the classes. They carry all images,
+and the new embeddings of the left-out classes search them. With fewer than five class folders the
+images are clustered by their new embeddings, so that no label is needed.
 """
 
 import itertools
@@ -46,9 +46,9 @@ from nobackfill.training.networks.frozen import (
 )
 from nobackfill.training.networks.transform import UpgradeNetwork
 
-# Fewer groups are too few to judge by, and to train without a third of.
+# Fewer groups are too few to compare values by, or to leave out a third.
 _FEWEST_GROUPS, _CLUSTERS, _FOLDS = 5, 10, 3
-# Images of a cluster; and of the gallery, as searches cost its square.
+# Least images per cluster, and most images in the gallery, because searches cost its square.
 _FEWEST_IN_CLUSTER, _MOST_SEARCHED = 10, 2000
 _SHARE_OF_EPOCHS = 3
 
@@ -59,8 +59,13 @@ Values = dict[str, float]
 
 @dataclass(frozen=True)
 class Groups:
-    """Of which class or cluster each training image [n] is, 0 to count - 1, and which of these are
-    held back together.
+    """The class or cluster of each training image, and the folds of groups that are left out.
+
+    Attributes:
+        of: the group of each image, int64 [n], below `count`.
+        count: the number of groups.
+        folds: groups that are left out together.
+        told: a description for the run's facts.
     """
 
     of: Ints
@@ -70,7 +75,7 @@ class Groups:
 
 
 def check_choices(method: UpgradeMethod, config: UpgradeConfig) -> None:
-    """Raise ConfigurationError for an option in `choose` that is not to be chosen, or is set."""
+    """Raise ConfigurationError for an option in `choose` that cannot be selected, or is set."""
     for name in config.choose:
         if name not in method.choices:
             known = ", ".join(method.choices) or "none"
@@ -87,8 +92,19 @@ def choose(
     rows_of: Callable[[Ints], Mapping[str, Tensor]],
     train: Callable[[UpgradeInputs], UpgradeNetwork],
 ) -> UpgradeInputs:
-    """`inputs` with what was chosen. `rows_of` gives the features of some of the images, in views
-    that show no others; `train` gives a finished upgrade. Errors are those of `divide`.
+    """Select the values of the options in `choose`.
+
+    Args:
+        method: the upgrade method.
+        inputs: the inputs of the training.
+        rows_of: returns the features of some images, in views that show no other images.
+        train: trains an upgrade.
+
+    Returns:
+        `inputs` with the selected values.
+
+    Raises:
+        InvalidInputError: as `divide`.
     """
     groups = divide(inputs)
     trained = [name for name in inputs.config.choose if name not in method.variants]
@@ -113,7 +129,7 @@ def choose(
 
 
 def _short(config: UpgradeConfig, name: str) -> UpgradeConfig:
-    """The training by which values are judged."""
+    """Return the configuration of a short trial training."""
     changed = {
         "run_dir": config.run_dir / "choice" / name,
         "epochs": -(-config.epochs // _SHARE_OF_EPOCHS),
@@ -125,8 +141,14 @@ def _short(config: UpgradeConfig, name: str) -> UpgradeConfig:
 
 
 def by_rule(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
-    """The values of the largest mean score over groups [g]; the first, which are the usual, where
-    no others are better by more than the standard error of the difference.
+    """Return the values with the largest mean score over groups, unless the default is as good.
+
+    Args:
+        scores: scores per group [g], by values; the first entry has the default values.
+
+    Returns:
+        The best values if they beat the default by more than the standard error of the difference,
+        else the default values.
     """
     usual, best = next(iter(scores)), max(scores, key=lambda values: float(scores[values].mean()))
     gains = scores[best] - scores[usual]
@@ -134,9 +156,10 @@ def by_rule(scores: Mapping[tuple[float, ...], Scores]) -> tuple[float, ...]:
 
 
 def divide(inputs: UpgradeInputs) -> Groups:
-    """Classes, or clusters, in three parts drawn by the seed.
+    """Divide the classes, or clusters of images, into three folds drawn by the seed.
 
-    Raises InvalidInputError for too few images to cluster.
+    Raises:
+        InvalidInputError: there are too few images to cluster.
     """
     labels, seed = inputs.rows["labels"].numpy(), inputs.config.seed
     names, kind = np.unique(labels), "classes"
@@ -147,7 +170,7 @@ def divide(inputs: UpgradeInputs) -> Groups:
                 f"{_FEWEST_IN_CLUSTER * _CLUSTERS} images to cluster, got {len(names)} with "
                 f"{len(labels)} images; leave choose out"
             )
-        # Imported here: it takes a second of every training that clusters nothing.
+        # Imported here: it takes a second, and most trainings do not cluster.
         from sklearn.cluster import KMeans
 
         means = KMeans(_CLUSTERS, n_init=4, random_state=seed)
@@ -164,15 +187,15 @@ def divide(inputs: UpgradeInputs) -> Groups:
 
 
 def _combinations(method: UpgradeMethod, names: list[str]) -> Iterator[Values]:
-    """Of the values tried, the usual ones first."""
+    """Yield all combinations of candidate values, the defaults first."""
     for values in itertools.product(*(method.choices[name] for name in names)):
         yield dict(zip(names, values, strict=True))
 
 
 def _scores(upgrade: UpgradeNetwork, inputs: UpgradeInputs, groups: Groups, fold: Ints) -> Scores:
-    """By group of the fold, the mean of CMC-1 and mAP of its new embeddings, which search all
-    carried ones.
-    """
+    """Return the mean of CMC-1 and mAP for each group of the fold.
+
+    New embeddings of the group are the queries; all migrated embeddings are the gallery."""
     drawn = np.random.default_rng(inputs.config.seed).permutation(len(groups.of))[:_MOST_SEARCHED]
     view = {name: rows[drawn, 0] for name, rows in inputs.rows.items() if rows.ndim > 2}
     with torch.no_grad():
@@ -182,14 +205,14 @@ def _scores(upgrade: UpgradeNetwork, inputs: UpgradeInputs, groups: Groups, fold
     relevance = same_label(own[asking], own, asking, np.arange(len(own)))
     ranking = rank(view["new"].numpy()[asking], carried, relevance)
     both = (cmc(ranking, 1) + average_precision(ranking)) / 2
-    # An image without another one of its group has nothing to find.
+    # An image that is alone in its group has no relevant item.
     found = [both[(own[asking] == group) & np.isfinite(both)] for group in fold]
     return np.array([one.mean() if len(one) else 0.0 for one in found])
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The frozen models of an upgrade; None: without. Stored vectors stand for an old model."""
+    """The frozen models of an upgrade; None: not used. `stored` vectors replace an old model."""
 
     old: FrozenEncoder | None
     stored: StoredVectorFiles | None
@@ -198,7 +221,7 @@ class Sources:
     new_side: FrozenEncoder | None
 
     def encoders(self) -> dict[str, FrozenEncoder]:
-        """By the name of their features."""
+        """Return the encoders by the name of their features."""
         named = {
             "old": self.old,
             "side": self.old_side,
@@ -209,7 +232,7 @@ class Sources:
 
 
 def open_sources(config: UpgradeConfig) -> Sources:
-    """Load what the configuration names. Raises ConfigurationError where it is not of its kind."""
+    """Load the models that the configuration names. Raises ConfigurationError for another kind."""
     old = stored = old_side = None
     if isinstance(config.old, StoredVectorFiles):
         stored = config.old
@@ -227,7 +250,7 @@ def open_sources(config: UpgradeConfig) -> Sources:
         new_side = of_run(config.new_side, "side_encoder")
     if config.side == "maps" and new_side is None:
         raise ConfigurationError(
-            f"{config.new}: side: maps, but it has no side encoder; add new_side"
+            f"{config.new}: side: maps needs a side encoder, but it has none; add new_side"
         )
     return Sources(
         old,
@@ -241,8 +264,11 @@ def open_sources(config: UpgradeConfig) -> Sources:
 def upgrade_rows(
     sources: Sources, listing: Listing, config: UpgradeConfig, views: int, mixed_views: int = 0
 ) -> dict[str, Tensor]:
-    """Features `old`, `side`, `new`, `new_side` [n,views + mixed_views,dim], where there are such,
-    and `labels`.
+    """Compute the features that an upgrade is trained on.
+
+    Returns:
+        `old`, `side`, `new`, `new_side` float32 [n,views + mixed_views,dim], as far as the sources
+        have them, and `labels` int64 [n].
     """
     columns: dict[str, list[np.ndarray]] = {name: [] for name in sources.encoders()}
     for read in _views_read(sources.encoders(), listing, config, views, mixed_views):
@@ -261,7 +287,7 @@ def _views_read(
     views: int,
     mixed_views: int = 0,
 ) -> Iterator[dict[str, NDArray[np.float32]]]:
-    """View by view the vectors by each of the encoders, from the cache or into it."""
+    """Yield the vectors of each encoder, view by view, from the cache or into it."""
     cache = config.run_dir.parent / "features"
     sizes = tuple(encoder.image_size for encoder in encoders.values())
     for images in augmented_views(
@@ -276,8 +302,9 @@ def _views_read(
 
 
 def keep_features(configs: Sequence[UpgradeConfig], train: Listing, held_out: Listing) -> None:
-    """Compute what `train_upgrade` reads of frozen models, into the cache where it finds it: each
-    view is made once for all of the configurations, which differ in models and methods alone."""
+    """Compute the features of `train_upgrade` into the cache.
+
+    Each view is made once for all configurations, which must differ only in models and methods."""
     encoders: dict[str, FrozenEncoder] = {}
     for config in configs:
         encoders |= {one.digest: one for one in open_sources(config).encoders().values()}
@@ -292,11 +319,19 @@ def keep_features(configs: Sequence[UpgradeConfig], train: Listing, held_out: Li
 def repeat_unseen(
     rows: Mapping[str, Tensor], class_names: Sequence[str], known: Collection[str], copies: int
 ) -> dict[str, Tensor]:
-    """The rows, those of classes that are not `known` to the old model `copies` times.
+    """Repeat the rows of classes that the old model was not trained on.
 
-    The old embeddings of images that the old model trained on are unlike those of a gallery, which
-    it never saw; those of classes that it never saw are not. Why no half-models: docs/training.md.
-    Raises ConfigurationError where the old model knows every class.
+    Old embeddings of images that the old model was trained on differ from those of a gallery, which
+    it never saw; embeddings of unseen classes do not. docs/training.md explains this.
+
+    Args:
+        rows: tensors of equal length, with `labels`.
+        class_names: names of the labels.
+        known: names of the old model's training classes.
+        copies: how often to repeat a row.
+
+    Raises:
+        ConfigurationError: the old model was trained on every class.
     """
     unseen = torch.tensor([name not in known for name in class_names])
     if not unseen.any():
@@ -308,7 +343,7 @@ def repeat_unseen(
 
 
 def shape_of(rows: Mapping[str, Tensor], unit: bool) -> UpgradeShape:
-    """The dimensions that the features have."""
+    """Return the dimensions of the features."""
     dims = {name: rows[name].shape[2] if name in rows else 0 for name in _FEATURES}
     return UpgradeShape(dims["old"], dims["side"], dims["new"], dims["new_side"], unit)
 
@@ -319,17 +354,23 @@ _FEATURES = ("old", "side", "new", "new_side")
 def train_upgrade(
     config: UpgradeConfig, train: Listing, held_out: Listing, progress: ProgressBars
 ) -> Checkpoint:
-    """Train the upgrade of a configuration; a finished run is returned as it is."""
+    """Train the upgrade of a configuration; a finished run is returned unchanged.
+
+    Raises:
+        ConfigurationError: the method, an option or a model does not fit.
+        InvalidInputError: there are too few images.
+        DivergedError: a loss is not finite.
+    """
     method = upgrade_method(config.method)
     if config.mixed_views and method.reads_labels(config):
         raise ConfigurationError(
-            f"method {config.method} reads labels, which views that mix two images have not; "
-            "expected mixed_views: 0, or options without a term on labels"
+            f"method {config.method} reads labels, but views that mix two images have none; "
+            "set mixed_views: 0, or options without a term on labels"
         )
     check_choices(method, config)
     if len(train) < 2:
         raise InvalidInputError(
-            f"{train.root}: expected two images at least to train an upgrade on, got {len(train)}"
+            f"{train.root}: expected at least two images to train an upgrade, got {len(train)}"
         )
     done = resumable(config)
     if done is not None and done.finished:
@@ -375,7 +416,7 @@ def _rows_of(
     rows: Mapping[str, Tensor],
     picked: NDArray[np.int64],
 ) -> dict[str, Tensor]:
-    """The features of some of the images; views that mix are made anew, of these alone."""
+    """Return the features of some images; mixed views are made again, of these images alone."""
     if config.mixed_views:
         return upgrade_rows(sources, some, config, config.views, config.mixed_views)
     return {name: tensor[picked] for name, tensor in rows.items()}
@@ -384,7 +425,7 @@ def _rows_of(
 def fit_upgrade(
     inputs: UpgradeInputs, progress: ProgressBars, digests: Mapping[str, str]
 ) -> Checkpoint:
-    """Train, or solve, the upgrade of `inputs`; `digests` say which models it belongs to."""
+    """Train or solve an upgrade; `digests` record which models it belongs to."""
     config, shape = inputs.config, inputs.shape
     method = upgrade_method(config.method)
     torch.manual_seed(config.seed)
@@ -413,7 +454,9 @@ def fit_upgrade(
 
 
 def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
-    """The finished upgrade of a checkpoint, in eval mode."""
+    """Load the finished upgrade of a checkpoint, in eval mode.
+
+    Raises ConfigurationError for another kind of run."""
     config, facts = checkpoint.config, checkpoint.facts
     if not isinstance(config, UpgradeConfig):
         raise ConfigurationError(
@@ -432,6 +475,6 @@ def load_upgrade(checkpoint: Checkpoint) -> UpgradeNetwork:
 
 
 def read_upgrade(run_dir: Path) -> tuple[UpgradeNetwork, Checkpoint]:
-    """The finished upgrade of a run folder."""
+    """Load the finished upgrade of a run folder, with its checkpoint."""
     checkpoint = read_finished(run_dir)
     return load_upgrade(checkpoint), checkpoint

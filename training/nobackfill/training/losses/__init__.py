@@ -1,8 +1,8 @@
-"""One loss or family of terms a file: free functions with the paper's equation.
+"""Losses: one loss or family of terms per file, as free functions with the paper's equation.
 
-Unless a docstring says otherwise: embeddings are float [n, dim], labels int64 [n] within the
-classifier they meet, weights float [classes, dim], and a function returns one value a row, so that
-methods can weight rows before they average.
+Unless a docstring says otherwise: embeddings are float [n, dim], labels int64 [n] of the classifier
+that is used, weights float [classes, dim]. A function returns one value per row, so that methods
+can weight rows before they average.
 
 >>> import torch
 >>> from nobackfill.training.losses.pairwise import regress

@@ -1,6 +1,4 @@
-"""DMU's selective backward compatibility: how much of the old model's view of an image to
-inherit.
-"""
+"""DMU's selective backward compatibility: weights of images by the old model's certainty."""
 
 import torch
 from torch import Tensor
@@ -11,17 +9,23 @@ from nobackfill.training.losses.distillation import entropy, true_class_probabil
 def entropy_weights(
     old_cosines: Tensor, *, entropy_scale: float = 1.0, weight_temperature: float = 1.0
 ) -> Tensor:
-    """DMU Eq. 9 and 10: weights [n], summing to 1, larger where the old classifier is surer.
+    """Return the weights of DMU Eq. 9 and 10, larger where the old classifier is more certain.
 
-    `old_cosines` [n, c] are products of unit old features and unit old classifier rows. Eq. 9 puts
-    them into a softmax unscaled, where the entropy is near log c whatever the image: the weights
-    then differ by about a thousandth (max / min 1.001), which is why methods log their spread.
-    `entropy_scale` multiplies the cosines, `weight_temperature` divides the entropies; both are 1
-    in the paper.
+    Eq. 9 uses the cosines in a softmax without scaling. There the entropy is near log c for every
+    image, so the weights differ by about a thousandth (max / min 1.001); methods log this spread.
+    Eq. 10 asks for the old classifier's response to the old feature. The published pseudocode does
+    so for the weights but not for the loss; training/methods/dmu.py follows the equation.
 
-    Eq. 10 asks for the old classifier's response to the old feature; the published pseudocode's
-    weights do so too, but its loss then uses the new logits; training/methods/dmu.py follows the
-    equation. A batch of one has no meaning here (division by 0): raises ValueError.
+    Args:
+        old_cosines: products of unit old features and unit old classifier rows [n, c].
+        entropy_scale: factor of the cosines; 1 in the paper.
+        weight_temperature: divisor of the entropies; 1 in the paper.
+
+    Returns:
+        Weights [n] with the sum 1.
+
+    Raises:
+        ValueError: the batch has one row, for which Eq. 10 divides by 0.
     """
     n = len(old_cosines)
     if n < 2:
@@ -37,13 +41,14 @@ def confidence_weights(
     entropy_scale: float = 1.0,
     weight_temperature: float = 1.0,
 ) -> Tensor:
-    """DMU Eq. 13, "least confidence": softmax over the batch of the true class's
-    probability: [n].
+    """Return the weights of DMU Eq. 13: softmax of the true class's probability.
+
+    Arguments and result as in `entropy_weights`, with labels int64 [n].
     """
     confidence = true_class_probability(entropy_scale * old_cosines, labels)
     return torch.softmax(confidence / weight_temperature, 0)
 
 
 def selective_loss(losses: Tensor, weights: Tensor) -> Tensor:
-    """DMU Eq. 10: sum over the batch of lambda(x) * l(x; phi_n, omega_o); [n], [n] -> scalar."""
+    """Sum lambda(x) * l(x; phi_n, omega_o) over the batch (DMU Eq. 10): [n], [n] -> scalar."""
     return (weights.detach() * losses).sum()

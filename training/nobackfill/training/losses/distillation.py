@@ -1,4 +1,4 @@
-"""Distillation through the old classifier: BCT's supplement, LwF, focal distillation."""
+"""Distillation through the old classifier: BCT's supplement, LwF and focal distillation."""
 
 import torch
 import torch.nn.functional as F
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def distillation(new_logits: Tensor, old_logits: Tensor) -> Tensor:
-    """Cross-entropy from softmax(old_logits) to softmax(new_logits), both [n, c] -> [n].
+    """Cross-entropy from softmax(old_logits) to softmax(new_logits): [n, c], [n, c] -> [n].
 
-    bct-supplement.txt section 1: both are responses of the *old* classifier, to the new and to the
-    old embedding; its temperature 32 multiplies the cosines, which a cosine head's `logits` have
-    done. Also LwF's soft labels (bct.txt section 3.5). The old entropy is a constant: same gradient
-    as KL.
+    Source: bct-supplement.txt section 1, and LwF's soft labels (bct.txt section 3.5). Both
+    arguments are responses of the *old* classifier, to the new and to the old embedding. The
+    temperature 32 of the paper multiplies the cosines; a cosine head's `logits` already contain it.
+    The old entropy is constant, so the gradient equals that of KL.
     """
     soft = old_logits.detach().softmax(1)
     return -(soft * F.log_softmax(new_logits, 1)).sum(1)
@@ -20,9 +20,9 @@ def distillation(new_logits: Tensor, old_logits: Tensor) -> Tensor:
 def focal_weights(
     old_logits: Tensor, labels: Tensor, base: float = 1.0, focus: float = 5.0
 ) -> Tensor:
-    """base + focus where the old classifier is right, base elsewhere: [n, c], [n] -> [n].
+    """Return base + focus where the old classifier is right, else base: [n, c], [n] -> [n].
 
-    Positive-congruent training's weights (Yan et al. 2021), the rival of DMU Table 8.
+    Source: positive-congruent training (Yan et al. 2021), the baseline of DMU Table 8.
     """
     return base + focus * (old_logits.argmax(1) == labels).to(old_logits.dtype)
 
@@ -30,7 +30,7 @@ def focal_weights(
 def focal_distillation(
     new_logits: Tensor, old_logits: Tensor, labels: Tensor, temperature: float = 1.0
 ) -> Tensor:
-    """KL(softmax(old / T) || softmax(new / T)), weighted by `focal_weights`: [n, c], [n] -> [n]."""
+    """KL(softmax(old / T) || softmax(new / T)) times `focal_weights`: [n, c], [n] -> [n]."""
     target = (old_logits.detach() / temperature).log_softmax(1)
     divergence = F.kl_div(
         (new_logits / temperature).log_softmax(1), target, log_target=True, reduction="none"
@@ -39,13 +39,13 @@ def focal_distillation(
 
 
 def reversed_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(softmax(predicted) || softmax(target)): [n, c] -> [n] (FCT Table 12, KL-Reversed)."""
+    """KL(softmax(predicted) || softmax(target)): [n, c], [n, c] -> [n] (FCT Table 12, reversed)."""
     predicted = predicted_logits.log_softmax(1)
     return (predicted.exp() * (predicted - target_logits.log_softmax(1))).sum(1)
 
 
 def forward_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(softmax(target) || softmax(predicted)): [n, c] -> [n] (FCT Table 12, KL; section E.1).
+    """KL(softmax(target) || softmax(predicted)): [n, c], [n, c] -> [n] (FCT Table 12; section E.1).
 
     Both are responses of the frozen new classifier: to h's output and to the new embedding.
     """
@@ -53,11 +53,11 @@ def forward_kl(predicted_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits): [n, c] -> [n]."""
+    """Return the entropy of softmax(logits) in nats: [n, c] -> [n]."""
     log_p = logits.log_softmax(1)
     return -(log_p.exp() * log_p).sum(1)
 
 
 def true_class_probability(logits: Tensor, labels: Tensor) -> Tensor:
-    """softmax(logits) of the true class: [n, c], [n] -> [n]."""
+    """Return softmax(logits) of the true class: [n, c], [n] -> [n]."""
     return torch.softmax(logits, 1).gather(1, labels[:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""FastFill's predicted variance: how far an upgraded embedding is from the one it stands for."""
+"""FastFill's predicted variance: the expected error of an upgraded embedding."""
 
 import math
 
@@ -10,29 +10,35 @@ _LARGEST_LOG = 20.0
 
 
 def gaussian_nll(predicted: Tensor, target: Tensor, log_variance: Tensor) -> Tensor:
-    """Negative log-likelihood a dimension of N(predicted, s^2 I) at `target`: [n, d], [n] -> [n].
+    """Negative log-likelihood per dimension of N(predicted, s^2 I) at `target`: [n, d], [n] -> [n].
 
-    FastFill (Jaeckle et al. 2023): one scalar variance s^2 = exp(log_variance) an item. The exact
-    likelihood over d, so that d = 128 weighs like d = 2 beside other terms.
+    Source: FastFill (Jaeckle et al. 2023), with one variance s^2 = exp(log_variance) per item. The
+    likelihood is divided by d, so that its weight does not depend on the dimension.
     """
     squared = (predicted - target).square().mean(1)
     return attenuated(squared, log_variance) + 0.5 * math.log(2 * math.pi)
 
 
 def attenuated(losses: Tensor, log_variance: Tensor) -> Tensor:
-    """(l / s^2 + log s^2) / 2, s^2 = exp(log_variance): [n], [n] -> [n]; least where s^2 = l.
+    """Return (l / s^2 + log s^2) / 2 with s^2 = exp(log_variance): [n], [n] -> [n].
 
-    FastFill's objective, where l is an item's distance and classification together.
+    The minimum is at s^2 = l. This is FastFill's objective, where l contains distance and
+    classification.
     """
     log_s2 = log_variance.clamp(-_LARGEST_LOG, _LARGEST_LOG)
     return 0.5 * (losses * torch.exp(-log_s2) + log_s2)
 
 
 def variance_factor(predicted: Tensor, target: Tensor, log_variance: Tensor) -> float:
-    """What predicted variances are to be multiplied by so that held-out residuals fit them.
+    """Return the factor by which to multiply predicted variances to fit held-out residuals.
 
-    The maximum-likelihood factor: the mean over images of |predicted - target|^2 / (d s^2). 1 =
-    calibrated.
+    It is the maximum-likelihood factor, the mean of |predicted - target|^2 / (d s^2) over images;
+    1 means calibrated.
+
+    Args:
+        predicted: upgraded embeddings [n, d].
+        target: new embeddings [n, d].
+        log_variance: log s^2 [n].
     """
     squared = (predicted - target).square().mean(1)
     return float((squared * torch.exp(-log_variance.clamp(-_LARGEST_LOG, _LARGEST_LOG))).mean())

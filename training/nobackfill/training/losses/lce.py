@@ -1,9 +1,8 @@
-"""Learning compatible embeddings (Meng et al. 2021) in the forward direction, FCT appendix J's
-rival.
+"""Learning compatible embeddings (Meng et al. 2021), as the baseline of FCT appendix J.
 
-FCT trains its forward transformation alone, with cross-entropy in place of ArcFace. The paper
-itself is not among ours: these terms follow its published idea, class centres aligned and a
-boundary that keeps a class as compact as in the space it is compared with.
+FCT trains only the forward transformation, with cross-entropy in place of ArcFace. These terms
+follow the published idea, not the paper's code: class centres are aligned, and a boundary keeps
+each class as compact as in the target space.
 """
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor
 
 
 def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tensor:
-    """1 - cos between the batch's class means of both sides: [n, d], [n, d], [n] ->
-    [classes seen].
+    """Return 1 - cos between the class means of both sides: [n, d], [n, d], [n] -> [classes seen].
+
+    Only classes in the batch have a value; `target` gets no gradient.
     """
     seen, place = torch.unique(labels, return_inverse=True)
     one_hot = F.one_hot(place, len(seen)).to(predicted.dtype)
@@ -23,13 +23,21 @@ def centre_alignment(predicted: Tensor, target: Tensor, labels: Tensor) -> Tenso
 
 
 def boundary(predicted: Tensor, target: Tensor, centres: Tensor, labels: Tensor) -> Tensor:
-    """How much farther (in angle, radians) a transformed feature lies from its class centre than
-    the true one does, 0 where it is inside: [n, d], [n, d], [c, d], [n] -> [n].
+    """Return by how many radians predictions are farther from their class centre than the targets.
+
+    Args:
+        predicted: transformed features [n, d].
+        target: true features [n, d].
+        centres: class centres [c, d].
+        labels: int64 [n].
+
+    Returns:
+        Values [n]; 0 if the prediction is nearer.
     """
     own = centres[labels]
     return F.relu(_angle(predicted, own) - _angle(target.detach(), own))
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
-    # Clamped off +-1, where arccos has no finite gradient.
+    # arccos has no finite gradient at +-1.
     return torch.acos(F.cosine_similarity(a, b, dim=1).clamp(-1 + 1e-6, 1 - 1e-6))

@@ -1,24 +1,30 @@
-"""A listwise loss on rankings: an upgraded embedding shall see a queue of new features as the new
-one does.
-"""
+"""A listwise ranking loss: upgraded embeddings must rank a queue as the new embeddings do."""
 
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Squared L2 distances [n, m] between [n, d] and [m, d], differentiable everywhere."""
+    """Return squared L2 distances [n, m] between [n, d] and [m, d], differentiable everywhere."""
     return (a.square().sum(1, keepdim=True) + b.square().sum(1)[None, :] - 2 * (a @ b.t())).clamp(
         min=0
     )
 
 
 def listwise(predicted: Tensor, target: Tensor, queue: Tensor, temperature: float) -> Tensor:
-    """Cross-entropy between the two neighbour distributions over `queue`: [n, d], [n, d], [m, d] ->
-    [n].
+    """Cross-entropy between the neighbour distributions of target and prediction over a queue.
 
-    softmax(-|. - q|^2 / temperature) over the queue's new features, from the true new embedding
-    (the target) to the upgraded one: what retrieval ranks by, which a plain distance does not see.
+    A distribution is softmax(-|x - q|^2 / temperature) over the queue. Retrieval ranks by these
+    distances, which a plain distance to the target does not measure.
+
+    Args:
+        predicted: upgraded embeddings [n, d].
+        target: new embeddings [n, d].
+        queue: other new embeddings [m, d].
+        temperature: in units of squared distance.
+
+    Returns:
+        One value per row [n].
     """
     wanted = (-squared_distances(target, queue) / temperature).softmax(1).detach()
     seen = F.log_softmax(-squared_distances(predicted, queue) / temperature, 1)
@@ -26,6 +32,6 @@ def listwise(predicted: Tensor, target: Tensor, queue: Tensor, temperature: floa
 
 
 def mean_squared_distance(features: Tensor) -> Tensor:
-    """Mean squared distance between two different rows of [n, d]: the unit of a temperature."""
+    """Return the mean squared distance between two different rows of [n, d]: a scalar."""
     n = len(features)
     return 2 * (features - features.mean(0)).square().sum() / (n - 1)

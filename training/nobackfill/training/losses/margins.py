@@ -1,4 +1,4 @@
-"""Softmax losses over cosines, with a margin on the true class: one value a row."""
+"""Softmax losses over cosines with a margin on the true class; one value per row."""
 
 import math
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def cosines(embedding: Tensor, weights: Tensor) -> Tensor:
-    """Cosines [n, c] between embeddings [n, d] and class weights [c, d], in float32 or wider."""
+    """Return cosines [n, c] of embeddings [n, d] and class weights [c, d], in float32 or wider."""
     wide = torch.promote_types(embedding.dtype, torch.float32)
-    # Autocast would multiply in bf16, below whose resolution a margin of a cosine vanishes.
+    # Autocast would multiply in bf16, which is too coarse for the margin of a cosine.
     with torch.autocast(embedding.device.type, enabled=False):
         return F.normalize(embedding.to(wide)) @ F.normalize(weights.to(wide)).t()
 
@@ -18,7 +18,7 @@ def cosines(embedding: Tensor, weights: Tensor) -> Tensor:
 def cosface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
     """Cross-entropy of scale * (cos - margin on the true class): [n, c], [n] -> [n].
 
-    BCT's cosine margin loss (bct.txt section 3.2); with margin 0 the normalised softmax.
+    Source: BCT's cosine margin loss (bct.txt section 3.2). Margin 0 gives the normalised softmax.
     """
     lowered = cosine - margin * F.one_hot(labels, cosine.shape[1])
     return F.cross_entropy(scale * lowered, labels, reduction="none")
@@ -27,8 +27,8 @@ def cosface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tens
 def arcface(cosine: Tensor, labels: Tensor, margin: float, scale: float) -> Tensor:
     """Cross-entropy of scale * cos(theta + margin on the true class): [n, c], [n] -> [n].
 
-    UniBCT Eq. 4, DMU Eq. 1; `margin` in radians. cos(theta + m) is expanded, since arccos has no
-    finite gradient where an embedding meets its class weight.
+    Source: UniBCT Eq. 4 and DMU Eq. 1, with `margin` in radians. cos(theta + m) is expanded,
+    because arccos has no finite gradient where an embedding equals its class weight.
     """
     true = cosine.gather(1, labels[:, None])
     sine = (1 - true.square()).clamp(min=1e-12).sqrt()
@@ -44,15 +44,13 @@ def linear_softmax(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def share_of_batch(losses: Tensor, batch_size: int) -> Tensor:
-    """A term over the rows [m] of a batch that it applies to, as BCT Eq. 8 adds it: sum / batch
-    size.
+    """Add the losses [m] of a part of a batch, divided by the size of the whole batch (BCT Eq. 8).
 
-    Eq. 4 sums over images, so a term on T_old weighs by how many of the batch are of T_old; 0 for
-    none.
+    Eq. 4 sums over images, so a term on T_old is weighted by its share of the batch; 0 for none.
     """
     return losses.sum() / batch_size
 
 
 def spread(weights: Tensor) -> Tensor:
-    """max / min of weights [n]: 1 = they do nothing."""
+    """Return max / min of weights [n]; 1 means that all are equal."""
     return weights.max() / weights.min().clamp(min=torch.finfo(weights.dtype).tiny)

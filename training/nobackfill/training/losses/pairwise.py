@@ -1,4 +1,4 @@
-"""Terms between two embeddings of one image, and between an image and the rest of its batch."""
+"""Losses between two embeddings of one image, and between an image and the rest of its batch."""
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,10 @@ def half_squared_l2(embedding: Tensor, old: Tensor) -> Tensor:
 
 
 def regress(embedding: Tensor, old: Tensor) -> Tensor:
-    """|phi_n(x) - phi_o(x)|^2: [n, d] -> [n] (UniBCT Eq. 11).
+    """|phi_n(x) - phi_o(x)|^2: [n, d], [n, d] -> [n] (UniBCT Eq. 11).
 
-    The equation has a minus in front, which would drive the two apart; the text asks to minimise
-    the distance, and so do we.
+    The printed equation has a minus sign, which would drive the two apart. The paper's text asks to
+    minimise the distance, as this does.
     """
     return (embedding - old.detach()).square().sum(1)
 
@@ -25,14 +25,22 @@ def cosine_regression(embedding: Tensor, target: Tensor) -> Tensor:
 
 
 def contrastive(embedding: Tensor, old: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """UniBCT Eq. 12: each new feature must find its image's old feature among it and the old
-    features of other classes in the batch: [n, d], [n, d], [n] -> [n].
+    """Let each new feature find its image's old feature among other classes' (UniBCT Eq. 12).
 
-    Old features of the same class are neither positive nor negative. Both sides are unit vectors.
+    Old features of the same class are neither positive nor negative.
+
+    Args:
+        embedding: new features [n, d]; normalised here.
+        old: old features [n, d]; normalised here, without gradient.
+        labels: int64 [n].
+        temperature: divisor of the cosines.
+
+    Returns:
+        One value per row [n]; 0 for a batch of one class.
     """
     similarity = F.normalize(embedding) @ F.normalize(old.detach()).t() / temperature
     same_class = labels[:, None] == labels[None, :]
     itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    # Also right for a batch of one class: the loss is then 0.
+    # In a batch of one class only the positive remains, and the loss is 0.
     candidates = similarity.masked_fill(same_class & ~itself, -torch.inf)
     return candidates.logsumexp(1) - similarity.diagonal()

@@ -1,4 +1,4 @@
-"""Pseudo prototypes: rows of an old classifier for classes that it never had, from old features."""
+"""Pseudo prototypes: rows of an old classifier for classes that it lacks, from old features."""
 
 import math
 from collections.abc import Callable
@@ -9,24 +9,29 @@ from torch import Tensor
 
 
 def class_average(old: Tensor) -> Tensor:
-    """The mean of one class's old features [m, d] -> [d] (BCT section 2.5; UniBCT's vanilla
-    average).
-    """
+    """Return the mean of one class's old features: [m, d] -> [d] (BCT section 2.5)."""
     return old.mean(0)
 
 
 def drop_average(old: Tensor, share: float = 0.1) -> Tensor:
-    """The mean without the `share` of rows that lie farthest from it (UniBCT section 4.2): [m, d]
-    -> [d].
+    """Return the mean without the `share` of rows farthest from it: [m, d] -> [d] (UniBCT 4.2).
 
-    The number dropped is rounded down, so a class of few images keeps them all.
+    The number of dropped rows is rounded down, so a class of few images keeps them all.
     """
     return old[_nearest(old, len(old) - int(share * len(old)))].mean(0)
 
 
 def nearest_to_mean(old: Tensor, labels: Tensor, classes: int, share: float) -> Tensor:
-    """Which rows of [n, d] are among the `share` of their class, rounded up, that lie nearest to
-    its mean: bool [n].
+    """Select in each class the `share` of rows (rounded up) that are nearest to the class mean.
+
+    Args:
+        old: features [n, d].
+        labels: int64 [n], each below `classes`.
+        classes: the number of classes.
+        share: 0 to 1.
+
+    Returns:
+        A mask, bool [n].
     """
     chosen = torch.zeros(len(old), dtype=torch.bool, device=old.device)
     for label in range(classes):
@@ -40,10 +45,10 @@ def _nearest(old: Tensor, count: int) -> Tensor:
 
 
 def transition(new: Tensor, temperature: float) -> Tensor:
-    """UniBCT Eq. 6: row-normalised similarities [m, m] between the new features [m, d] of one
-    class.
+    """Return the transition matrix of UniBCT Eq. 6 for one class: new features [m, d] -> [m, m].
 
-    Each row is a softmax over cosine / temperature of the other images; the diagonal is 0.
+    Each row is a softmax over cosine / temperature of the other images; the diagonal is 0. Raises
+    ValueError for fewer than 2 images.
     """
     if len(new) < 2:
         raise ValueError("Eq. 6 needs at least 2 images of a class")
@@ -55,10 +60,16 @@ def transition(new: Tensor, temperature: float) -> Tensor:
 def refined_features(
     old: Tensor, new: Tensor, *, temperature: float = 0.05, blend: float = 0.9
 ) -> Tensor:
-    """UniBCT Eq. 9: (1 - lambda) (I - lambda E)^-1 V(0), the limit of Eq. 8's propagation: [m, d].
+    """Return (1 - lambda) (I - lambda E)^-1 V(0), the limit of UniBCT Eq. 8 (Eq. 9): [m, d].
 
-    `old` V(0) and `new` are features of the same images of one class. A class of one image has no
-    neighbours and keeps V(0).
+    Args:
+        old: old features V(0) of one class [m, d].
+        new: new features of the same images [m, d'].
+        temperature: of the transition matrix E.
+        blend: lambda.
+
+    Returns:
+        Refined old features [m, d]; V(0) itself for a class of one image.
     """
     if len(old) < 2:
         return old
@@ -71,20 +82,25 @@ def refined_features(
 def refined_average(
     old: Tensor, new: Tensor, *, temperature: float = 0.05, blend: float = 0.9
 ) -> Tensor:
-    """UniBCT Eq. 10: the mean over rows of `refined_features`: [m, d], [m, d'] -> [d].
+    """Return the mean of `refined_features` over rows: [m, d], [m, d'] -> [d] (UniBCT Eq. 10).
 
-    The published pseudocode takes the softmax over dim 0 and without temperature. Its matrix has
-    columns that sum to one, so that the mean over rows is that of V(0): the refinement would do
-    nothing.
+    The published pseudocode takes the softmax over dim 0, without temperature. The columns of its
+    matrix sum to one, so the mean over rows would be that of V(0), and the refinement would have no
+    effect.
     """
     return refined_features(old, new, temperature=temperature, blend=blend).mean(0)
 
 
 def by_class(labels: Tensor, classes: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Stack `make(rows)` [d] over the classes 0 .. classes - 1, `rows` int64 [m] of each: [classes,
-    d].
+    """Compute `make(rows)` [d] for each class, and stack the results [classes, d].
 
-    Raises ValueError for a class without rows.
+    Args:
+        labels: int64 [n].
+        classes: the number of classes.
+        make: a function of the class's row numbers, int64 [m].
+
+    Raises:
+        ValueError: a class has no rows.
     """
     counts = torch.bincount(labels, minlength=classes)
     if (counts == 0).any():

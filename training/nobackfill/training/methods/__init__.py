@@ -1,7 +1,7 @@
-"""The registries of training methods, by the name that a configuration's `method` takes.
+"""The registries of training methods, by the configuration's key `method`; one file per method.
 
-One file a method beside this one. `embedder_method` and `upgrade_method` look a name up and raise
-ConfigurationError, naming the known ones, for any other.
+`embedder_method` and `upgrade_method` look a name up. They raise ConfigurationError for an unknown
+one, and list the known ones.
 
 >>> from nobackfill.training.methods import UPGRADE_METHODS, upgrade_method
 >>> upgrade_method("fct") is UPGRADE_METHODS["fct"]
@@ -67,12 +67,12 @@ UPGRADE_METHODS: dict[str, UpgradeMethod] = {
 
 
 def embedder_method(name: str) -> EmbedderMethod:
-    """The method of that name. Raises ConfigurationError for an unknown one."""
+    """Return an embedder method by name. Raises ConfigurationError for an unknown name."""
     return _look_up(name, EMBEDDER_METHODS, "embedder")
 
 
 def upgrade_method(name: str) -> UpgradeMethod:
-    """The method of that name. Raises ConfigurationError for an unknown one."""
+    """Return an upgrade method by name. Raises ConfigurationError for an unknown name."""
     return _look_up(name, UPGRADE_METHODS, "upgrade")
 
 

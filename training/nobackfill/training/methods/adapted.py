@@ -1,13 +1,13 @@
-"""BT2 and lambda-orthogonality: new models that keep an independent one and meet the old space.
+"""BT2 and lambda-orthogonality: compatible models that keep an independently trained one.
 
-Both go on from a finished independent model (`init`): its backbone and embedding layer are frozen,
-a linear map behind them is trained, so that the first elements meet the old model's vectors (BCT
-section 3.6), and folded into the layer in the end. So what is published is an ordinary embedder.
+Both start from a finished independent model (`init`), whose backbone and embedding layer are
+frozen. They train a linear map after it, so that the first elements match the old model's vectors
+(BCT section 3.6). At the end the map is folded into the layer; the result is an ordinary embedder.
 
 The terms towards the old space are BT2's: the influence loss with synthesized classifier weights,
 and the cosine to the old embedding of the same view. (lambda-orthogonality has a contrastive term
-of class labels in place of the former.) The head learns what the space looks like and moves none
-of it.
+of class labels instead of the influence loss.) The head is trained on the embedding without
+influencing it.
 """
 
 from dataclasses import replace
@@ -36,11 +36,11 @@ from nobackfill.training.networks.maps import procrustes
 
 
 class AdaptedLayer(nn.Module):
-    """What a frozen layer gives, with further numbers beside it, under a linear map.
+    """A frozen layer with additional outputs, followed by a trained linear map.
 
-    features [n,w] -> map([own(features), further(features)]) [n,dim]; `further` starts at the rows
-    that `layer` has beyond the first `own_dim`, `map` is [dim,dim] and starts at `start`, without
-    bias where it shall be orthogonal and stay so.
+    features [n,w] -> map([own(features), further(features)]) [n,dim]. `further` starts with the
+    rows of `layer` after the first `own_dim`. `map` is [dim,dim] and starts with `start`; an
+    orthogonal map stays orthogonal and has no bias.
     """
 
     def __init__(self, layer: nn.Linear, own_dim: int, start: Tensor, *, orthogonal: bool) -> None:
@@ -58,7 +58,7 @@ class AdaptedLayer(nn.Module):
             nn.utils.parametrizations.orthogonal(self.map)
 
     def forward(self, features: Tensor) -> Tensor:
-        # Autocast would round the map itself to bf16, and nothing of that is orthogonal.
+        # Autocast would round the map to bf16, and the result would not be orthogonal.
         with torch.autocast(features.device.type, enabled=False):
             output: Tensor = self.map(self._beside(features.float()))
         return output
@@ -68,20 +68,20 @@ class AdaptedLayer(nn.Module):
         return own if self.further is None else torch.cat((own, self.further(features)), 1)
 
     def folded(self) -> nn.Linear:
-        """One layer that computes the same."""
+        """Return one linear layer that computes the same."""
         with torch.no_grad():
             layer = nn.Linear(self.own.in_features, self.map.out_features)
             layer.to(self.own.weight.device)
             zeros = torch.zeros(1, layer.in_features, device=layer.weight.device)
             layer.bias.copy_(self(zeros)[0])
-            # Of the layers alone, without their biases.
+            # The product of the weights alone, without the biases.
             rows = [one.weight for one in (self.own, self.further) if one is not None]
             layer.weight.copy_(self.map.weight @ torch.cat(rows))
         return layer
 
 
 def _rows(layer: nn.Linear, rows: slice) -> nn.Linear:
-    """A layer of some of the outputs."""
+    """Make a layer with some of the outputs."""
     weight, bias = layer.weight[rows], layer.bias[rows]
     picked = nn.Linear(layer.in_features, len(weight))
     with torch.no_grad():
@@ -91,20 +91,20 @@ def _rows(layer: nn.Linear, rows: slice) -> nn.Linear:
 
 
 def completed(rows: Tensor) -> Tensor:
-    """Orthonormal rows [k,n], and further ones to the whole space: [n,n]."""
+    """Complete orthonormal rows [k,n] to an orthonormal basis [n,n]."""
     return torch.cat((rows, torch.linalg.svd(rows).Vh[len(rows) :]))
 
 
 class AdaptedOptions(WeightOptions):
-    """`weight` of the influence loss, `cosine` of what ties an image's vectors in both spaces."""
+    """`weight` of the influence loss, and `cosine`, the weight of the distance to old vectors."""
 
     cosine: float = Field(1.0, ge=0)
 
 
 class AdaptedObjective(CompatibleObjective):
-    """The terms towards the old space; subclasses say what keeps the new one."""
+    """The terms towards the old space; subclasses add the terms that preserve the new space."""
 
-    # Whether the map can be nothing but orthogonal.
+    # The map stays orthogonal.
     orthogonal: bool
     options: AdaptedOptions
 
@@ -123,9 +123,12 @@ class AdaptedObjective(CompatibleObjective):
         self.path, _ = linear_layers(self.embedder.backbone)[-1]
 
     def start_from(self, begun: Checkpoint, class_names: tuple[str, ...]) -> None:
-        """Take over and freeze the embedder of a finished run; the map starts at the rotation that
-        brings its vectors nearest to the old ones. Raises ConfigurationError for one of another
-        backbone, or whose dimension the method cannot keep.
+        """Load and freeze the embedder of a finished run.
+
+        The map starts as the rotation that brings its vectors nearest to the old ones.
+
+        Raises:
+            ConfigurationError: the run has another backbone or an unsuitable dimension.
         """
         before = begun.config
         own_dim = before.embedding_dim if isinstance(before, EmbedderConfig) else 0
@@ -149,17 +152,17 @@ class AdaptedObjective(CompatibleObjective):
 
     @property
     def layer(self) -> AdaptedLayer:
-        """The embedding layer with its map; there is none before the start and after the finish."""
+        """The embedding layer with its map, between `start_from` and `finish`."""
         found = self.embedder.backbone.get_submodule(self.path)
         assert isinstance(found, AdaptedLayer)
         return found
 
     def check_dimension(self, own_dim: int) -> None:
-        """Raise ConfigurationError where embedding_dim does not suit one of `own_dim`."""
+        """Raise ConfigurationError if embedding_dim does not fit the frozen layer's `own_dim`."""
         raise NotImplementedError
 
     def begin_epoch(self, epoch: int, epochs: int) -> None:
-        # Statistics of its BatchNorm are the independent model's, too.
+        # BatchNorm statistics of the independent model must stay, too.
         self.embedder.eval()
 
     def forward(self, batch: Batch) -> Terms:
@@ -172,7 +175,7 @@ class AdaptedObjective(CompatibleObjective):
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         influence = self.old_classifier.loss(embedding, self.known_labels[labels])
         apart = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
-        # In bf16 an orthogonal map is not.
+        # In bf16 an orthogonal map would not be orthogonal.
         with torch.autocast(embedding.device.type, enabled=False):
             keeping = self.keeping(embedding)
         return {
@@ -182,7 +185,7 @@ class AdaptedObjective(CompatibleObjective):
         }
 
     def keeping(self, embedding: Tensor) -> Terms:
-        """Weighted terms that hold new vectors [b,dim] to the independent model's."""
+        """Return weighted terms that hold new vectors [b,dim] close to the independent model's."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -190,24 +193,22 @@ class AdaptedObjective(CompatibleObjective):
 
 
 class Bt2Options(AdaptedOptions):
-    """`share` of a vector's length that is the independent model's own: what it has of distances
-    over all elements is its square. `kept` weighs that each vector has it.
-    """
+    """`share` of a vector's length that is the independent model's; its square is the weight of
+    that model's distances. `kept` is the weight of the term that enforces the share."""
 
     share: float = Field(0.9, gt=0, lt=1)
     kept: float = Field(10.0, ge=0)
 
 
 class Bt2Objective(AdaptedObjective):
-    """BT2 (Zhou et al. 2023): further dimensions beside the independent embedding, both under one
-    orthogonal map, so that distances over all elements are the independent model's and, to a small
-    part, those of the further ones.
+    """BT2 (Zhou et al. 2023): the independent embedding and further dimensions under one rotation.
 
-    Trained jointly with a free head this would be row `bct_wide`: a head can absorb any rotation.
-    The point is the part that is kept: frozen here; the paper trains the backbone, too, and distils
-    the part. Its two maps, one within the other, are one here. Of the lengths, constants there, a
-    term takes care: a normalised part would not fold into one layer, and one that is free shrinks,
-    as first elements are compared by their direction.
+    Distances over all elements are mainly those of the independent model, and to a small part those
+    of the additional dimensions. If all were trained jointly with a free head, this would equal row
+    `bct_wide`, because a head absorbs any rotation. Here the independent part is frozen; the paper
+    also trains the backbone and distils the part. Its two nested maps are one map here. The
+    lengths, constants in the paper, are held by a term: a normalised part would not fold into one
+    layer, and a free one would shrink, because first elements are compared by direction.
     """
 
     orthogonal = True
@@ -220,13 +221,13 @@ class Bt2Objective(AdaptedObjective):
         dim = self.config.embedding_dim
         if dim <= own_dim:
             raise ConfigurationError(
-                f"method bt2 puts further dimensions beside the {own_dim} of {self.config.init}: "
+                f"method bt2 adds dimensions to the {own_dim} of {self.config.init}: "
                 f"expected embedding_dim above that, e.g. {own_dim + self.old.encoder.dim}, got "
                 f"{dim}"
             )
 
     def forward(self, batch: Batch) -> Terms:
-        # The map's matrix exponential is asked for twice.
+        # Two terms use the map's matrix exponential; compute it once.
         with nn.utils.parametrize.cached():
             return super().forward(batch)
 
@@ -239,9 +240,8 @@ class Bt2Objective(AdaptedObjective):
 
 
 class LambdaOptions(AdaptedOptions):
-    """`orthogonality` weighs how far the map is from orthogonal beyond `threshold`, as Frobenius
-    norm of W'W - I: lambda.
-    """
+    """`orthogonality` (lambda) is the weight of the map's distance from an orthogonal one, the
+    Frobenius norm of W'W - I, beyond `threshold`."""
 
     orthogonality: float = Field(1.0, ge=0)
     threshold: float = Field(1.0, ge=0)
@@ -249,9 +249,11 @@ class LambdaOptions(AdaptedOptions):
 
 class LambdaObjective(AdaptedObjective):
     """lambda-orthogonality (Ricci et al. 2025): an affine map of the independent embedding into the
-    old space, which may stretch as far as its threshold allows: new/new changes as little.
+    old space.
 
-    Its forward adapter, old to adapted new space, is an upgrade (row `lambda_orthogonal_residual`).
+    The map may deviate from an orthogonal one by `threshold`; new/new changes accordingly. The
+    paper's forward adapter, from the old to the adapted new space, is an upgrade (row
+    `lambda_orthogonal_residual`).
     """
 
     orthogonal = False

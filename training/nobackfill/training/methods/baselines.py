@@ -1,6 +1,6 @@
-"""The baselines that BCT and UniBCT are compared with: l2, LwF, regress, contrastive, focal.
+"""The baselines of BCT and UniBCT: l2, LwF, regress, contrastive and focal.
 
-None has an influence loss; all but LwF and `focal` tie an image's new embedding to its old one.
+None has an influence loss. All except LwF and `focal` tie an image's new embedding to its old one.
 """
 
 from pydantic import Field
@@ -29,9 +29,8 @@ class L2Objective(CompatibleObjective):
 
 
 class LwfObjective(CompatibleObjective):
-    """Learning without forgetting as BCT adapts it (bct.txt section 3.5): the old model's soft
-    labels on T_new minus T_old.
-    """
+    """Learning without forgetting, as BCT adapts it (bct.txt section 3.5): the old model's soft
+    labels on T_new minus T_old."""
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
@@ -58,13 +57,13 @@ class RegressObjective(CompatibleObjective):
 
 
 class ContrastiveOptions(WeightOptions):
-    """`temperature` is tau of UniBCT Eq. 12; the paper does not print its value."""
+    """`temperature` is tau of UniBCT Eq. 12; the paper does not state its value."""
 
     temperature: float = Field(0.1, gt=0)
 
 
 class ContrastiveObjective(CompatibleObjective):
-    """UniBCT Eq. 12: the old feature of the same image against those of other classes."""
+    """UniBCT Eq. 12: find the old feature of the same image among those of other classes."""
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
@@ -78,17 +77,16 @@ class ContrastiveObjective(CompatibleObjective):
 
 
 class FocalOptions(WeightOptions):
-    """`temperature` divides the classifier's responses on both sides. At 1 the term is too steep to
-    train by: on development seeds of digits new/new fell to 85 to 100 CMC-1, where 4 has 99.6.
-    """
+    """`temperature` divides the classifier's logits on both sides.
+
+    With 1 the term is too steep: on development seeds of digits, new/new fell to 85 to 100 CMC-1;
+    with 4 it is 99.6."""
 
     temperature: float = Field(4.0, gt=0)
 
 
 class FocalObjective(CompatibleObjective):
-    """Focal distillation, DMU's rival (Table 8), through the old classifier with
-    synthesized rows.
-    """
+    """Focal distillation, the baseline of DMU Table 8, with synthesized rows."""
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)

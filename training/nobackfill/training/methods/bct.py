@@ -1,7 +1,7 @@
-"""BCT: an influence loss through the fixed old classifier (bct.txt section 2.4 and 2.5).
+"""BCT: an influence loss by the fixed old classifier (bct.txt sections 2.4 and 2.5).
 
-`bct` applies it to images of classes that the old classifier knows (T_old); `bct_sys` to all, new
-classes having synthesized rows; `bct_kd` to T_old, with distillation on the others.
+`bct` applies it to images of classes that the old classifier knows (T_old). `bct_sys` applies it to
+all images, with synthesized rows for new classes. `bct_kd` uses T_old, and distillation elsewhere.
 """
 
 import torch
@@ -33,7 +33,7 @@ class BctObjective(CompatibleObjective):
         return {"influence": self.weight * self.influence(embedding, labels)}
 
     def influence(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """The second term of Eq. 8: the old classifier's loss on new embeddings of T_old."""
+        """Return the second term of Eq. 8: the old classifier's loss on new embeddings of T_old."""
         old_labels = self.known_labels[labels]
         known = old_labels >= 0
         losses = self.old_classifier.loss(embedding[known], old_labels[known])
@@ -41,7 +41,7 @@ class BctObjective(CompatibleObjective):
 
 
 class BctDistillationObjective(BctObjective):
-    """BCT on T_new by distillation: bct-supplement.txt section 1."""
+    """BCT with distillation on T_new minus T_old (bct-supplement.txt section 1)."""
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
         unknown = self.known_labels[labels] < 0
@@ -54,7 +54,7 @@ class BctDistillationObjective(BctObjective):
 
 
 class BctSynthesizedObjective(BctObjective):
-    """BCT on T_new with synthesized classifier weights: bct.txt section 2.5."""
+    """BCT on T_new, with synthesized classifier weights (bct.txt section 2.5)."""
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
@@ -65,11 +65,14 @@ class BctSynthesizedObjective(BctObjective):
 def extended_classifier(
     objective: CompatibleObjective, inputs: EmbedderInputs
 ) -> tuple[FixedClassifier, Tensor]:
-    """The old classifier with a row for each new class that it lacks, and each new class's row.
+    """Extend the old classifier by a row for each new class that it lacks.
 
-    A synthesized row is the average old feature of the class. Under a softmax head, whose rows have
-    a length and a bias of their own, it gets the mean length and bias of the old rows: the paper
-    synthesizes under a cosine head only, where neither plays a part.
+    A synthesized row is the average old feature of the class. A softmax head's rows also have a
+    length and a bias; a synthesized row gets the mean of both over the old rows. (The paper
+    synthesizes only under a cosine head, where neither matters.)
+
+    Returns:
+        The classifier, and each new class's row in it, int64 [new classes].
     """
     known, old = objective.known_labels, objective.old_classifier
     missing = (known < 0).nonzero()[:, 0]

@@ -1,4 +1,4 @@
-"""Closed-form upgrades: Procrustes, affine, low-rank. No epochs, no options beyond the rank."""
+"""Closed-form upgrades: Procrustes, affine and low-rank. They have no epochs."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -17,19 +17,19 @@ from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class InputShape(NamedTuple):
-    """Dimensions of what a map reads; 0 = not read."""
+    """Dimensions of a map's inputs; 0: not read."""
 
     embedding: int
     side: int
 
 
 def input_shape(config: UpgradeConfig, shape: UpgradeShape) -> InputShape:
-    """What an upgrade of this configuration reads."""
+    """Return the input dimensions of an upgrade with this configuration."""
     return InputShape(shape.old_dim if config.reads_embedding else 0, shape.side_dim)
 
 
 def joined(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Tensor:
-    """The inputs that are read, beside each other: [n, embedding + side]."""
+    """Concatenate the inputs that are read: [n, embedding + side]."""
     if not reads.side:
         return embedding
     assert side is not None
@@ -37,12 +37,12 @@ def joined(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Tensor:
 
 
 def flat(rows: Mapping[str, Tensor], name: str) -> Tensor:
-    """A feature's views one below the other: [n,v,d] -> [n * v,d]."""
+    """Flatten a feature's views: [n,v,d] -> [n * v,d]."""
     return rows[name].flatten(0, 1)
 
 
 class LinearMap(nn.Module):
-    """One or two linear layers over the joined inputs; normalised with `unit`."""
+    """One or two linear layers over the concatenated inputs; normalised with `unit`."""
 
     def __init__(self, reads: InputShape, dim: int, unit: bool, rank: int | None = None) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class LinearMap(nn.Module):
 
 
 class LowRankOptions(Options):
-    """`rank` of the map, at most the smallest dimension; a quarter of the new one where absent."""
+    """`rank` of the map, at most the smallest dimension; None: a quarter of the new dimension."""
 
     rank: int | None = Field(None, ge=1)
 
 
 def set_linear(layer: nn.Linear, solution: AffineMap) -> None:
-    """Put a solution into a layer."""
+    """Copy a solution into a layer."""
     with torch.no_grad():
         layer.weight.copy_(solution.weight)
         layer.bias.copy_(solution.bias)
 
 
 def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """h, and g where new side-information is written, as one linear layer each."""
+    """Build h, and g if new side-information is written, as one linear layer each."""
     read_options(config.options, Options, config.method)
     reads = input_shape(config, shape)
     return UpgradeNetwork(
@@ -84,7 +84,7 @@ def build_linear(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
 
 
 def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
-    """Least squares of the new embedding, and of the new side-information, on what is read."""
+    """Fit the new embedding, and new side-information, by least squares on the inputs."""
     reads = input_shape(inputs.config, inputs.shape)
     x = training_inputs(inputs.rows, reads)
     for network, target in ((upgrade.h, "new"), (upgrade.g, "new_side")):
@@ -94,32 +94,32 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 
 
 def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
-    """What a map reads of the training rows: [n * v, embedding + side]."""
+    """Return a map's inputs for the training rows: [n * v, embedding + side]."""
     side = flat(rows, "side") if reads.side else None
     return joined(flat(rows, "old"), side, reads)
 
 
 def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """h as one linear layer of the embedding alone: a rotation has no use for side-information."""
+    """Build h as one linear layer of the embedding; a rotation cannot use side-information."""
     read_options(config.options, Options, config.method)
     if not config.reads_embedding or shape.new_side_dim:
         raise ConfigurationError(
-            "method procrustes turns old embeddings into new ones and nothing else: expected "
-            "reads_embedding: true and side: carries or drops"
+            "method procrustes maps only embeddings: set reads_embedding: true and side: carries "
+            "or drops"
         )
     h = LinearMap(InputShape(shape.old_dim, 0), shape.new_dim, shape.unit)
     return UpgradeNetwork(h, reads_side=False)
 
 
 def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
-    """Orthogonal between spaces of unit vectors, times one factor between others."""
+    """Fit an orthogonal map; with a factor if the spaces do not hold unit vectors."""
     assert isinstance(upgrade.h, LinearMap)
     x, y = flat(inputs.rows, "old"), flat(inputs.rows, "new")
     set_linear(upgrade.h.up, procrustes(x, y, scaled=not inputs.shape.unit))
 
 
 def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """h as two linear layers through `rank` numbers."""
+    """Build h as two linear layers with `rank` values between them."""
     options = read_options(config.options, LowRankOptions, config.method)
     if shape.new_side_dim:
         raise ConfigurationError("method low_rank maps no side-information; use affine")
@@ -133,7 +133,7 @@ def build_low_rank(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
 
 
 def solve_low_rank(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
-    """Reduced-rank regression of the new embedding on what is read."""
+    """Fit a reduced-rank regression of the new embedding on the inputs."""
     assert isinstance(upgrade.h, LinearMap) and upgrade.h.down is not None
     x = training_inputs(inputs.rows, upgrade.h.reads)
     y, views = flat(inputs.rows, "new"), inputs.rows["new"].shape[1]

@@ -1,7 +1,7 @@
-"""What the backward-compatible trainings share: classification plus terms that see the old space.
+"""The base of backward-compatible trainings: classification, and terms that use the old space.
 
-Each draws one augmented view an image, which the new model and, where a term asks for it, the old
-one see alike. The old model is frozen: eval mode, no gradient, absent from the checkpoint.
+Each image gets one augmented view, which the new model and, if a term needs it, the old model see.
+The old model is frozen: in eval mode, without gradients, not in the checkpoint.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ from nobackfill.training.networks.heads import (
 
 
 class Options(BaseModel):
-    """Options of a method, from a configuration's `options`; unknown ones are refused."""
+    """Options of a method, from the key `options`; unknown ones are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class WeightOptions(Options):
-    """Methods with one compatibility term, or with terms of equal weight."""
+    """Options of methods with one compatibility term, or with terms of equal weight."""
 
     # Lambda of BCT Eq. 3 and 8, eta of UniBCT Eq. 2.
     weight: float = Field(1.0, ge=0)
@@ -46,7 +46,7 @@ AnyOptions = TypeVar("AnyOptions", bound=Options)
 
 
 def read_options(options: Mapping[str, object], model: type[AnyOptions], method: str) -> AnyOptions:
-    """Check `options`. Raises ConfigurationError naming the unknown or wrong ones and the known."""
+    """Validate `options`. Raises ConfigurationError, which lists the wrong and the known ones."""
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
@@ -57,7 +57,7 @@ def read_options(options: Mapping[str, object], model: type[AnyOptions], method:
 
 
 class CompatibleObjective(EmbedderObjective):
-    """Classification on the new classes, and the terms of `compatibility`."""
+    """Classification on the new classes, plus the terms of `compatibility`."""
 
     known_labels: Tensor
 
@@ -66,7 +66,7 @@ class CompatibleObjective(EmbedderObjective):
         self.old = old_model(inputs)
         self.old_encoder = FrozenModule(_Resized(self.old.encoder))
         self.old_classifier: FixedClassifier = of_head(self.old.head)
-        # Each new class's row in the old classifier, -1 for classes that it does not know.
+        # Each new class's row in the old classifier; -1 if the class is unknown there.
         known = labels_in(self.old.class_names, inputs.class_names)
         self.register_buffer("known_labels", known)
 
@@ -78,22 +78,23 @@ class CompatibleObjective(EmbedderObjective):
         return terms | self.compatibility(embedding, pixels, labels)
 
     def compatibility(self, embedding: Tensor, pixels: Tensor, labels: Tensor) -> Terms:
-        """Weighted terms of new embeddings [b,dim] of pixels [b,3,H,W] with new labels [b]."""
+        """Return weighted terms for new embeddings [b,dim] of pixels [b,3,H,W] with labels [b]."""
         raise NotImplementedError
 
     def old_embedding(self, pixels: Tensor) -> Tensor:
-        """Old embeddings [b,old_dim] of the same pixels, without gradient."""
+        """Return old embeddings [b,old_dim] of pixels [b,3,H,W], without gradient."""
         return self.old_encoder(pixels).float()
 
     def as_old(self, embedding: Tensor) -> Tensor:
-        """New embeddings as they meet old ones: the first old_dim elements, renormalised where the
-        old space is one of unit vectors (BCT section 3.6)."""
+        """Return the first old_dim elements of new embeddings, as they are compared with old ones.
+
+        They are renormalised if the old space holds unit vectors (BCT section 3.6)."""
         first = first_elements(embedding, self.old.encoder.dim)
         return F.normalize(first) if self.old.encoder.unit else first
 
 
 class _Resized(torch.nn.Module):
-    """An encoder behind a resize of pixels to its own input size."""
+    """An encoder that first resizes pixels to its own input size."""
 
     def __init__(self, encoder: ImageEncoder) -> None:
         super().__init__()
@@ -107,9 +108,8 @@ class _Resized(torch.nn.Module):
 
 
 def old_model(inputs: EmbedderInputs) -> Classifier:
-    """The old model. Raises ConfigurationError without one, or where the new embedding is
-    shorter.
-    """
+    """Return the old model. Raises ConfigurationError without one, or if the new embedding is
+    shorter."""
     config = inputs.config
     if inputs.old is None:
         raise ConfigurationError(
@@ -119,16 +119,18 @@ def old_model(inputs: EmbedderInputs) -> Classifier:
     if config.embedding_dim < dim:
         raise ConfigurationError(
             f"method {config.method}: embedding_dim is {config.embedding_dim}, below the old "
-            f"model's {dim}; a compatible embedding has at least as many elements"
+            f"model's {dim}; a compatible embedding needs at least as many elements"
         )
     return inputs.old
 
 
 def encode_all(encoder: ImageEncoder, images: Images, device: torch.device) -> Tensor:
-    """Encode images uint8 [n,H,W,3] without augmentation, in eval mode, on `device`.
+    """Encode images uint8 [n,H,W,3] without augmentation.
 
-    Returns float32 [n,dim] in the processor's memory. The mode and the device of `encoder` are left
-    as they were.
+    Mode and device of `encoder` are restored afterwards.
+
+    Returns:
+        float32 [n,dim], on the CPU.
     """
     training, before = encoder.training, next(encoder.parameters()).device
     encode = _Resized(encoder.to(device)).eval()

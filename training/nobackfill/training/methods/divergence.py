@@ -1,6 +1,4 @@
-"""FCT Table 12: the transformation trained by divergence of classifier outputs in place of
-distance.
-"""
+"""FCT Table 12: the transformation trained by the divergence of classifier outputs."""
 
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from nobackfill.training.networks.transform import UpgradeOutput
 
 
 class KlObjective(ForwardObjective):
-    """KL of the frozen new classifier's answers, from the new embedding's to the upgraded one's."""
+    """KL between the frozen new classifier's responses to the new and to the upgraded embedding."""
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         terms = super().distance_terms(upgraded, view)
@@ -22,12 +20,12 @@ class KlObjective(ForwardObjective):
         return terms
 
     def divergence(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """Between logits [n,c] -> [n]."""
+        """Return the divergence of logits: [n,c], [n,c] -> [n]."""
         return forward_kl(predicted, target)
 
 
 class ReversedKlObjective(KlObjective):
-    """The same, from the upgraded embedding's answers to the new one's."""
+    """The same with the arguments of KL exchanged."""
 
     def divergence(self, predicted: Tensor, target: Tensor) -> Tensor:
         return reversed_kl(predicted, target)

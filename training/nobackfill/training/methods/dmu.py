@@ -1,8 +1,8 @@
 """DMU: selective backward compatibility and a forward-adaptive head (dmu.txt section 3.3).
 
-Where the paper's pseudocode and its equations differ, the equations hold: Eq. 10's loss is that of
-the new embedding under the *old* classifier, while the pseudocode's `sbc_loss` takes the new one.
-Classes that the old classifier does not know get synthesized rows; the paper is silent on them.
+Where the paper's pseudocode and equations differ, this follows the equations. The loss of Eq. 10 is
+that of the new embedding under the *old* classifier; the pseudocode's `sbc_loss` uses the new one.
+Classes that the old classifier lacks get synthesized rows; the paper does not mention them.
 """
 
 from itertools import pairwise
@@ -29,24 +29,25 @@ from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class DmuOptions(WeightOptions):
-    """DMU's settings; the defaults are the paper's."""
+    """DMU's options; the defaults are the paper's."""
 
-    # Eq. 9 and 10, Eq. 13, or the same weight for every image (BCT).
+    # entropy: Eq. 9 and 10. confidence: Eq. 13. uniform: the same weight for every image (BCT).
     measure: Literal["entropy", "confidence", "uniform"] = "entropy"
-    # The forward-adaptive loss (Eq. 11) on or off: Table 4's ablation.
+    # Use the forward-adaptive loss (Eq. 11); Table 4 measures its effect.
     forward: bool = True
-    # Eq. 4's classification form, or Eq. 14's regression (Table 7).
+    # classification: Eq. 4. regression: Eq. 14 (Table 7).
     regularizer: Literal["classification", "regression"] = "classification"
-    # Multiplies Eq. 9's cosines, divides Eq. 10's entropies: both off in the paper.
+    # Factor of Eq. 9's cosines and divisor of Eq. 10's entropies; 1 in the paper.
     entropy_scale: float = Field(1.0, gt=0)
     weight_temperature: float = Field(1.0, gt=0)
     hidden_dim: int = Field(1024, ge=1)
 
 
 class ForwardAdaptiveHead(nn.Module):
-    """psi: three of [fc-bn-relu] and an fc: old embedding [n,old_dim] -> [n,new_dim].
+    """psi: three blocks of linear, BatchNorm and ReLU, then a linear layer.
 
-    Of an upgrade's inputs it reads the embedding alone; with `unit` its output is normalised.
+    It maps old embeddings [n,old_dim] to [n,new_dim], and reads no side-information. With `unit`
+    its output is normalised.
     """
 
     def __init__(self, old_dim: int, new_dim: int, hidden_dim: int, unit: bool) -> None:
@@ -64,7 +65,7 @@ class ForwardAdaptiveHead(nn.Module):
 
 
 def build_forward(config: EmbedderConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """psi as the upgrade that is published."""
+    """Build psi as the upgrade to publish."""
     options = read_options(config.options, DmuOptions, config.method)
     head = ForwardAdaptiveHead(shape.old_dim, shape.new_dim, options.hidden_dim, shape.unit)
     return UpgradeNetwork(head, reads_side=False)
@@ -96,13 +97,13 @@ class DmuObjective(CompatibleObjective):
         return terms
 
     def weights(self, old: Tensor, labels: Tensor) -> Tensor:
-        """lambda(x) of Eq. 10 or 13 [b], summing to 1."""
+        """Return lambda(x) of Eq. 10 or 13 [b], with the sum 1."""
         options = self.options
         sharpness = {
             "entropy_scale": options.entropy_scale,
             "weight_temperature": options.weight_temperature,
         }
-        # Eq. 9 has plain inner products: cosines, or a softmax head's logits.
+        # Eq. 9 uses plain inner products: cosines, or the logits of a softmax head.
         products = self.old_classifier.logits(old) / self.old_classifier.scale
         if options.measure == "entropy":
             return entropy_weights(products, **sharpness)
@@ -111,15 +112,15 @@ class DmuObjective(CompatibleObjective):
         return torch.full_like(products[:, 0], 1 / len(old))
 
     def inherited(self, embedding: Tensor, old: Tensor, labels: Tensor) -> Tensor:
-        """The loss that Eq. 10 weighs [b]: through the old classifier, or Eq. 14."""
+        """Return the losses [b] that Eq. 10 weights: of the old classifier, or Eq. 14."""
         if self.options.regularizer == "regression":
             return cosine_regression(self.as_old(embedding), old)
         return self.old_classifier.loss(embedding, self.known_labels[labels])
 
     def forward_adaptive(self, old: Tensor, embedding: Tensor, labels: Tensor) -> Tensor:
-        """L_FA, Eq. 11: psi's output under the new head; gradients reach psi and the head.
+        """Return L_FA (Eq. 11): psi's output under the new head; trains psi and the head.
 
-        In the regression variant psi alone follows the new embedding.
+        In the regression variant, only psi is trained, towards the new embedding.
         """
         assert self.upgrade is not None
         adapted = self.upgrade(old).embedding

@@ -1,7 +1,6 @@
-"""FastFill (Jaeckle et al. 2023): FCT's h with the new model's classification and a variance an
-item.
+"""FastFill (Jaeckle et al. 2023): FCT's h, with the new model's classification and a variance.
 
-The variance is published as the third output of the upgrade: items are backfilled in its order.
+The variance of an item is the third output of the upgrade; a backfill proceeds in its order.
 """
 
 import math
@@ -26,16 +25,16 @@ from nobackfill.training.networks.transform import (
 
 
 class FastFillOptions(Options):
-    """Weights of the terms beside the distance."""
+    """Weights of the terms other than the distance."""
 
     classification: float = Field(1.0, ge=0)
     likelihood: float = Field(1.0, ge=0)
-    # Train h by the likelihood, too, with the classification inside, as published.
+    # Also train h by the likelihood, which then contains the classification, as published.
     joint: bool = False
 
 
 class VarianceHead(nn.Module):
-    """log sigma^2 of the residual a dimension: (embedding, side) -> [n].
+    """Predicts log sigma^2 of the residual per dimension: (embedding, side) -> [n].
 
     `offset` is set after the training, so that the variances fit held-out residuals.
     """
@@ -56,7 +55,7 @@ class VarianceHead(nn.Module):
 
 
 def build_fastfill(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """FCT's h and g, and a small network for the variance."""
+    """Build FCT's h and g, and a small network for the variance."""
     read_options(config.options, FastFillOptions, config.method)
     upgrade = build_fct(config, shape)
     upgrade.log_variance = VarianceHead(input_shape(config, shape), config.projection_dim)
@@ -66,9 +65,9 @@ def build_fastfill(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
 class FastFillObjective(ForwardObjective):
     """Distance, classification, and the Gaussian likelihood of the residual.
 
-    The likelihood trains the variance alone: through it h would follow easy items more and hard
-    ones less, and hard ones are those that an upgrade has to carry over. With `joint` it does so,
-    and the classification stands inside it.
+    The likelihood trains only the variance. Through it, h would improve easy items more than hard
+    ones, but an upgrade must carry the hard ones too. With `joint` it trains h as well and contains
+    the classification.
     """
 
     options_model: type[FastFillOptions] = FastFillOptions
@@ -98,11 +97,11 @@ class FastFillObjective(ForwardObjective):
         if self.options.classification:
             classes = self.class_losses(predicted, view["labels"])
             losses = losses + self.options.classification * classes
-        # A dimension's variance, in the unit of the losses: of all dimensions, over the spread.
+        # The variance of a dimension, converted to the unit of the losses.
         return attenuated(losses, log_variance + torch.log(predicted.shape[1] / self.spread)).mean()
 
     def finish(self) -> None:
-        """Scale the variances to the residuals of held-out images, where there are any."""
+        """Scale the variances to the residuals of held-out images, if there are any."""
         super().finish()
         self.settle()
         if not self.held_out or not len(self.held_out["old"]):
@@ -118,11 +117,11 @@ class FastFillObjective(ForwardObjective):
         self.statistics["variance_factor"] = factor
 
     def settle(self) -> None:
-        """Change what was trained before its variances are scaled; nothing here."""
+        """Change the trained network before its variances are scaled; here: do nothing."""
 
 
 def classifies(config: UpgradeConfig, options: type[FastFillOptions] = FastFillOptions) -> bool:
-    """Whether the classification term weighs, or may be chosen to weigh, anything."""
+    """Return whether the classification term has, or may be given, a weight above 0."""
     told = read_options(config.options, options, config.method)
     return told.classification > 0 or CLASSIFICATION in config.choose
 

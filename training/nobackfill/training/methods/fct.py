@@ -1,4 +1,4 @@
-"""FCT's own method: h and g by squared L2 (fct.txt sections 3.3 and 4.4, D.5)."""
+"""FCT: h and g trained by squared L2 distance (fct.txt sections 3.3 and 4.4, D.5)."""
 
 import copy
 
@@ -17,10 +17,10 @@ from nobackfill.training.networks.transform import (
 
 
 class BestEpoch(nn.Module):
-    """The weights that had the least figure so far, and that figure.
+    """The weights with the least figure so far, and that figure.
 
-    A part of the checkpoint while the training runs, so that a resumed run knows the best epoch
-    before its kill.
+    During training this is a part of the checkpoint, so that a resumed run knows the best epoch of
+    the time before the kill.
     """
 
     least: Tensor
@@ -28,27 +28,27 @@ class BestEpoch(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.kept = copy.deepcopy(network).requires_grad_(False)
-        # Not infinity: a checkpoint holds finite numbers.
+        # Not infinity, because a checkpoint must hold finite numbers.
         self.register_buffer("least", torch.tensor(torch.finfo(torch.float32).max))
 
     def offer(self, network: nn.Module, figure: float) -> None:
-        """Keep the weights of `network` if `figure` is less than that of any before."""
+        """Copy the weights of `network` if `figure` is the least so far."""
         if figure < float(self.least):
             self.kept.load_state_dict(network.state_dict())
             self.least.fill_(figure)
 
     def restore(self, network: nn.Module) -> None:
-        """Give `network` the kept weights."""
+        """Load the best weights into `network`."""
         network.load_state_dict(self.kept.state_dict())
 
 
 def squared_l2(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean over rows of |predicted - target|^2, both [n,d] (the loss of section 3.3)."""
+    """Mean over rows of |predicted - target|^2: [n,d], [n,d] -> scalar (section 3.3)."""
     return (predicted - target).float().square().sum(1).mean()
 
 
 def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """h, and g where the new side-information is written (section 4.4: the same architecture)."""
+    """Build h, and g of the same architecture if new side-information is written (section 4.4)."""
 
     def transform(dim: int, unit: bool) -> FctTransform:
         return FctTransform(
@@ -68,9 +68,9 @@ def build_fct(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
 
 
 class FctObjective(Objective):
-    """Squared L2 of h to the new embedding and of g to the new side-information.
+    """Squared L2 distance of h's output to the new embedding, and of g's to new side-information.
 
-    Each batch row draws one of its cached views, the same for all models. Subclasses add terms to
+    Each row of a batch draws one of its cached views, the same for all models. Subclasses extend
     `distance_terms`.
     """
 
@@ -81,7 +81,7 @@ class FctObjective(Objective):
         self._held_out = inputs.held_out
         if inputs.config.keep_best and not self._held_out:
             raise ConfigurationError(
-                "keep_best: no image is held out to choose an epoch by; raise held_out"
+                "keep_best: no image is held out to select an epoch by; raise held_out"
             )
         self.best = BestEpoch(upgrade) if inputs.config.keep_best else None
 
@@ -93,9 +93,9 @@ class FctObjective(Objective):
                     module.eval()
 
     def _measure_held_out(self) -> None:
-        """h's distance on images that no model of the upgrade trained on, before each epoch and
-        after the last: logged, and what the best epoch is chosen by.
-        """
+        """Measure h's distance on held-out images before each epoch and after the last.
+
+        The figure is logged, and it selects the best epoch."""
         if not self._held_out or not len(self._held_out["labels"]):
             return
         training = self.upgrade.training
@@ -120,7 +120,7 @@ class FctObjective(Objective):
         return self.distance_terms(self.upgrade(view["old"], view.get("side")), view)
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
-        """The terms, given outputs and targets of one view a row ([b,dim] each)."""
+        """Return the terms for outputs and targets of one view per row, [b,dim] each."""
         terms = {"distance": squared_l2(upgraded.embedding, view["new"])}
         if upgraded.side is not None:
             terms["side_distance"] = squared_l2(upgraded.side, view["new_side"])
@@ -132,7 +132,7 @@ class FctObjective(Objective):
 
 
 def draw_view(batch: Batch) -> Batch:
-    """One random view a row: features [b,v,d] -> [b,d], the same view of a row in every feature."""
+    """Draw one view per row: features [b,v,d] -> [b,d], the same view of a row in every tensor."""
     n, views = batch["old"].shape[:2]
     picked = torch.randint(views, (n,)).to(batch["old"].device)
     row = torch.arange(n, device=picked.device)

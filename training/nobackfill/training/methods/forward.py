@@ -1,6 +1,4 @@
-"""What learned upgrades beyond FCT's share: the new model's frozen classifier on upgraded
-embeddings.
-"""
+"""The base of learned upgrades that use the new model's frozen classifier."""
 
 import torch
 from torch import Tensor
@@ -17,14 +15,12 @@ from nobackfill.training.networks.heads import (
 )
 from nobackfill.training.networks.transform import UpgradeNetwork
 
-# Of cosines, where there is no head whose scale could be taken.
+# Scale of cosines if there is no head to take it from.
 _SCALE = 16.0
 
 
 class ForwardObjective(FctObjective):
-    """FCT's objective with the frozen new classifier at hand; subclasses say which terms
-    they add.
-    """
+    """FCT's objective with the frozen new classifier; subclasses add terms."""
 
     new_labels: Tensor
     spread: Tensor
@@ -32,24 +28,24 @@ class ForwardObjective(FctObjective):
     def __init__(self, upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
         super().__init__(upgrade, inputs)
         self.classifier, labels = new_classifier(inputs)
-        # Each training class's row in the new classifier, -1 for classes that it does not know.
+        # Each training class's row in the new classifier; -1 if the class is unknown there.
         self.register_buffer("new_labels", labels)
-        # Mean squared distance of new embeddings from their mean: makes distances free of units.
+        # Mean squared distance of new embeddings from their mean, the unit of distances.
         new = flat(inputs.rows, "new")
         self.register_buffer("spread", (new - new.mean(0)).square().sum(1).mean())
 
     def relative_distance(self, predicted: Tensor, target: Tensor) -> Tensor:
-        """FCT's squared L2 over the new embeddings' spread: [n,d] -> [n]; 1 = no better than the
-        mean.
-        """
+        """Return FCT's squared L2 divided by the new embeddings' spread: [n,d] -> [n].
+
+        1 means no better than predicting the mean."""
         return (predicted - target).square().sum(1) / self.spread
 
     def classification(self, predicted: Tensor, labels: Tensor) -> Tensor:
-        """The new classifier's loss on upgraded embeddings of classes that it knows: scalar."""
+        """Return the new classifier's mean loss over rows of classes that it knows: scalar."""
         return self.class_losses(predicted, labels).mean()
 
     def class_losses(self, predicted: Tensor, labels: Tensor) -> Tensor:
-        """By row [n], 0 for classes that the new classifier does not know."""
+        """Return the losses by row [n]; 0 for classes that the new classifier does not know."""
         own = self.new_labels[labels]
         known = torch.nonzero(own >= 0)[:, 0]
         losses = self.classifier.loss(predicted[known], own[known])
@@ -57,16 +53,16 @@ class ForwardObjective(FctObjective):
 
 
 def new_classifier(inputs: UpgradeInputs) -> tuple[FixedClassifier, Tensor]:
-    """The new model's classifier, and each training class's row in it, -1 for one that it lacks.
+    """Return the new model's classifier, and each training class's row in it (-1: unknown).
 
-    A published model has no head: its classifier is then made of the class averages of its own
-    embeddings of the training images.
+    A published model has no head. Its classifier is made from class averages of its own embeddings
+    of the training images.
     """
     if inputs.new_head is not None:
         return of_head(inputs.new_head), labels_in(inputs.new_class_names, inputs.class_names)
     new, labels = flat(inputs.rows, "new"), inputs.rows["labels"]
     labels = labels.repeat_interleave(inputs.rows["new"].shape[1])
-    # Classes may have been held out of the rows.
+    # The rows may lack classes, which were held out.
     classes = len(inputs.class_names)
     present = torch.bincount(labels, minlength=classes).nonzero()[:, 0]
     known = torch.full((classes,), -1)

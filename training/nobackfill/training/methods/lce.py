@@ -1,4 +1,4 @@
-"""LCE as FCT's appendix J has it: the forward transformation alone, with cross-entropy."""
+"""LCE as in FCT appendix J: the forward transformation alone, with cross-entropy."""
 
 from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.lce import boundary, centre_alignment
@@ -9,7 +9,7 @@ from nobackfill.training.networks.transform import UpgradeOutput
 
 
 class LceObjective(ForwardObjective):
-    """Classification under the frozen new classifier, aligned class centres, a tight boundary."""
+    """Classification by the frozen new classifier, class centre alignment, and a boundary."""
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
         predicted, labels = upgraded.embedding, view["labels"]

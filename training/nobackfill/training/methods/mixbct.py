@@ -1,8 +1,8 @@
-"""MixBCT (Liang et al. 2023): one classifier learns new embeddings and old ones in their stead.
+"""MixBCT (Liang et al. 2023): one classifier learns from new embeddings and from old ones.
 
-Each step replaces a share of the batch's new embeddings by the old ones of the same pixels. So the
-classifier's rows stand where both models' embeddings of a class are found, and the new ones, drawn
-to these rows, meet the old ones there. No second term pulls at them.
+Each step replaces a share of the batch's new embeddings by old ones of the same pixels. The
+classifier's rows therefore lie where both models' embeddings of a class are, and the new ones are
+drawn there. There is no second term.
 """
 
 import torch
@@ -23,9 +23,8 @@ from nobackfill.training.networks.embedder import to_pixels
 
 
 class MixBctOptions(Options):
-    """`share` of a batch that is old; `kept` of a class's images, those nearest to its old mean,
-    are replaced at all: an old model's outliers teach nothing (the paper's denoising).
-    """
+    """`share` of a batch that is replaced by old embeddings; only the `kept` share of a class's
+    images, those nearest to its old mean, are replaced (the paper's denoising)."""
 
     share: float = Field(0.3, gt=0, lt=1)
     kept: float = Field(0.9, gt=0, le=1)
@@ -46,7 +45,7 @@ class MixBctObjective(CompatibleObjective):
             )
         old = encode_all(self.old.encoder, inputs.images, inputs.device)
         trusted = nearest_to_mean(old, inputs.labels, len(inputs.class_names), self.options.kept)
-        # By training image [n].
+        # Images that may be replaced, bool [n].
         self.register_buffer("trusted", trusted)
 
     def forward(self, batch: Batch) -> Terms:

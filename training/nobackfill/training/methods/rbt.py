@@ -1,8 +1,7 @@
-"""Residual bottleneck transformation (Wang et al. 2020) in place of FCT's network: FCT appendix J.
+"""Residual bottleneck transformation (Wang et al. 2020) instead of FCT's network: FCT appendix J.
 
-Reads the old embedding alone, as there. The loss is FCT's squared L2. FCT prints neither the number
-of blocks nor their width, and RBT's own paper is not among ours: the bottleneck is narrower than
-what passes it, whatever the dimension.
+It reads only the old embedding, and its loss is FCT's squared L2. FCT states neither the number of
+blocks nor their width, so the bottleneck here is always narrower than its input.
 """
 
 import torch.nn.functional as F
@@ -18,16 +17,14 @@ from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class RbtOptions(Options):
-    """`bottleneck` numbers inside each of `blocks` residual blocks; absent: half of the new
-    dimension.
-    """
+    """`blocks` residual blocks with `bottleneck` values inside; None: half of the new dimension."""
 
     blocks: int = Field(3, ge=1)
     bottleneck: int | None = Field(None, ge=1)
 
 
 class Bottleneck(nn.Module):
-    """x + expand(squeeze(x)), each a linear layer with BatchNorm, ReLU between."""
+    """x + expand(squeeze(x)): each a linear layer with BatchNorm, with ReLU between."""
 
     def __init__(self, dim: int, bottleneck: int) -> None:
         super().__init__()
@@ -60,14 +57,12 @@ class ResidualBottlenecks(nn.Module):
 
 
 def build_rbt(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """h of residual bottlenecks. Raises ConfigurationError where it should read or write
-    side-information alone.
-    """
+    """Build h of residual bottlenecks. Raises ConfigurationError if it should read or write
+    side-information alone."""
     options = read_options(config.options, RbtOptions, config.method)
     if not config.reads_embedding or shape.new_side_dim:
         raise ConfigurationError(
-            "method rbt turns old embeddings into new ones and nothing else: expected "
-            "reads_embedding: true and side: carries or drops"
+            "method rbt maps only embeddings: set reads_embedding: true and side: carries or drops"
         )
     h = ResidualBottlenecks(shape.old_dim, shape.new_dim, options, shape.unit)
     return UpgradeNetwork(h, reads_side=False)

@@ -1,9 +1,9 @@
-"""Ours: a whitened affine map that is solved, plus a residual network that learns what it misses.
+"""The method of this project: a closed-form affine map plus a trained residual network.
 
-Trained by distance and a listwise term: an upgraded embedding shall rank a queue of new features
-as the true new embedding ranks them. Neither reads labels, so views may mix two images
-(`mixed_views`): pictures of classes that there are not, through old model, side encoder and new
-model alike. FastFill's classification is off: it pulls vectors to the centres of known classes.
+The loss is a distance and a listwise term: an upgraded embedding must rank a queue of new
+embeddings as the true new embedding does. Neither term reads labels, so views may mix two images
+(`mixed_views`), which show classes that do not exist. FastFill's classification is off by default,
+because it pulls vectors to the centres of known classes.
 """
 
 import copy
@@ -29,31 +29,30 @@ from nobackfill.training.methods.fastfill import (
 from nobackfill.training.networks.maps import affine, whitening
 from nobackfill.training.networks.transform import UpgradeNetwork, UpgradeOutput
 
-# Strong on purpose: int8 has 256 steps for the largest of the inputs, and directions of little
-# variance that were blown up to the size of the others would be those steps' rounding.
+# A strong ridge on purpose: int8 has 256 steps for the largest input, so scaled-up directions of
+# small variance would consist of rounding errors.
 _WHITENING, _RIDGE = 0.1, 1e-2
 
 
 class ResidualOptions(FastFillOptions):
-    """FastFill's weights, the listwise term's, and its queue."""
+    """FastFill's weights, the weight of the listwise term, and its queue."""
 
     classification: float = Field(0.0, ge=0)
     listwise: float = Field(1.0, ge=0)
     queue: int = Field(1024, ge=2)
-    # Of distances, relative to the mean squared distance between two new embeddings.
+    # Relative to the mean squared distance between two new embeddings.
     temperature: float = Field(0.1, gt=0)
-    # Of the network in the output: straight + share * residual.
+    # The network's share of the output: straight + share * residual.
     share: float = Field(1.0, ge=0, le=1)
-    # Networks of h, each trained on its own; the output has their mean.
+    # Networks of h, each trained separately; the output uses their mean.
     members: int = Field(1, ge=1, le=16)
 
 
 class Whitened(nn.Module):
-    """One input, standardised number by number and then whitened: [n,d] -> [n,d], solved, not
-    trained.
+    """Standardises one input per element and then whitens it: [n,d] -> [n,d]; solved, not trained.
 
-    The first step is no matrix product and so stays in float32 in the int8 file: inputs of another
-    scale, or of long tails, do not share their 256 steps with the rest.
+    The first step is no matrix product, so it stays float32 in the int8 file. Inputs of another
+    scale or with long tails therefore do not use up the 256 steps.
     """
 
     shift: Tensor
@@ -73,15 +72,15 @@ class Whitened(nn.Module):
         """Fit to rows x [n,d]."""
         deviation = x.std(0)
         self.shift.copy_(x.mean(0))
-        # A number that never changes says nothing: it is left at 0, not blown up.
+        # A constant element carries no information: its scale is 0, not infinite.
         self.scale.copy_(torch.where(deviation > 1e-6, 1 / deviation.clamp(min=1e-6), 0.0))
         set_linear(self.rotate, whitening((x - self.shift) * self.scale, _WHITENING))
 
 
 class ResidualMap(nn.Module):
-    """affine(w) + mlp(w) of whitened inputs w, or the mean of several; normalised with `unit`.
+    """affine(w) + mlp(w) of whitened inputs w, or the mean of several mlp; normalised with `unit`.
 
-    Networks end in a layer of zeros, so that training starts at the affine solution.
+    The last layer of a network starts at zero, so that training starts at the affine solution.
     """
 
     def __init__(
@@ -95,12 +94,12 @@ class ResidualMap(nn.Module):
         self.straight = nn.Linear(total, dim)
         self.residual = _network(total, inner_dim, dim)
         self.others = nn.ModuleList(_network(total, inner_dim, dim) for _ in range(members - 1))
-        # The one that is trained at the moment; None: all are asked.
+        # The index of the network that is being trained; None: use all.
         self.alone: int | None = None
 
     @property
     def members(self) -> list[nn.Sequential]:
-        """The networks."""
+        """The residual networks."""
         return [self.residual, *(one for one in self.others if isinstance(one, nn.Sequential))]
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
@@ -113,7 +112,7 @@ class ResidualMap(nn.Module):
         return F.normalize(output) if self.unit else output
 
     def whitened(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """What is read, whitened each on its own: [n, embedding + side]."""
+        """Whiten each input separately and concatenate: [n, embedding + side]."""
         parts = []
         if self.embedding is not None:
             parts.append(self.embedding(embedding))
@@ -123,7 +122,7 @@ class ResidualMap(nn.Module):
         return torch.cat(parts, 1)
 
     def solve(self, embedding: Tensor, side: Tensor | None, target: Tensor) -> None:
-        """Set everything but the residual network from rows [n, …] and their targets [n, dim]."""
+        """Fit all but the residual networks to rows [n, …] and their targets [n, dim]."""
         with torch.no_grad():
             if self.embedding is not None:
                 self.embedding.solve(embedding)
@@ -150,7 +149,7 @@ def _network(total: int, inner_dim: int, dim: int) -> nn.Sequential:
 
 
 def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """h and g of this form, and FastFill's variance."""
+    """Build h and g of this form, with FastFill's variance."""
     options = read_options(config.options, ResidualOptions, config.method)
     reads = input_shape(config, shape)
     side = shape.new_side_dim
@@ -163,7 +162,7 @@ def build_residual(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork
 
 
 class ResidualObjective(FastFillObjective):
-    """FastFill's terms and the listwise one, from the affine solution on."""
+    """FastFill's terms and the listwise term, starting at the affine solution."""
 
     options_model = ResidualOptions
 
@@ -178,7 +177,7 @@ class ResidualObjective(FastFillObjective):
         self.unit_of_distance = float(mean_squared_distance(flat(inputs.rows, "new")))
 
     def forward(self, batch: Batch) -> Terms:
-        """Terms are means over the networks, each of which sees a view of its own."""
+        """Return terms averaged over the networks, each of which draws its own view."""
         h = self.upgrade.h
         assert isinstance(h, ResidualMap)
         total: Terms = {}
@@ -208,7 +207,7 @@ class ResidualObjective(FastFillObjective):
 
 
 def shrink(upgrade: UpgradeNetwork, share: float) -> None:
-    """Leave `share` of what h's network adds to the straight part."""
+    """Scale the output of h's residual networks by `share`, in place."""
     assert isinstance(upgrade.h, ResidualMap)
     for network in upgrade.h.members:
         last = network[-1]
@@ -219,7 +218,7 @@ def shrink(upgrade: UpgradeNetwork, share: float) -> None:
 
 
 def shrunk(upgrade: UpgradeNetwork, share: float) -> UpgradeNetwork:
-    """A copy with `share` of the network."""
+    """Return a copy with the residual networks scaled by `share`."""
     copied = copy.deepcopy(upgrade)
     shrink(copied, share)
     return copied

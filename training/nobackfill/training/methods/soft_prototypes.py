@@ -1,8 +1,8 @@
-"""The honest control: an upgrade that knows nothing but class centres.
+"""The control method: an upgrade that knows only class centres.
 
-A linear classifier on the old embedding and side-information, whose probabilities mix the new
-model's class averages. On classes of the training it scores well, since printing class centres is
-what mAP rewards; on classes that nobody has seen it shows what is left of an image.
+A linear classifier on old embedding and side-information mixes the new model's class averages by
+its probabilities. On training classes this scores well, because mAP rewards class centres. On
+unseen classes it shows how little of an image is left.
 """
 
 import torch
@@ -22,9 +22,8 @@ from nobackfill.training.networks.transform import UpgradeNetwork
 
 
 class SoftPrototypesOptions(Options):
-    """`classes`: how many the training images have, since the network is built before they are
-    read.
-    """
+    """`classes`: the number of classes of the training images; the network is built before they are
+    read."""
 
     classes: int = Field(ge=2)
 
@@ -38,12 +37,12 @@ class SoftPrototypes(nn.Module):
         super().__init__()
         self.reads, self.unit = reads, unit
         total = reads.embedding + reads.side
-        # Features of a softmax space can be large; without this the linear layer learns slowly.
+        # Features of a softmax space can be large, and the linear layer would then learn slowly.
         self.classifier = nn.Sequential(nn.BatchNorm1d(total), nn.Linear(total, classes))
         self.register_buffer("prototypes", torch.zeros(classes, dim))
 
     def logits(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        """Answers [n,c] of the linear classifier."""
+        """Return the linear classifier's logits [n,c]."""
         output: Tensor = self.classifier(joined(embedding, side, self.reads))
         return output
 
@@ -53,7 +52,8 @@ class SoftPrototypes(nn.Module):
 
 
 def build_soft_prototypes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:
-    """h as soft-assigned class averages."""
+    """Build h as a mixture of class averages. Raises ConfigurationError if it should map
+    side-information."""
     options = read_options(config.options, SoftPrototypesOptions, config.method)
     if shape.new_side_dim:
         raise ConfigurationError("method soft_prototypes maps no side-information; use side: drops")

@@ -1,7 +1,7 @@
-"""UniBCT: the new embedding against pseudo prototypes of old features, refined as it learns.
+"""UniBCT: new embeddings are classified by pseudo prototypes of old features.
 
-Works for any allocation of classes between old and new: every new class gets its prototype from
-the old features of its images, and the old classifier is not read.
+It works for any division of classes between old and new training set. Every new class gets a
+prototype from the old features of its images; the old classifier is not used.
 """
 
 from functools import cached_property
@@ -34,20 +34,20 @@ from nobackfill.training.networks.heads import (
 
 
 class UniBctOptions(WeightOptions):
-    """UniBCT's settings (unibct.txt section 4.1 and its Algorithm 1)."""
+    """UniBCT's options (unibct.txt section 4.1 and Algorithm 1)."""
 
     prototypes: Literal["vanilla", "drop", "refined"] = "refined"
     temperature: float = Field(0.05, gt=0)
     # Lambda of Eq. 8.
     blend: float = Field(0.9, ge=0, lt=1)
-    # Share of the epochs without the term (10 of 35); prototypes are made after it, and again each
-    # time as many epochs have passed, `refreshes` times in all.
+    # Share of the epochs without the term (10 of 35). Prototypes are computed after it, and again
+    # after each further such share, `refreshes` times in all.
     warmup_share: float = Field(10 / 35, ge=0, lt=1)
     refreshes: int = Field(2, ge=1)
 
 
 class UniBctObjective(CompatibleObjective):
-    """UniBCT Eq. 2 and 5: the head's form of loss against pseudo prototypes, after a warm-up."""
+    """UniBCT Eq. 2 and 5: the head's loss against pseudo prototypes, after a warm-up."""
 
     def __init__(self, inputs: EmbedderInputs) -> None:
         super().__init__(inputs)
@@ -55,8 +55,8 @@ class UniBctObjective(CompatibleObjective):
         self.images, self.labels, self.device = inputs.images, inputs.labels, inputs.device
         self.classes = len(inputs.class_names)
         self.first, self.refreshes = refresh_epochs(inputs.config.epochs, self.options)
-        # In the checkpoint: a resumed run goes on with the prototypes of the last refresh. Before
-        # the first one the term is not active and these are not read.
+        # A part of the checkpoint, so that a resumed run has the prototypes of the last refresh.
+        # Before the first refresh the term is off and these are not used.
         self.pseudo_classifier = FixedClassifier(
             torch.zeros(self.classes, self.old.encoder.dim),
             form=form_of(self.head),
@@ -83,7 +83,7 @@ class UniBctObjective(CompatibleObjective):
 
     @cached_property
     def old_features(self) -> Tensor:
-        """Of all images [n,old_dim]."""
+        """Old features of all images [n,old_dim]."""
         return encode_all(self.old.encoder, self.images, self.device)
 
     def _pseudo_classifier(self) -> FixedClassifier:
@@ -104,7 +104,7 @@ class UniBctObjective(CompatibleObjective):
 
 
 def refresh_epochs(epochs: int, options: UniBctOptions) -> tuple[int, set[int]]:
-    """The first epoch with the term, and those before which prototypes are made; 0 is the first."""
+    """Return the first epoch with the term, and the epochs before which prototypes are computed."""
     first = round(options.warmup_share * epochs)
     if not first:
         return 0, {0}
@@ -114,10 +114,10 @@ def refresh_epochs(epochs: int, options: UniBctOptions) -> tuple[int, set[int]]:
 def pseudo_classifier(
     prototypes: Tensor, old_features: Tensor, labels: Tensor, head: Head
 ) -> FixedClassifier:
-    """Prototypes [c,d] as a classifier of the form of `head`.
+    """Make a classifier of the form of `head` from prototypes [c,d].
 
-    Angular heads take them as rows (Eq. 5). A softmax head, which the paper has not, gets the
-    classifier of squared distances to them, which ranks by L2 as the search does.
+    Angular heads use them as rows (Eq. 5). A softmax head, which the paper does not have, gets the
+    classifier of squared distances to them, which ranks by L2 as a search does.
     """
     form = form_of(head)
     if form != "softmax":

@@ -1,4 +1,4 @@
-"""Backbones, heads, transformations, and models that are used without being trained.
+"""Backbones, heads, transformations, and frozen models.
 
 >>> import torch
 >>> from nobackfill.training.networks import build_backbone

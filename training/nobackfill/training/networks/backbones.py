@@ -1,9 +1,9 @@
 """Backbones by name: pixels float32 [n,3,H,W] -> features float32 [n,embedding_dim].
 
-Names that begin with `small` are for 8..64-pixel images, their width a key; every other name is a
-torchvision classification model, whose last linear layer is replaced by one with `embedding_dim`
-outputs (FCT D.1: the penultimate layer outputs the embedding directly), or one of timm's or
-open_clip's (public_models), behind which such a layer is put.
+Names that begin with `small` are networks for 8..64-pixel images, with the key `width`. Names with
+a prefix are timm's or open_clip's models (public_models), with a linear layer after them. Every
+other name is a torchvision classification model whose last linear layer is replaced by one with
+`embedding_dim` outputs (FCT D.1: the penultimate layer outputs the embedding directly).
 """
 
 import difflib
@@ -16,7 +16,7 @@ from nobackfill.training.networks.public_models import is_public, open_public
 
 
 class GeM(nn.Module):
-    """Generalised-mean pooling, (mean x^p)^(1/p), p trained from 3: [n,c,h,w] -> [n,c,1,1]."""
+    """Generalised-mean pooling, (mean x^p)^(1/p), with p trained from 3: [n,c,h,w] -> [n,c,1,1]."""
 
     def __init__(self, p: float = 3.0) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _conv(channels_in: int, channels_out: int, stride: int = 1) -> nn.Sequential
 
 
 class _Residual(nn.Module):
-    """x + conv(conv(x))."""
+    """A residual block: x + conv(conv(x))."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _Residual(nn.Module):
 
 
 def small(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """Four convolutions at two resolutions and a linear layer, for digits and their like."""
+    """Build four convolutions at two resolutions and a linear layer, for small simple images."""
     return nn.Sequential(
         _conv(3, width),
         _conv(width, 2 * width, 2),
@@ -64,7 +64,7 @@ def small(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.M
 
 
 def small_resnet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """Nine weight layers, two of the three stages residual: the fast ResNet for 32-pixel images."""
+    """Build a fast ResNet for 32-pixel images: nine weight layers, two residual stages."""
     return nn.Sequential(
         _conv(3, width),
         _conv(width, 2 * width, 2),
@@ -79,10 +79,10 @@ def small_resnet(embedding_dim: int, width: int, pooling: str, image_size: int) 
 
 
 def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """MobileNetV2 of four inverted residuals, an eighth of the image's side at the end."""
+    """Build a MobileNetV2 of four inverted residuals; its last maps have an eighth of the side."""
     from torchvision.models import MobileNetV2
 
-    # Of each stage: expansion, channels, blocks, stride.
+    # Per stage: expansion, channels, blocks, stride.
     stages = [[1, width, 1, 1], [4, 2 * width, 2, 2], [4, 4 * width, 1, 2]]
     network = MobileNetV2(
         embedding_dim, width / 32, inverted_residual_setting=stages, round_nearest=4, dropout=0.0
@@ -91,7 +91,7 @@ def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: in
 
 
 def small_vit(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """A vision transformer of four layers over 4 x 4 (8 pixels) or 8 x 8 patches."""
+    """Build a vision transformer of four layers, over patches of an eighth of the image's side."""
     from torchvision.models import VisionTransformer
 
     patch = max(2, image_size // 8)
@@ -102,13 +102,13 @@ def small_vit(embedding_dim: int, width: int, pooling: str, image_size: int) -> 
         )
     dim = 4 * width
     network = VisionTransformer(image_size, patch, 4, 4, dim, 2 * dim, num_classes=embedding_dim)
-    # Its own begins at zero, where a cosine has no gradient.
+    # The default head starts at zero, where a cosine has no gradient.
     network.heads = nn.Linear(dim, embedding_dim)
     return _pooled(network, "small_vit", pooling)
 
 
 def small_swin(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
-    """A Swin transformer of two stages, two layers each, over patches of 2 x 2 pixels."""
+    """Build a Swin transformer of two stages with two layers each, over patches of 2 x 2 pixels."""
     from torchvision.models import SwinTransformer
 
     window = max(2, image_size // 8)
@@ -131,13 +131,13 @@ _SMALL = {
     "small_vit": small_vit,
     "small_swin": small_swin,
 }
-# Trained with a second classifier, on pixels that they scale themselves.
+# Models with a second classifier, which scale pixels themselves.
 AUXILIARY = ("googlenet", "inception_v3")
 
 
 def backbone_names() -> list[str]:
-    """Every name that `build_backbone` knows."""
-    # Imported where used: it takes seconds, and the small networks do without.
+    """List the names that `build_backbone` knows, without public models."""
+    # Imported here: it takes seconds, and the small networks do not need it.
     import torchvision
 
     known: list[str] = torchvision.models.list_models(module=torchvision.models)
@@ -147,8 +147,19 @@ def backbone_names() -> list[str]:
 def build_backbone(
     name: str, embedding_dim: int, *, width: int, pooling: str, last_nonlin: bool, image_size: int
 ) -> nn.Module:
-    """A fresh network. Raises ConfigurationError for an unknown name (naming near ones), or for a
-    model that has no linear layer to replace (SqueezeNet), or no pooling to one cell for GeM.
+    """Build an untrained network.
+
+    Args:
+        name: the backbone.
+        embedding_dim: the number of outputs.
+        width: channels of the first stage of small networks.
+        pooling: avg or gem.
+        last_nonlin: append a ReLU.
+        image_size: side of the square images in pixels.
+
+    Raises:
+        ConfigurationError: the name is unknown (similar names are listed), the model has no linear
+            layer to replace (SqueezeNet), or no pooling to one cell for GeM.
     """
     if name in _SMALL:
         network = _SMALL[name](embedding_dim, width, pooling, image_size)
@@ -164,7 +175,7 @@ def build_backbone(
         )
     if last_nonlin:
         network = nn.Sequential(network, nn.ReLU())
-    # Trains a sixth faster on a processor.
+    # Trains a sixth faster on a CPU.
     return network.to(memory_format=torch.channels_last)
 
 
@@ -176,10 +187,10 @@ def _public(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.
         with torch.no_grad():
             model.network(torch.zeros(1, 3, image_size, image_size))
     except Exception as error:
-        # Whatever a network of others raises for images of another size than its own.
+        # Foreign networks raise various errors for images of an unsupported size.
         raise ConfigurationError(
             f"backbone {name} does not take images of {image_size} pixels; train with image_size: "
-            f"{model.pixels.size[0]}, its own"
+            f"{model.pixels.size[0]}"
         ) from error
     return nn.Sequential(model.network, nn.Linear(model.dim, embedding_dim))
 
@@ -187,14 +198,14 @@ def _public(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.
 def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -> nn.Module:
     import torchvision
 
-    # These two would answer with auxiliary classifiers' logits as well while they are trained.
+    # In training mode these two would also return the logits of auxiliary classifiers.
     plain = {"aux_logits": False, "init_weights": True} if name in AUXILIARY else {}
     network: nn.Module = torchvision.models.get_model(name, weights=None, **plain)
     linear = linear_layers(network)
     if not linear:
         raise ConfigurationError(
-            f"backbone {name} classifies by a convolution, so that no linear layer can give the "
-            "embedding; expected another one, e.g. mobilenet_v3_small"
+            f"backbone {name} has no linear layer to replace, because it classifies by a "
+            "convolution; choose another one, e.g. mobilenet_v3_small"
         )
     path, last = linear[-1]
     replace_layer(network, path, nn.Linear(last.in_features, embedding_dim))
@@ -205,7 +216,7 @@ def _torchvision(name: str, embedding_dim: int, pooling: str, image_size: int) -
 
 
 def _pooled(network: nn.Module, name: str, pooling: str) -> nn.Module:
-    """The network with GeM in place of its last average pooling, where that is asked for."""
+    """Replace the network's last average pooling by GeM, if the configuration asks for it."""
     if pooling == "gem":
         pools = [p for p, m in network.named_modules() if _pools_to_one_cell(m)]
         if not pools:
@@ -217,23 +228,23 @@ def _pooled(network: nn.Module, name: str, pooling: str) -> nn.Module:
 
 
 def _pools_to_one_cell(module: nn.Module) -> bool:
-    # VGG and AlexNet pool to 7 x 7 and 6 x 6 cells, which their classifiers read one by one.
+    # VGG and AlexNet pool to 7 x 7 and 6 x 6 cells, which their classifiers read separately.
     return isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1))
 
 
 def _small_stem(network: nn.Module) -> None:
-    # A 7x7 stride-2 stem and max pooling leave nothing of a 32-pixel image (He et al., section
-    # 4.2).
+    # A 7x7 stem with stride 2 and max pooling would shrink a 32-pixel image to nothing (He et al.,
+    # section 4.2).
     network.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
     network.maxpool = nn.Identity()
 
 
 def linear_layers(network: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """With their paths, in order. The last of a backbone gives the embedding."""
+    """List the linear layers with their paths, in order; a backbone's last one is the embedding."""
     return [(p, m) for p, m in network.named_modules() if isinstance(m, nn.Linear)]
 
 
 def replace_layer(network: nn.Module, path: str, module: nn.Module) -> None:
-    """Put `module` where the layer of that path stands."""
+    """Replace the layer at `path` by `module`."""
     parent, _, name = path.rpartition(".")
     setattr(network.get_submodule(parent), name, module)

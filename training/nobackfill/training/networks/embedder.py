@@ -1,7 +1,6 @@
-"""phi and psi as modules: uint8 images in, vectors out, with the one point of normalisation.
+"""phi and psi as modules: uint8 images in, vectors out, with normalisation in one place.
 
-The graph that is published is exactly `ImageEncoder.forward`; training enters at `encode`, behind
-the augmentation.
+The published graph is exactly `ImageEncoder.forward`. Training calls `encode`, after augmentation.
 """
 
 import torch
@@ -17,10 +16,10 @@ from nobackfill.training.networks.heads import Head, build_head
 
 
 class Binarise(nn.Module):
-    """[n,d] -> -1 or 1; 0 counts as 1.
+    """Maps [n,d] to -1 or 1; 0 becomes 1.
 
-    The gradient is that of the identity where |x| <= 1 and 0 beyond (the straight-through
-    estimator), so that numbers far from their threshold stay where they are.
+    The gradient is that of the identity for |x| <= 1, and 0 beyond (straight-through estimator), so
+    that values far from the threshold stay where they are.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,19 +30,19 @@ class Binarise(nn.Module):
         return signs.detach() + kept - kept.detach()
 
 
-# Kinds of psi with an extra BatchNorm at the end of the model (fct.txt D.4.1).
+# Kinds of psi with an additional BatchNorm at the end of the model (fct.txt D.4.1).
 _NORMALISED = ("simclr", "binary_simclr", "vicreg", "distilled")
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """uint8 [n,H,W,3] -> float32 [n,3,H,W] in 0..1."""
+    """Convert uint8 [n,H,W,3] to float32 [n,3,H,W] in 0..1."""
     return images.permute(0, 3, 1, 2).float() / 255
 
 
 class ImageEncoder(nn.Module):
-    """A backbone between scaling and, with `unit`, L2 normalisation.
+    """A backbone with scaling before it and, with `unit`, L2 normalisation after it.
 
-    Pixels of 0..1 lose `mean` and are divided by `std`: of red, green and blue.
+    Pixels in 0..1 are normalised as (x - mean) / std, per colour channel.
     """
 
     mean: Tensor
@@ -60,29 +59,28 @@ class ImageEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.backbone, self.dim, self.image_size, self.unit = backbone, dim, image_size, unit
-        # Of the configuration, not of the checkpoint.
+        # Not in the checkpoint, because the configuration contains them.
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
         self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """pixels float32 [n,3,H,W] in 0..1 -> the backbone's own output [n,dim], not normalised."""
+        """Return the backbone's raw output [n,dim] for pixels float32 [n,3,H,W] in 0..1."""
         output: Tensor = self.backbone((pixels - self.mean) / self.std)
         return output
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """pixels float32 [n,3,H,W] in 0..1 -> the space's vectors float32 [n,dim]."""
+        """Return vectors of the space, float32 [n,dim], for pixels float32 [n,3,H,W] in 0..1."""
         features = self.features(pixels).float()
         return F.normalize(features) if self.unit else features
 
     def forward(self, images: Tensor) -> Tensor:
-        """images uint8 [n,H,W,3] -> vectors float32 [n,dim]."""
+        """Return vectors float32 [n,dim] for images uint8 [n,H,W,3]."""
         return self.encode(to_pixels(images))
 
 
 def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
-    """The untrained network of a configuration. Raises ConfigurationError for an unknown
-    backbone.
-    """
+    """Build the untrained network of a configuration. Raises ConfigurationError for an unknown
+    backbone."""
     if isinstance(config, EmbedderConfig):
         dim, unit = config.embedding_dim, config.head != "softmax"
     else:
@@ -104,7 +102,7 @@ def build_encoder(config: EmbedderConfig | SideEncoderConfig) -> ImageEncoder:
 
 
 def bare_backbone(encoder: ImageEncoder, config: EmbedderConfig | SideEncoderConfig) -> nn.Module:
-    """The backbone without what `build_encoder` puts behind it."""
+    """Return the backbone without the layers that `build_encoder` appends."""
     network = encoder.backbone
     behind = config.last_nonlin + (
         isinstance(config, SideEncoderConfig) and config.side_info in _NORMALISED
@@ -116,10 +114,9 @@ def bare_backbone(encoder: ImageEncoder, config: EmbedderConfig | SideEncoderCon
 
 
 class EmbedderObjective(Objective):
-    """An embedder under its head, trained on its own: the `independent` method and every method's
-    base.
+    """Trains an embedder under its head: the `independent` method, and the base of the others.
 
-    Batches hold `images` uint8 [b,H,W,3] and `labels` int64 [b].
+    Batches contain `images` uint8 [b,H,W,3] and `labels` int64 [b].
     """
 
     def __init__(self, config: EmbedderConfig, classes: int) -> None:
@@ -136,8 +133,10 @@ class EmbedderObjective(Objective):
         return {"classification": self.head(embedding, batch["labels"])}
 
     def start_from(self, begun: Checkpoint, class_names: tuple[str, ...]) -> None:
-        """Take over the embedder of another run, and its head where that is of the same kind and
-        the same classes. Raises ConfigurationError naming what does not fit.
+        """Load the embedder of another run, and its head if kind and classes are the same.
+
+        Raises:
+            ConfigurationError: a tensor is missing, superfluous or of another shape.
         """
         load_part(self.embedder, begun, "encoder")
         before = begun.config

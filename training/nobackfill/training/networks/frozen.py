@@ -1,8 +1,9 @@
-"""Models that are used, not trained: of a run or of a release, and their features cached on disk.
+"""Frozen models of a run or a release, and their features, cached on disk.
 
-A feature file is named by what it depends on: the model's digest, and the images' (of their files'
-names, lengths and times of change). So two trainings over the same images share it, and none of the
-images is read where all is kept. A file replaced by one alike in all three is not told from it.
+The name of a feature file is a digest of the model and of the images' file names, lengths and
+modification times. Trainings over the same images share the file, and no image is read if all
+features are cached. A file that was replaced by one with the same name, length and time is not
+detected.
 """
 
 import hashlib
@@ -47,27 +48,29 @@ from nobackfill.vectors import Vectors
 
 Floats = NDArray[np.float32]
 
-# Images at a time. On a processor more of them leave its caches: 256 took 1.3 times as long.
+# Images per batch. More of them exceed a CPU's caches: 256 took 1.3 times as long.
 _AT_ONCE = {"cpu": 64, "cuda": CHUNK}
 
 
 @dataclass(frozen=True)
 class FrozenEncoder:
-    """images uint8 [n,size,size,3] -> vectors float32 [n,dim], of a run or a release."""
+    """A frozen encoder: images uint8 [n,size,size,3] -> vectors float32 [n,dim]."""
 
     name: str
     run: Callable[[NDArray[np.uint8]], Floats]
     dim: int
     image_size: int
     unit: bool
-    # sha256 of the checkpoint or the ONNX file.
+    # SHA-256 of the checkpoint or of the ONNX file.
     digest: str
-    # The same in fewer digits, to train on; None: as it is.
+    # The same in bf16, for features to train on; None: not available.
     quick: Callable[[NDArray[np.uint8]], Floats] | None = None
 
 
 def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
-    """The finished embedder or side encoder of a run folder, in eval mode, frozen."""
+    """Load the finished embedder or side encoder of a run folder, in eval mode, without gradients.
+
+    Raises ConfigurationError for an unfinished run or one of another kind."""
     checkpoint = read_finished(run_dir)
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig | SideEncoderConfig):
@@ -80,9 +83,8 @@ def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
 
 
 def load_classifier(run_dir: Path) -> Classifier:
-    """The finished embedder of a run folder with its head. Raises ConfigurationError for another
-    kind.
-    """
+    """Load the finished embedder of a run folder with its head. Raises ConfigurationError for
+    another kind."""
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig):
@@ -99,7 +101,7 @@ def load_classifier(run_dir: Path) -> Classifier:
 
 
 def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
-    """The frozen encoder of a run folder. Raises ConfigurationError for a run of another kind."""
+    """Open the frozen encoder of a run folder. Raises ConfigurationError for another kind."""
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != kind:
         raise ConfigurationError(
@@ -133,18 +135,16 @@ def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
 
 
 def features(encoder: FrozenEncoder, images: ImageSource, cache: Path) -> Floats:
-    """Vectors [n,dim] of images uint8 [n,size,size,3] in all digits, computed once and kept in the
-    folder `cache`.
-    """
+    """Return float32 [n,dim] of images uint8 [n,size,size,3], cached in the folder `cache`."""
     return _features([encoder], images, cache, quick=False)[0]
 
 
 def training_features(
     encoders: Sequence[FrozenEncoder], images: ImageSource, cache: Path
 ) -> list[Floats]:
-    """By each of the encoders what an upgrade is trained on: in bf16 by those that bf16 trained.
-    The images are read, or made, once for all.
-    """
+    """Return the features that an upgrade is trained on, for each encoder.
+
+    Encoders that were trained in bf16 compute in bf16. The images are read only once."""
     return _features(encoders, images, cache, quick=True)
 
 
@@ -178,9 +178,7 @@ def _features(
 
 
 def _kept(path: Path, shape: tuple[int, int]) -> Floats | None:
-    """The vectors of a feature file; None where there is none, or a damaged one, as a full disk or
-    a copy that was broken off leaves it: they are computed anew.
-    """
+    """Read a feature file; None if it is missing or damaged, for example by a full disk."""
     try:
         with path.open("rb") as file:
             found = np.lib.format.read_array(file, allow_pickle=False)
@@ -191,15 +189,16 @@ def _kept(path: Path, shape: tuple[int, int]) -> Floats | None:
 
 @dataclass(frozen=True)
 class AugmentedView:
-    """Images augmented at their own size and scaled to `size`: uint8 [n,size,size,3]. A seed gives
-    the same view at every size.
+    """Images augmented at their own size and scaled to `size`: uint8 [n,size,size,3].
+
+    A seed gives the same view at every size.
     """
 
     images: Listed
     size: int
     config: Augmentation
     seed: int
-    # Mixed with another image of the same, drawn by the seed.
+    # Mix each image with another image of the same listing, drawn by the seed.
     mixed: bool = False
 
     def __len__(self) -> int:
@@ -207,13 +206,13 @@ class AugmentedView:
 
     @property
     def digest(self) -> str:
-        """What tells this view from others, without making it."""
+        """The digest of this view, computed without making it."""
         drawn = f"{self.seed} {'mixed ' if self.mixed else ''}{self.config.model_dump_json()}"
         what = f"{self.images.digest} {self.size} {drawn}"
         return hashlib.sha256(f"{what} torch-{torch.__version__}".encode()).hexdigest()
 
     def chunks(self) -> Iterator[Tensor]:
-        """All images in their order, some at a time."""
+        """Yield all images in order, in chunks."""
         augment, device, images = Augment(self.config), _device(), self.images.opened
         torch.manual_seed(self.seed)
         if not self.mixed:
@@ -235,10 +234,19 @@ def augmented_views(
     reading: Reading,
     mixed_views: int = 0,
 ) -> Iterator[Mapping[int, ImageSource]]:
-    """`views` times the images of `listing` at each of `sizes`, by size; then `mixed_views` times.
+    """Yield views of the images at each of `sizes`, by size.
 
-    The first is the images as they are; the others are augmented at the largest size and scaled
-    down, so that every model sees the same view.
+    The first view is the images themselves. The others are augmented at the largest size and then
+    scaled down, so that every model sees the same view. The last `mixed_views` mix two images.
+
+    Args:
+        listing: the images.
+        sizes: image sides in pixels.
+        views: the number of views, the first included.
+        config: the augmentation.
+        seed: the seed of the augmentation.
+        reading: how images are read.
+        mixed_views: the number of additional mixed views.
     """
     plain = {size: Listed(listing, size, reading) for size in set(sizes)}
     yield plain
@@ -262,13 +270,13 @@ _CHUNK = 256
 
 
 def of_release(source: PublishedSource) -> tuple[FrozenEncoder, FrozenEncoder | None]:
-    """The embedder and, where it has one, the side encoder of a release."""
+    """Open the embedder of a release and, if it has one, its side encoder."""
     manifest = require_release(source.release, read_publication(source.model_repo).manifests)
     return of_manifest(source.model_repo, manifest)
 
 
 def of_manifest(files: Files, manifest: Manifest) -> tuple[FrozenEncoder, FrozenEncoder | None]:
-    """The encoders of a manifest whose files are published, or drafted, at `files`."""
+    """Open the encoders of a manifest whose files, published or drafted, are at `files`."""
     spec, side = manifest.embedder, manifest.side_encoder
     size, sha256 = _square(manifest)
     threads = os.cpu_count() or 1
@@ -289,14 +297,14 @@ def of_manifest(files: Files, manifest: Manifest) -> tuple[FrozenEncoder, Frozen
 
 
 def _square(manifest: Manifest) -> tuple[int, str]:
-    """Height and width, and the digest of the model of images."""
+    """Return the side of the images, and the digest of the image model."""
     frame, file = manifest.frame, manifest.embedder.file
     assert file is not None, "what reads images has a model"
     if frame != Frame(frame.height, frame.height):
         raise InvalidInputError(
             f"release {manifest.release} takes {frame.height} x {frame.width} images by "
-            f"{frame.fit}, {frame.interpolation}; training reads square ones only, by stretch, "
-            "bilinear. Train from its stored vectors"
+            f"{frame.fit}, {frame.interpolation}; training supports only square images with "
+            "stretch and bilinear. Train from the release's stored vectors"
         )
     return frame.height, file.sha256
 

@@ -1,12 +1,12 @@
-"""Classification heads over an embedding: softmax, normalised softmax, CosFace, ArcFace; and fixed
-classifiers, which are used and never trained.
+"""Classification heads over an embedding (softmax, normalised softmax, CosFace, ArcFace), and fixed
+classifiers.
 
-One shape for all: `head(embedding [n,dim], labels [n]) -> scalar`, `head.logits(embedding) ->
-[n,c]` without margin, `head.classifier() -> [c,dim]`, the rows that training/methods/ reuse as the
-old classifier (pytorch-metric-learning keeps the transpose).
+All heads have the same interface: `head(embedding [n,dim], labels [n]) -> scalar`,
+`head.logits(embedding) -> [n,c]` without margin, and `head.classifier() -> [c,dim]`. Compatible
+methods reuse these rows as the old classifier (pytorch-metric-learning stores the transpose).
 
-A fixed classifier is the old one, whole or extended, or is made of features. `labels_in` says which
-classes of a new training set it knows: the old classifier may have fewer or other classes.
+A fixed classifier is never trained. It is the old one, possibly extended, or made from features.
+`labels_in` maps the classes of a new training set to its classes, which may be fewer or different.
 """
 
 import math
@@ -23,7 +23,7 @@ from nobackfill.training.losses.margins import arcface, cosface, cosines, linear
 
 
 class Head(nn.Module):
-    """`unit` says whether the head, and so the space under it, sees directions only."""
+    """A classification head. `unit`: only directions matter, so the space holds unit vectors."""
 
     unit: bool
     scale: float
@@ -31,19 +31,19 @@ class Head(nn.Module):
 
     @abstractmethod
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss over [n,dim] and int64 [n]."""
+        """Return the mean loss over embeddings [n,dim] and labels int64 [n]."""
 
     @abstractmethod
     def logits(self, embedding: Tensor) -> Tensor:
-        """[n,dim] -> [n,classes], scaled, without margin."""
+        """Return scaled logits [n,classes], without margin, for embeddings [n,dim]."""
 
     @abstractmethod
     def classifier(self) -> Tensor:
-        """Class weights [classes,dim]."""
+        """Return the class weights [classes,dim]."""
 
 
 class SoftmaxHead(Head):
-    """Cross-entropy of a linear layer with bias, on the embedding as it is."""
+    """Cross-entropy of a linear layer with bias, on embeddings that are not normalised."""
 
     unit = False
 
@@ -64,7 +64,7 @@ class SoftmaxHead(Head):
 
 
 class AngularHead(Head):
-    """A loss of pytorch-metric-learning on scaled cosines, in one of their forms."""
+    """A loss of pytorch-metric-learning on scaled cosines: CosFace or ArcFace."""
 
     unit = True
 
@@ -75,7 +75,7 @@ class AngularHead(Head):
         self.form, self.loss, self.scale, self.margin = form, loss, scale, margin
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        # Autocast would multiply in bf16, below whose resolution a margin of a cosine vanishes.
+        # Autocast would multiply in bf16, which is too coarse for the margin of a cosine.
         with torch.autocast(embedding.device.type, enabled=False):
             output: Tensor = self.loss(embedding.float(), labels)
         return output
@@ -97,10 +97,18 @@ HEAD_NAMES = ("softmax", *_DEFAULTS)
 def build_head(
     name: str, classes: int, dim: int, *, margin: float | None = None, scale: float | None = None
 ) -> Head:
-    """A fresh head. `margin` is a cosine for CosFace, radians for ArcFace; None takes the default.
+    """Build an untrained head.
 
-    Raises ConfigurationError for an unknown name, for fewer than 2 classes, or for a margin or
-    scale that the head does not have.
+    Args:
+        name: softmax, normalized_softmax, cosface or arcface.
+        classes: the number of classes, at least 2.
+        dim: the dimension of the embedding.
+        margin: a cosine for CosFace, radians for ArcFace; None: the default.
+        scale: the factor of the cosines; None: the default.
+
+    Raises:
+        ConfigurationError: the name is unknown, there are fewer than 2 classes, or the head has no
+            such margin or scale.
     """
     if name not in HEAD_NAMES:
         raise ConfigurationError(f"unknown head {name!r}; known: {', '.join(HEAD_NAMES)}")
@@ -110,7 +118,7 @@ def build_head(
         if margin is not None or scale is not None:
             raise ConfigurationError("head softmax has neither margin nor scale; remove them")
         return SoftmaxHead(classes, dim)
-    # Imported where used: it brings scipy's statistics, which take seconds.
+    # Imported here: it imports scipy's statistics, which take seconds.
     from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NormalizedSoftmaxLoss
 
     default_margin, default_scale = _DEFAULTS[name]
@@ -133,7 +141,7 @@ _NATS = 8.0
 
 
 class FixedClassifier(nn.Module):
-    """Class weights [c, k] (buffers, no gradient) with the loss form of a head."""
+    """Class weights [c, k] as buffers without gradient, with the loss of a head."""
 
     weights: Tensor
     bias: Tensor
@@ -151,18 +159,18 @@ class FixedClassifier(nn.Module):
 
     @property
     def dim(self) -> int:
-        """Dimension of the embeddings it was made for."""
+        """Dimension k of the class weights."""
         return self.weights.shape[1]
 
     def logits(self, embedding: Tensor) -> Tensor:
-        """[n, K >= k] -> [n, c], scaled, without margin. Reads the first k elements."""
+        """Return scaled logits [n, c], without margin, from the first k elements of [n, K >= k]."""
         first = first_elements(embedding, self.dim)
         if self.form == "softmax":
             return F.linear(first, self.weights, self.bias)
         return self.scale * cosines(first, self.weights)
 
     def loss(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        """[n, K >= k], [n] -> [n]: the head's loss against the fixed weights."""
+        """Return the head's loss per row [n] against the fixed weights: [n, K >= k], int64 [n]."""
         if self.form == "softmax":
             return linear_softmax(self.logits(embedding), labels)
         cosine = cosines(first_elements(embedding, self.dim), self.weights)
@@ -171,10 +179,12 @@ class FixedClassifier(nn.Module):
 
 
 def first_elements(embedding: Tensor, k: int) -> Tensor:
-    """The first k elements of each embedding [n, K] (BCT section 3.6, other dimensions).
+    """Return the first k elements of each embedding [n, K] (BCT section 3.6, other dimensions).
 
-    Not renormalised here: angular losses and cosine searches do that, and a softmax has no need of
-    it. Raises ConfigurationError where the embedding is the shorter one.
+    They are not renormalised, because angular losses and cosine searches do that themselves.
+
+    Raises:
+        ConfigurationError: the embedding has fewer than k elements.
     """
     if embedding.shape[1] < k:
         raise ConfigurationError(
@@ -185,7 +195,7 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
 
 
 def of_head(head: Head) -> FixedClassifier:
-    """The fixed copy of a trained head."""
+    """Make a fixed copy of a trained head."""
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(
         head.classifier(), form=form_of(head), margin=head.margin, scale=head.scale, bias=bias
@@ -193,16 +203,21 @@ def of_head(head: Head) -> FixedClassifier:
 
 
 def form_of(head: Head) -> str:
-    """The name of a head, as configurations say it."""
+    """Return the name of a head, as in configurations."""
     return head.form if isinstance(head, AngularHead) else "softmax"
 
 
 def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) -> FixedClassifier:
-    """A softmax over squared distances to prototypes [c,d]: it ranks by L2 as the search does.
+    """Make a softmax over squared distances to prototypes, which ranks by L2 as a search does.
 
-    The mean squared distance of `features` [n,d] from their own prototypes is worth _NATS. (Equal
-    Gaussians of the features' own variance would be surer of themselves by a factor of d, and
-    their gradients too steep to train by.)
+    The sharpness is set so that the mean squared distance of features from their own prototypes
+    equals _NATS. (Equal Gaussians with the features' own variance would be sharper by a factor of
+    d, and too steep to train by.)
+
+    Args:
+        prototypes: [c,d].
+        features: [n,d].
+        labels: int64 [n], rows of `prototypes`.
     """
     sharpness = 2 * _NATS / (features - prototypes[labels]).square().sum(1).mean()
     return FixedClassifier(
@@ -215,8 +230,6 @@ def gaussian_classifier(prototypes: Tensor, features: Tensor, labels: Tensor) ->
 
 
 def labels_in(class_names: Sequence[str], new_class_names: Sequence[str]) -> Tensor:
-    """int64 [new classes]: each new class's label in `class_names`, -1 where it is not
-    among them.
-    """
+    """Return each new class's label in `class_names`, -1 without one: int64 [new classes]."""
     known = {name: label for label, name in enumerate(class_names)}
     return torch.tensor([known.get(name, -1) for name in new_class_names], dtype=torch.int64)

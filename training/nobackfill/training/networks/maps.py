@@ -1,6 +1,6 @@
-"""Closed-form maps between two spaces: what every learned transformation must beat.
+"""Closed-form maps between two spaces, the baselines of every learned transformation.
 
-All take paired rows x [n, a] and y [n, b] and solve in float64.
+All functions take paired rows x [n, a] and y [n, b] with n >= 2, and solve in float64.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,19 @@ class AffineMap:
 
 
 def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
-    """The orthogonal map (with `scaled`, times one factor) and shift of least squared error.
+    """Fit the orthogonal map and shift of least squared error.
 
-    min |s (x - mean x) R - (y - mean y)| with R R' = 1: R = U V' of the singular value
-    decomposition of xc' yc. Between different dimensions R is semi-orthogonal: it keeps every
-    direction of the smaller space.
+    Minimises |s (x - mean x) R - (y - mean y)| with R R' = 1. The solution is R = U V' of the
+    singular value decomposition of xc' yc. Between different dimensions R is semi-orthogonal: it
+    keeps every direction of the smaller space.
+
+    Args:
+        x: [n, a].
+        y: [n, b].
+        scaled: also fit the factor s; else s = 1.
+
+    Raises:
+        ValueError: x and y are not paired rows.
     """
     xc, yc, shift_x, shift_y = _centred(x, y)
     u, singular, vt = torch.linalg.svd(xc.t() @ yc, full_matrices=False)
@@ -38,9 +46,17 @@ def procrustes(x: Tensor, y: Tensor, *, scaled: bool) -> AffineMap:
 
 
 def affine(x: Tensor, y: Tensor, ridge: float | None = None, together: int = 1) -> AffineMap:
-    """Least squares with `ridge` times the mean input variance on the weights, none on the bias.
+    """Fit an affine map by ridge regression, without a penalty on the bias.
 
-    None: chosen by leave-one-out, `together` consecutive rows at a time (views of one image).
+    Args:
+        x: [n, a].
+        y: [n, b].
+        ridge: the penalty, as a multiple of the mean variance of x. None: selected by leaving out
+            `together` rows at a time.
+        together: the number of consecutive rows that belong together (views of one image).
+
+    Raises:
+        ValueError: x and y are not paired rows.
     """
     if ridge is None:
         _check_paired(x, y)
@@ -58,10 +74,19 @@ def affine(x: Tensor, y: Tensor, ridge: float | None = None, together: int = 1) 
 def low_rank(
     x: Tensor, y: Tensor, rank: int, ridge: float | None = None, together: int = 1
 ) -> tuple[AffineMap, AffineMap]:
-    """The affine map of `rank` of least squared error, as two maps [a -> rank] and [rank -> b].
+    """Fit the affine map of a given rank with least squared error (reduced-rank regression).
 
-    Reduced-rank regression: the affine solution projected onto the leading principal directions of
-    what it predicts. Raises ValueError for a rank that the dimensions do not have.
+    It projects the affine solution onto the leading principal directions of its predictions.
+
+    Args:
+        x, y, ridge, together: as in `affine`.
+        rank: 1 to min(a, b).
+
+    Returns:
+        Two maps, [a -> rank] and [rank -> b].
+
+    Raises:
+        ValueError: the rank is out of range.
     """
     largest = min(x.shape[1], y.shape[1])
     if not 1 <= rank <= largest:
@@ -76,8 +101,9 @@ def low_rank(
 
 
 def whitening(x: Tensor, ridge: float = 1e-3) -> AffineMap:
-    """x -> uncorrelated directions of unit variance; directions below `ridge` of the mean variance
-    are not blown up to it."""
+    """Fit x [n, d] -> uncorrelated directions of unit variance.
+
+    Directions whose variance is below `ridge` times the mean variance are not scaled up fully."""
     shift = x.double().mean(0)
     xc = x.double() - shift
     variances, directions = torch.linalg.eigh(xc.t() @ xc / (len(x) - 1))

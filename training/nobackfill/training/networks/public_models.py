@@ -1,9 +1,8 @@
-"""Models of timm and open_clip by name, with their weights and the pixels that their makers say.
+"""Public models of timm and open_clip, with their weights and preprocessing.
 
-`timm:NAME.TAG`, `open_clip:NAME/TAG`, as those packages name them; a tag of open_clip's may be a
-file, and after `timm:` or `open_clip:` stands what they take besides: `local-dir:FOLDER`,
-`hf-hub:NAME`. Both packages are installed by those who use them; files of theirs are safetensors,
-or state dicts read with `weights_only`.
+Names are `timm:NAME.TAG` and `open_clip:NAME/TAG`, as in those packages. A tag of open_clip may be
+a file. `local-dir:FOLDER` and `hf-hub:NAME` also work after either prefix. Users install the
+packages themselves. Weight files are safetensors, or state dicts read with `weights_only`.
 """
 
 import difflib
@@ -25,8 +24,9 @@ _BY_PLACE = (_LOCAL, "hf-hub:")
 
 @dataclass(frozen=True)
 class PublicModel:
-    """`network`: pixels float32 [n,3,H,W], normalised -> [n,dim]; in evaluation, without its
-    classifier."""
+    """A public model in eval mode, without its classifier.
+
+    `network` maps normalised pixels float32 [n,3,H,W] to [n,dim]."""
 
     name: str
     network: nn.Module
@@ -35,15 +35,23 @@ class PublicModel:
 
 
 def is_public(name: str) -> bool:
-    """Whether a name of weights, or of a backbone, is one of these packages'."""
+    """Return whether a name of weights or of a backbone belongs to timm or open_clip."""
     return name.startswith((TIMM, OPEN_CLIP))
 
 
 def open_public(name: str, *, weights: bool = True) -> PublicModel:
-    """The model, its weights as they were published, or, without `weights`, drawn anew.
+    """Open a public model.
 
-    Raises ConfigurationError where its package is missing, or does not know the name (naming near
-    ones), or says pixels that we cannot make; NotFoundError, UnavailableError for its weights.
+    Args:
+        name: timm:NAME.TAG or open_clip:NAME/TAG.
+        weights: load the published weights; False: random ones.
+
+    Raises:
+        ConfigurationError: the package is missing, the name is unknown (similar ones are listed),
+        or
+            its preprocessing is not supported.
+        NotFoundError: the weights' folder does not exist.
+        UnavailableError: the weights cannot be downloaded.
     """
     opened = _timm if name.startswith(TIMM) else _open_clip
     return opened(name, weights)
@@ -101,7 +109,7 @@ def _package(name: str, package: str, install: str) -> Iterator[None]:
 
 
 def unknown(name: str, package: str, wanted: str, known: list[str]) -> ConfigurationError:
-    """Of weights `name`: `package` does not know `wanted`; near ones are named."""
+    """Make the error of an unknown name, which lists similar names."""
     near = difflib.get_close_matches(wanted, known, 5, 0.4) or known[:5]
     return ConfigurationError(
         f"{name}: {package} has no {wanted}; near: {', '.join(near) or 'none'}"
@@ -109,14 +117,14 @@ def unknown(name: str, package: str, wanted: str, known: list[str]) -> Configura
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:
-    """A model of theirs; what they log of it is not for our users."""
+    """Build a model, without the package's log messages."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         return make()
     except Exception as error:
-        # Their own classes, and RuntimeError around any of them; what huggingface_hub raises
-        # without a network is an OSError, whatever stands in its way.
+        # Packages raise their own classes, or wrap them in RuntimeError. Without a network,
+        # huggingface_hub raises an OSError.
         if _LOCAL in name and isinstance(error, FileNotFoundError):
             raise NotFoundError(f"{name}: {_first_line(error)}") from error
         causes = (error, error.__cause__, error.__context__)
@@ -129,9 +137,9 @@ def _made(name: str, make: Callable[[], Any]) -> Any:
 
 def _out_of_reach(name: str, error: BaseException) -> UnavailableError:
     return UnavailableError(
-        f"{name}: its weights cannot be had ({_first_line(error)}); where there is no network, "
-        "bring them into the hub's cache (HF_HOME), or name a folder, local-dir:FOLDER, or "
-        "open_clip's file, open_clip:NAME/FILE"
+        f"{name}: its weights cannot be downloaded ({_first_line(error)}); without a network, copy "
+        "them to the hub's cache (HF_HOME), or name a folder, local-dir:FOLDER, or open_clip's "
+        "file, open_clip:NAME/FILE"
     )
 
 
@@ -144,6 +152,6 @@ def _read(name: str, read: Callable[[], Preprocessing]) -> Preprocessing:
         return read()
     except ValueError as error:
         raise ConfigurationError(
-            f"{name}: reads pixels that we cannot make ({error}); export it as ONNX and publish "
-            "that, with --onnx"
+            f"{name}: its preprocessing is not supported ({error}); export the model as ONNX and "
+            "publish that with --onnx"
         ) from error

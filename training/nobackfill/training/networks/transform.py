@@ -1,7 +1,7 @@
-"""FCT's transformation (fct.txt Figure 4, D.1): two projections, a mixer; h and g are two of them.
+"""FCT's transformation (fct.txt Figure 4, D.1): two projections and a mixer, for h and for g.
 
-The module `Upgrade` is exactly the graph that is published: (embedding, side) -> upgraded,
-upgraded_side, uncertainty, whatever of these the upgrade has.
+`UpgradeNetwork` is the published graph: (embedding, side) -> upgraded, upgraded_side, uncertainty,
+as far as the upgrade has these.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 
 class UpgradeOutput(NamedTuple):
-    """Outputs of an upgrade; side [n,new_side_dim] and log_variance [n] where it has them."""
+    """Outputs of an upgrade: embedding [n,new_dim], side [n,new_side_dim], log_variance [n]; None
+    for an output that the upgrade does not have."""
 
     embedding: Tensor
     side: Tensor | None
@@ -24,15 +25,15 @@ def _block(dim_in: int, dim_out: int) -> list[nn.Module]:
 
 
 def projection_unit(dim: int, width: int) -> nn.Sequential:
-    """Linear-BatchNorm-ReLU twice: [n,dim] -> [n,width] (D.1: width 256)."""
+    """Make Linear-BatchNorm-ReLU twice: [n,dim] -> [n,width] (D.1: width 256)."""
     return nn.Sequential(*_block(dim, width), *_block(width, width))
 
 
 class FctTransform(nn.Module):
-    """(embedding [n,old_dim], side [n,side_dim]) -> [n,new_dim]; a dim of 0 leaves that branch out.
+    """FCT's network: (embedding [n,old_dim], side [n,side_dim]) -> [n,new_dim].
 
-    Leaving a branch out equals FCT's zero vector: its projection would be a constant, which the
-    mixer's first bias holds. With `unit` the output is normalised, in training as in use (D.7).
+    A dim of 0 omits that branch. This equals FCT's zero vector, whose projection is a constant that
+    the mixer's first bias contains. With `unit` the output is normalised, also in training (D.7).
     """
 
     def __init__(
@@ -66,10 +67,13 @@ class FctTransform(nn.Module):
 
 
 class UpgradeNetwork(nn.Module):
-    """h, and optionally g for side-information and a log-variance, as one graph.
+    """h, optionally with g for side-information and a log-variance, as one graph.
 
-    `h` is any module (embedding, side) -> [n,new_dim]; `g` likewise -> [n,new_side_dim];
-    `log_variance` likewise -> [n]. `reads_side` says whether the graph has the input `side`.
+    Args of the constructor:
+        h: a module (embedding, side) -> [n,new_dim].
+        reads_side: the graph has the input `side`.
+        g: a module (embedding, side) -> [n,new_side_dim].
+        log_variance: a module (embedding, side) -> [n].
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Pretrained weights: torchvision's by name, downloaded and verified, timm's and open_clip's, or a
-local file; and putting them into an encoder and its head, by name and shape.
+"""Read pretrained weights and load them into an encoder and its head, by name and shape.
 
-A file is safetensors, or what `torch.save` made of a state dict, read with `weights_only`: nothing
-that a pickle names is run.
+Weights are torchvision's by name (downloaded and verified), timm's, open_clip's, or a local file. A
+file is safetensors, or a state dict of `torch.save` read with `weights_only`, so that no pickled
+code runs.
 
-The last linear layer of a torchvision model is its classifier, in place of which stands the
-embedding layer: it is left out unless its shape is the embedding layer's own. Of a classifier whose
-classes are named, those that a training knows too keep their weights.
+The last linear layer of a torchvision model is its classifier, which the embedding layer replaces.
+It is not loaded unless its shape is that of the embedding layer. If a classifier's classes are
+named, the classes that the training also has keep their weights.
 """
 
 import json
@@ -44,15 +44,14 @@ if TYPE_CHECKING:
 
 
 FILES = (".safetensors", ".pt", ".pth", ".bin")
-# Keys under which training programs keep the state dict in what they save.
+# Keys under which training programs store the state dict.
 _INSIDE = ("state_dict", "model_state_dict", "model")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by name; `name` as the configuration has it; `class_names` of the classifier among
-    them, empty where nobody says.
-    """
+    """Tensors by name. `name` is that of the configuration; `class_names` are those of the
+    classifier, empty if unknown."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -61,19 +60,19 @@ class Weights:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """What is taken off pixels of 0..1 and what they are divided by: red, green, blue."""
+    """Normalisation of pixels in 0..1: (x - mean) / std, for red, green and blue."""
 
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
 
 def is_file(name: str) -> bool:
-    """Whether `weights: name` is a path, and not one of torchvision's names."""
+    """Return whether `weights: name` is a path, and not a name of a package."""
     return not is_public(name) and ("/" in name or Path(name).suffix in FILES)
 
 
 def shown(name: str) -> str:
-    """`name` without names of this machine's files, which have no place in a manifest."""
+    """Return `name` without paths of this machine, for a manifest."""
     if is_file(name):
         return Path(name).name
     package, _, rest = name.partition(":")
@@ -86,11 +85,17 @@ def shown(name: str) -> str:
 
 
 def read_weights(name: str, backbone: str) -> Weights:
-    """A file's tensors, or those that torchvision has for the backbone under this name, or, of a
-    name of timm's or open_clip's, theirs, as they stand in the backbone of that name.
+    """Read the tensors of a file, of torchvision's weights for the backbone, or of a public model.
 
-    Raises NotFoundError, VerificationError (damaged, another digest, not plain tensors),
-    UnavailableError (no network), ConfigurationError (an unknown name).
+    Args:
+        name: the value of the key `weights`.
+        backbone: the value of the key `backbone`.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        VerificationError: damaged, another digest, or more than plain tensors.
+        UnavailableError: the download failed.
+        ConfigurationError: the name is unknown.
     """
     if is_file(name):
         return read_file(Path(name))
@@ -101,9 +106,10 @@ def read_weights(name: str, backbone: str) -> Weights:
 
 
 def normalisation(name: str, backbone: str) -> Normalisation | None:
-    """What named weights expect of pixels; None of a file, which does not say.
+    """Return the normalisation that named weights expect; None for a file, which does not say.
 
-    Raises ConfigurationError for an unknown name.
+    Raises:
+        ConfigurationError: the name is unknown.
     """
     if is_file(name):
         return None
@@ -115,10 +121,14 @@ def normalisation(name: str, backbone: str) -> Normalisation | None:
 
 
 def download(url: str) -> Path:
-    """A file whose name ends in the first digits of its SHA-256, in torch's own folder of downloads
-    (`TORCH_HOME`); the digits are compared each time.
+    """Download a file to torch's cache (`TORCH_HOME`), unless it is there, and verify it.
 
-    Raises UnavailableError, VerificationError, CannotWriteError.
+    The name must end in the first digits of the SHA-256, which are compared every time.
+
+    Raises:
+        UnavailableError: the download failed.
+        VerificationError: the file has another digest.
+        CannotWriteError: the cache cannot be written.
     """
     path = Path(torch.hub.get_dir()) / "checkpoints" / Path(urlparse(url).path).name
     expected = path.stem.rpartition("-")[2]
@@ -128,27 +138,29 @@ def download(url: str) -> Path:
             torch.hub.download_url_to_file(url, str(path), expected)
         except urllib.error.URLError as error:
             raise UnavailableError(
-                f"{url}: cannot be downloaded ({error}); where there is no network, bring the file "
-                f"to {path}, or name one with weights: FILE"
+                f"{url}: cannot be downloaded ({error}); without a network, copy the file to "
+                f"{path}, or name one with weights: FILE"
             ) from error
         except RuntimeError as error:
             raise VerificationError(
-                f"{url}: what came is not what torchvision names ({error}); nothing was kept"
+                f"{url}: the downloaded file is not the one that torchvision names ({error}); it "
+                "was deleted"
             ) from error
         except OSError as error:
             raise CannotWriteError(f"{path}: cannot be written ({error})") from error
     found = sha256_file(path)
     if not found.startswith(expected):
         raise VerificationError(
-            f"{path}: expected a SHA-256 that begins with {expected}, got {found[:12]}; remove it"
+            f"{path}: expected a SHA-256 that begins with {expected}, got {found[:12]}; delete it"
         )
     return path
 
 
 def read_file(path: Path) -> Weights:
-    """Raises NotFoundError; VerificationError for what is damaged or no plain tensors."""
+    """Read a weights file. Raises NotFoundError, or VerificationError if it is damaged or contains
+    more than plain tensors."""
     if not path.is_file():
-        raise NotFoundError(f"no weights {path}")
+        raise NotFoundError(f"no weights {path}; check the key weights")
     try:
         if path.suffix == ".safetensors":
             return _safetensors(path)
@@ -162,8 +174,8 @@ def read_file(path: Path) -> Weights:
         KeyError,
     ) as error:
         raise VerificationError(
-            f"{path}: expected safetensors or a state dict that torch.save wrote, of nothing but "
-            f"tensors ({str(error).splitlines()[0][:200] if str(error) else error!r})"
+            f"{path}: expected safetensors, or a state dict of torch.save with nothing but tensors "
+            f"({str(error).splitlines()[0][:200] if str(error) else error!r})"
         ) from error
     return Weights(str(path), _state_dict(saved, path))
 
@@ -190,8 +202,8 @@ def _state_dict(saved: object, path: Path) -> dict[str, Tensor]:
 
 
 def of_torchvision(name: str, backbone: str) -> "WeightsEnum":
-    """`DEFAULT`, `IMAGENET1K_V2` or `ResNet50_Weights.IMAGENET1K_V2` of the backbone. Raises
-    ConfigurationError."""
+    """Return torchvision's weights of a backbone: `DEFAULT`, `IMAGENET1K_V2` or
+    `ResNet50_Weights.IMAGENET1K_V2`. Raises ConfigurationError for another name."""
     import torchvision
 
     try:
@@ -217,9 +229,10 @@ def load_pretrained(
     config: EmbedderConfig | SideEncoderConfig,
     class_names: Sequence[str],
 ) -> None:
-    """Load what fits, and say on stderr what is trained anew.
+    """Load the tensors that fit, and list on stderr the layers that start untrained.
 
-    Raises ConfigurationError naming each tensor that is missing, not expected, or of another shape.
+    Raises:
+        ConfigurationError: a tensor is missing, superfluous or of another shape.
     """
     network = bare_backbone(encoder, config)
     wanted = network.state_dict()
@@ -242,14 +255,16 @@ def load_pretrained(
     fresh = sorted(anew)
     if head is not None and left:
         fresh.append(f"the classifier of {left} of {len(class_names)} classes")
-    print(f"{weights.name}: loaded; trained anew: {', '.join(fresh) or 'nothing'}", file=sys.stderr)
+    print(
+        f"{weights.name}: loaded; not pretrained: {', '.join(fresh) or 'nothing'}", file=sys.stderr
+    )
 
 
 _STEM = "; at image_size 64 and below resnets have a stem of 3 x 3, pretrained ones have 7 x 7"
 
 
 def _prefix(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
-    """What stands before the backbone's own names: of DataParallel, of a wrapper, of our runs."""
+    """Return the prefix of the backbone's names: DataParallel's, a wrapper's, or our runs'."""
     first = next(iter(wanted))
     before = {key.removesuffix(first) for key in found if key.endswith(first)}
     prefixes = [p for p in before if not p or p.endswith(".")]
@@ -260,9 +275,11 @@ def _prefix(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
 def _anew(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], last: str, *, classifier: bool
 ) -> set[str]:
-    """Tensors that stay as they were drawn: the embedding layer where the file has a classifier in
-    its place, or one of another shape; GeM's exponent, and counters that old files lack.
-    """
+    """Return the tensors that are not loaded.
+
+    These are the embedding layer if the file has a classifier or another shape there, GeM's
+    exponent,
+    and counters that old files lack."""
     layer = {key for key in wanted if key.startswith(f"{last}.")}
     differs = {key for key in layer if key not in found or found[key].shape != wanted[key].shape}
     rest = {
@@ -282,7 +299,7 @@ def _problems(
         if key in found and key not in anew and found[key].shape != wanted[key].shape
     ]
     problems += [f"{key} is missing" for key in wanted if key not in found and key not in anew]
-    # A classifier, a head and auxiliary classifiers are no part of an embedder.
+    # Classifiers, heads and auxiliary classifiers are not part of an embedder.
     others = ("head.", "AuxLogits.", "aux1.", "aux2.", "optimizer.", f"{last}.")
     return problems + [
         f"{key} {list(found[key].shape)} is not expected"
@@ -292,14 +309,14 @@ def _problems(
 
 
 def _keep_classes(head: Head, weights: Weights, class_names: Sequence[str]) -> int:
-    """Give the head the weights of those classes that both know; how many that are."""
+    """Load the head's weights of the classes that both know; return their number."""
     mine = {name: row for row, name in enumerate(class_names)}
     theirs = {name: row for row, name in enumerate(weights.class_names)}
     shared = [name for name in class_names if name in theirs]
     kept = 0
     for key, tensor in head.state_dict().items():
         stored = weights.tensors.get(f"head.{key}")
-        # An angular head keeps its classes in columns.
+        # An angular head stores its classes in columns.
         across = key.endswith("loss.W")
         if stored is None or stored.ndim != tensor.ndim:
             continue

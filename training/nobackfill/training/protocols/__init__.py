@@ -1,7 +1,7 @@
-"""Published test protocols, read from their real files: what is asked, what counts as an answer.
+"""Published test protocols, read from their original files: queries, galleries and relevance.
 
-Readers give image names in the order in which vectors are expected, and the relevance for
-`nobackfill.metrics`; a `Protocol` joins images and figures. All of them, by name: `catalogue`.
+Readers return image names in the order of the vectors, and the relevance for `nobackfill.metrics`.
+A `Protocol` combines images and figures. `protocols.evaluation` lists all by name.
 
 >>> from nobackfill.training.protocols.evaluation import protocol_named
 >>> protocol = protocol_named("market1501")(market1501, folder)

@@ -1,4 +1,4 @@
-"""Every protocol by name, and the cells of the compatibility matrix that it measures."""
+"""All protocols by name, and the measurement of cells of the compatibility matrix."""
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from nobackfill.training.protocols import landmarks, persons
 from nobackfill.training.protocols.persons import OperatingPoints
 from nobackfill.training.protocols.protocol import Figures, Protocol
 
-# Each reads its files below a folder, and may write images below a second, temporary one.
+# Each reads its files below a first folder, and may write images to a second, temporary one.
 PROTOCOLS: Mapping[str, Callable[[Path, Path], Protocol]] = {
     "ijbc": persons.ijbc,
     "gldv2": landmarks.gldv2,
@@ -27,17 +27,21 @@ PROTOCOLS: Mapping[str, Callable[[Path, Path], Protocol]] = {
 def protocol_named(
     name: str, points: persons.OperatingPoints | None = None
 ) -> Callable[[Path, Path], Protocol]:
-    """The reader of a protocol, at other operating points where it has such.
+    """Return the reader of a protocol.
 
-    Raises ConfigurationError for an unknown name, naming the known, and for points of a protocol
-    without.
+    Args:
+        name: a key of PROTOCOLS.
+        points: operating points for ijbc; None: the protocol's own.
+
+    Raises:
+        ConfigurationError: the name is unknown, or the protocol has no operating points.
     """
     if name not in PROTOCOLS:
         raise ConfigurationError(f"unknown protocol {name!r}; known: {', '.join(PROTOCOLS)}")
     if points is None:
         return PROTOCOLS[name]
     if name != "ijbc":
-        raise ConfigurationError(f"--far and --fpir are of ijbc; {name} has no operating points")
+        raise ConfigurationError(f"--far and --fpir need ijbc; {name} has no operating points")
     return partial(persons.ijbc, points=points)
 
 
@@ -51,10 +55,24 @@ def evaluate_protocol(
     int8: bool = False,
     points: OperatingPoints | None = None,
 ) -> dict[str, Figures]:
-    """The protocol's figures of each cell, its files and images below `root`.
+    """Measure a protocol's figures for each cell.
 
-    Raises ConfigurationError (an unknown name, points of a protocol without), NotFoundError,
-    InvalidInputError.
+    Args:
+        name: the protocol.
+        root: the folder of its files and images.
+        model_repo: the publication folder.
+        manifests: the releases by number.
+        cells: the cells to measure.
+        int8: use quantised upgrades where they exist.
+        points: operating points for ijbc.
+
+    Returns:
+        Figures by cell; shares 0..1.
+
+    Raises:
+        ConfigurationError: the name is unknown, or the protocol has no operating points.
+        NotFoundError: a file or image is missing.
+        InvalidInputError: a file has another form.
     """
     read = protocol_named(name, points)
     with tempfile.TemporaryDirectory(prefix="nobackfill-protocol-") as folder:

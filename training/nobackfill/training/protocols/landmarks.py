@@ -1,13 +1,13 @@
-"""Retrieval of landmarks: Google Landmarks v2, and the revisited Oxford and Paris.
+"""Landmark retrieval: Google Landmarks v2, and the revisited Oxford and Paris.
 
 Google Landmarks v2: mAP@100 of test queries over the index set. `retrieval_solution_v2.1.csv` has
-id, images (index ids, spaces between, or None) and Usage: Public, Private, or Ignored for queries
-without an answer. `index.csv` lists the index images by id. The images lie below `test` and
-`index`, and there the data set's own script puts both files, too.
+the columns id, images (index ids separated by spaces, or None) and Usage: Public, Private, or
+Ignored for queries without an answer. `index.csv` lists the index images by id. The images lie
+below `test` and `index`, where the data set's own script also puts both files.
 
-Revisited Oxford and Paris (Radenovic et al. 2018): easy, medium and hard, with junk left out.
+Revisited Oxford and Paris (Radenovic et al. 2018): easy, medium and hard, without junk images.
 `gnd_roxford5k.pkl`, `gnd_rparis6k.pkl`: {"imlist", "qimlist", "gnd": [{"bbx", "easy", "hard",
-"junk"}]}, the last three as positions in imlist. The images lie in `jpg`, or in folders in there.
+"junk"}]}, the last three as positions in imlist. The images lie in `jpg`, or in folders below it.
 """
 
 import io
@@ -43,10 +43,11 @@ class Landmarks:
 
 
 def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
-    """The queries of one usage. The papers report the private ones (750), public ones select
-    models.
+    """Read the queries of one usage. Papers report Private (750 queries); Public selects models.
 
-    Raises NotFoundError, InvalidInputError (an answer outside the index, no query of that usage).
+    Raises:
+        NotFoundError: a file is missing.
+        InvalidInputError: an answer is not in the index, or there is no query of this usage.
     """
     listed = either(folder / "index.csv", folder / "index" / "index.csv")
     index = tuple(row["id"] for row in table(listed, ("id",)))
@@ -71,12 +72,12 @@ def read_landmarks(folder: Path, usage: str = "Private") -> Landmarks:
 
 
 def image_path(image_id: str) -> str:
-    """Where the data set keeps an image: below the first three characters of its id."""
+    """Return the path of an image in the data set: below the first three characters of its id."""
     return f"{image_id[0]}/{image_id[1]}/{image_id[2]}/{image_id}.jpg"
 
 
 def gldv2(root: Path, _scratch: Path) -> Protocol:
-    """mAP@100 of the private queries."""
+    """Read the protocol of mAP@100 over the private queries."""
     landmarks = read_landmarks(root)
     queries = images(root / "test", [image_path(query) for query in landmarks.queries])
     index = images(root / "index", [image_path(image) for image in landmarks.index])
@@ -87,26 +88,23 @@ def _figures(ranking: Ranking) -> Figures:
     return {f"map_at_{MAP_AT}": mean(average_precision_at(ranking, MAP_AT))}
 
 
-# Reading a pickle that others made, without running anything of it.
-#
-# The revisited Oxford and Paris ground truth is published as a pickle. Only plain containers,
-# numbers, strings and numpy arrays come through; every other name is refused before it is looked
-# up.
+# The ground truth of the revisited Oxford and Paris is a pickle. `read_plain` accepts only plain
+# containers, numbers, strings and numpy arrays, and refuses every other name before resolving it.
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes into an old pickle protocol; no other codec comes through."""
+    """Stand in for _codecs.encode, by which Python 3 writes bytes into an old pickle protocol."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"the codec {encoding} is not plain data")
     return text.encode("latin1")
 
 
 def _no_bytes() -> bytes:
-    """How Python 3 writes empty bytes into an old protocol; a number in there could be huge."""
+    """Stand in for bytes(), by which Python 3 writes empty bytes; a number could be huge."""
     return b""
 
 
-# Both spellings: numpy 2 moved its core, files were written before and after.
+# numpy 2 renamed its core, so files contain both names.
 _ALLOWED: Mapping[tuple[str, str], object] = {
     (module, name): value
     for prefix in ("numpy.core", "numpy._core")
@@ -132,12 +130,11 @@ class _Plain(pickle.Unpickler):
 
 
 def read_plain(path: Path) -> Any:
-    """The data in a pickle. Raises NotFoundError; InvalidInputError where it holds
-    anything else.
-    """
+    """Read the plain data in a pickle. Raises NotFoundError, or InvalidInputError for other
+    content."""
     try:
         with path.open("rb") as file:
-            # Files of Python 2 hold bytes where text is meant.
+            # Files of Python 2 contain bytes instead of text.
             return _Plain(file, encoding="latin1").load()
     except FileNotFoundError as error:
         raise NotFoundError(f"no protocol file {path}") from error
@@ -146,9 +143,9 @@ def read_plain(path: Path) -> Any:
 
 
 Difficulty = Literal["easy", "medium", "hard"]
-# Answers that mP@k looks at.
+# Depth of mP@k.
 PRECISION_AT = 10
-# What counts as an answer, and what is taken out of the ranking.
+# By difficulty: the kinds that are relevant, and those that are removed from the ranking.
 _SETUPS: Mapping[Difficulty, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "easy": (("easy",), ("junk", "hard")),
     "medium": (("easy", "hard"), ("junk",)),
@@ -158,7 +155,7 @@ _SETUPS: Mapping[Difficulty, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Revisited:
-    """Image names in the order of their vectors; queries are cut to `boxes` (x0, y0, x1, y1)."""
+    """Image names in vector order; queries are cropped to `boxes` (x0, y0, x1, y1)."""
 
     queries: tuple[str, ...]
     boxes: tuple[tuple[float, float, float, float], ...]
@@ -167,7 +164,7 @@ class Revisited:
 
 
 def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
-    """The DMU paper reports medium. Raises NotFoundError, InvalidInputError."""
+    """Read a ground truth file; DMU reports medium. Raises NotFoundError and InvalidInputError."""
     if difficulty not in _SETUPS:
         raise InvalidInputError(f"expected easy, medium or hard, got {difficulty!r}")
     data = read_plain(path)
@@ -190,9 +187,10 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
 
 
 def trapezoid_average_precision(ranking: Ranking) -> PerQuery:
-    """Average precision as this benchmark's published code has it: the area under the
-    precision-recall points by trapezia, which lies a little above
-    `nobackfill.metrics.retrieval.average_precision`.
+    """Return average precision as in this benchmark's published code, per query [q].
+
+    It is the area under the precision-recall points by trapezia, slightly above
+    `nobackfill.metrics.retrieval.average_precision`. NaN for a query without relevant images.
     """
     values = []
     for ranks, relevant in zip(ranking.ranks, ranking.relevant, strict=True):
@@ -207,9 +205,9 @@ def trapezoid_average_precision(ranking: Ranking) -> PerQuery:
 
 
 def precision_at(ranking: Ranking, k: int) -> PerQuery:
-    """mP@k: of the first k answers (or up to the last relevant one, if that comes earlier) the
-    share that is relevant.
-    """
+    """Return the share of relevant images among the first k (mP@k), per query [q].
+
+    If the last relevant image comes earlier, only the images up to it count."""
     values = []
     for ranks in ranking.ranks:
         if not len(ranks):
@@ -221,12 +219,12 @@ def precision_at(ranking: Ranking, k: int) -> PerQuery:
 
 
 def oxford(root: Path, scratch: Path) -> Protocol:
-    """mAP and mP@10 of the revisited Oxford, each difficulty."""
+    """Read the protocol of mAP and mP@10 on the revisited Oxford, for each difficulty."""
     return _protocol(root, "gnd_roxford5k.pkl", scratch)
 
 
 def paris(root: Path, scratch: Path) -> Protocol:
-    """mAP and mP@10 of the revisited Paris, each difficulty."""
+    """Read the protocol of mAP and mP@10 on the revisited Paris, for each difficulty."""
     return _protocol(root, "gnd_rparis6k.pkl", scratch)
 
 
@@ -251,7 +249,7 @@ def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
 
 
 def _paths(folder: Path, names: Sequence[str]) -> list[str]:
-    """Where the images of these names are: Paris comes in folders, which its users leave or not."""
+    """Return the paths of images by name; Paris comes in folders, which users may flatten."""
     flat = [f"{name}.jpg" for name in names]
     if all((folder / path).is_file() for path in flat):
         return flat
@@ -260,7 +258,7 @@ def _paths(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) -> None:
-    """The box of an image, at its own resolution, without loss."""
+    """Write the box of an image, at its own resolution and without loss."""
     try:
         header = check_header(read_file(image))
         with Image.open(io.BytesIO(header.picture), formats=(header.format,)) as whole:

@@ -1,16 +1,16 @@
-"""Recognition of persons: IJB-C and VGGFace2 by their faces, Market-1501 by their whole bodies.
+"""Recognition of persons: IJB-C and VGGFace2 by faces, Market-1501 by whole bodies.
 
-IJB-C: 1:1 verification of template pairs, 1:N search over two galleries. Files, as NIST and the
-usual copies name them: `ijbc_face_tid_mid.txt` (image, template, media),
+IJB-C: 1:1 verification of template pairs, and 1:N search in two galleries. The files have the names
+of NIST and of the usual copies: `ijbc_face_tid_mid.txt` (image, template, media),
 `ijbc_template_pair_label.txt` (template, template, 1 or 0), `ijbc_1N_gallery_G1.csv` and `…_G2.csv`
-and `ijbc_1N_probe_mixed.csv` (TEMPLATE_ID, SUBJECT_ID, …), all of them below `meta`. The faces, cut
-out, lie below `loose_crop`.
+and `ijbc_1N_probe_mixed.csv` (TEMPLATE_ID, SUBJECT_ID, …), all below `meta`. The cropped faces lie
+below `loose_crop`.
 
 VGGFace2: the test set, 50 images of each of its 500 subjects, drawn once (fct.txt section 4.2).
 
-Market-1501: the person and the camera are in the file's name. `0002_c1s1_000451_03.jpg` is person 2
-by camera 1. Person 0000 is a distractor, which no query asks for; -1 is a bad detection and counts
-for nothing. A query's own person by the same camera counts for nothing either.
+Market-1501: the file name contains person and camera: `0002_c1s1_000451_03.jpg` is person 2 by
+camera 1. Person 0000 is a distractor that is no query. -1 is a bad detection, which is ignored, and
+so are images of the query's person by the same camera.
 """
 
 import re
@@ -44,7 +44,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class OperatingPoints:
-    """Rates of false accepts and of false positives; by default those of BCT's main tables."""
+    """Rates of false accepts (far) and false positives (fpir); defaults are BCT's main tables."""
 
     far: tuple[float, ...] = (1e-4,)
     fpir: tuple[float, ...] = (1e-2,)
@@ -52,7 +52,7 @@ class OperatingPoints:
 
 @dataclass(frozen=True)
 class Faces:
-    """Images in the order of their vectors, each with its template and media."""
+    """Face images in the order of their vectors, each with its template and media."""
 
     names: tuple[str, ...]
     templates: Ints
@@ -61,13 +61,13 @@ class Faces:
 
 @dataclass(frozen=True)
 class Templates:
-    """One unit vector a template."""
+    """One unit vector per template."""
 
     ids: Ints
     vectors: Floats
 
     def of(self, ids: Ints) -> Floats:
-        """Vectors of `ids`. Raises InvalidInputError for a template without a face."""
+        """Return the vectors of template ids. Raises InvalidInputError for one without a face."""
         places = np.searchsorted(self.ids, ids)
         places = np.minimum(places, len(self.ids) - 1)
         missing = ids[self.ids[places] != ids]
@@ -79,7 +79,7 @@ class Templates:
 
 @dataclass(frozen=True)
 class VerificationPairs:
-    """Template pairs of the 1:1 protocol; `same` is whether they show one person."""
+    """Template pairs of the 1:1 protocol; `same` is true for pairs of one person."""
 
     first: Ints
     second: Ints
@@ -88,14 +88,14 @@ class VerificationPairs:
 
 @dataclass(frozen=True)
 class Enrolled:
-    """Templates with their subjects: a gallery, or the probes. One row a template."""
+    """Templates with their subjects, one row per template: a gallery, or the probes."""
 
     templates: Ints
     subjects: Ints
 
 
 def read_faces(folder: Path) -> Faces:
-    """Raises NotFoundError, InvalidInputError."""
+    """Read the faces of IJB-C. Raises NotFoundError and InvalidInputError."""
     path = folder / "ijbc_face_tid_mid.txt"
     rows = list(words(path, 3))
     numbers = np.array([[integer(t, path), integer(m, path)] for _, t, m in rows], np.int64)
@@ -105,7 +105,7 @@ def read_faces(folder: Path) -> Faces:
 
 
 def read_pairs(folder: Path) -> VerificationPairs:
-    """Raises NotFoundError, InvalidInputError."""
+    """Read the template pairs of IJB-C. Raises NotFoundError and InvalidInputError."""
     path = folder / "ijbc_template_pair_label.txt"
     numbers = np.array([[integer(w, path) for w in row] for row in words(path, 3)], np.int64)
     if not len(numbers) or not np.isin(numbers[:, 2], (0, 1)).all():
@@ -114,7 +114,7 @@ def read_pairs(folder: Path) -> VerificationPairs:
 
 
 def read_enrolled(path: Path) -> Enrolled:
-    """A gallery or probe file, in which a template has a row for each of its media."""
+    """Read a gallery or probe file, in which a template has one row per media."""
     subjects: dict[int, int] = {}
     for row in table(path, ("TEMPLATE_ID", "SUBJECT_ID")):
         template, subject = integer(row["TEMPLATE_ID"], path), integer(row["SUBJECT_ID"], path)
@@ -125,8 +125,9 @@ def read_enrolled(path: Path) -> Enrolled:
 
 
 def pool(faces: Faces, vectors: Floats) -> Templates:
-    """Template vectors: the mean of the means of each media, so that a long video weighs like a
-    photograph, then unit norm."""
+    """Compute template vectors: the mean of the means of each media, normalised.
+
+    A long video therefore has the same weight as a photograph."""
     if len(vectors) != len(faces.names):
         raise InvalidInputError(
             f"expected {len(faces.names)} vectors, one a face, got {len(vectors)}"
@@ -141,9 +142,9 @@ def pool(faces: Faces, vectors: Floats) -> Templates:
 def verify_templates(
     pairs: VerificationPairs, first: Templates, second: Templates, rates: Sequence[float]
 ) -> Mapping[float, float]:
-    """TAR at each FAR: the first template of a pair by one model, the second by another
-    (BCT 3.3).
-    """
+    """Measure TAR at each FAR.
+
+    The first template of a pair is embedded by one model, the second by another (BCT 3.3)."""
     products = np.einsum("pd,pd->p", first.of(pairs.first), second.of(pairs.second))
     distances = 1 - products
     genuine, impostor = distances[pairs.same], distances[~pairs.same]
@@ -158,10 +159,12 @@ def search_templates(
     rates: Sequence[float],
     metric: Metric = "cosine",
 ) -> Mapping[str, float]:
-    """TPIR at each FPIR, rank-1 and rank-5: the mean over the galleries, then each gallery's own
-    (`G1 rank-1`) and the ranks in all of them merged, where no probe is left without a mate.
+    """Measure TPIR at each FPIR, rank-1 and rank-5.
 
-    A probe whose subject is in the other gallery is non-mated in this one.
+    Returns:
+        Means over the galleries, each gallery's own figures (`G1 rank-1`), and ranks in the merged
+        galleries, where every probe has a mate. A probe whose subject is in another gallery is
+        non-mated in this one.
     """
     queries = of_probes.of(probes.templates)
 
@@ -189,9 +192,10 @@ def _merged(galleries: Sequence[Enrolled]) -> Enrolled:
 
 
 def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()) -> Protocol:
-    """TAR@FAR of the pairs, TPIR@FPIR and ranks of the mixed probes in both galleries.
+    """Read the protocol of IJB-C: TAR@FAR of pairs, TPIR@FPIR and ranks of the mixed probes.
 
-    The first template of a pair, and the probes, by the query's model; the others by the gallery's.
+    The first template of a pair and the probes are embedded by the query model, the others by the
+    gallery's.
     """
     meta = root / "meta"
     faces, pairs = read_faces(meta), read_pairs(meta)
@@ -200,7 +204,7 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
     listing = images(root / "loose_crop", faces.names)
 
     def figures(queries: Vectors, stored: Vectors, _metric: Metric) -> Figures:
-        # Templates are means of unit norm, which both metrics rank alike.
+        # Templates are unit vectors, which both metrics rank equally.
         first, second = pool(faces, queries), pool(faces, stored)
         verified = verify_templates(pairs, first, second, points.far)
         accepted = {f"tar@far={rate:g}": share for rate, share in verified.items()}
@@ -220,10 +224,12 @@ SUBSAMPLE = 50
 
 
 def subsample(listing: Listing, per_class: int = SUBSAMPLE, seed: int = 0) -> NDArray[np.int64]:
-    """Rows of `per_class` images of every class, ascending, the same for a seed on any machine.
+    """Draw `per_class` images of every class; return their rows, ascending.
 
-    The images are both the queries and the gallery. Raises InvalidInputError for a class with
-    fewer.
+    The result depends only on the listing and the seed. The images are both queries and gallery.
+
+    Raises:
+        InvalidInputError: a class has fewer images.
     """
     rng = np.random.default_rng(seed)
     chosen = []
@@ -239,7 +245,8 @@ def subsample(listing: Listing, per_class: int = SUBSAMPLE, seed: int = 0) -> ND
 
 
 def vggface2(root: Path, _scratch: Path) -> Protocol:
-    """CMC and mAP over class folders, a folder a subject. A query is left out of its answers."""
+    """Read the protocol of CMC and mAP over class folders, one per subject; queries exclude
+    themselves."""
     listing = list_images(root)
     drawn = listing.select(subsample(listing))
     relevance = same_label(drawn.labels, drawn.labels, drawn.paths, drawn.paths)
@@ -257,7 +264,7 @@ _BAD = -1
 
 @dataclass(frozen=True)
 class Sightings:
-    """Images of a folder, ordered by name: paths, persons and cameras."""
+    """The images of a folder, ordered by name: paths, persons and cameras."""
 
     paths: tuple[Path, ...]
     persons: NDArray[np.int64]
@@ -265,10 +272,11 @@ class Sightings:
 
 
 def read_sightings(folder: Path) -> Sightings:
-    """`query`, `bounding_box_test` or `bounding_box_train`. Raises NotFoundError; InvalidInputError
-    for a name of another form, or for no image."""
+    """Read `query`, `bounding_box_test` or `bounding_box_train`.
+
+    Raises NotFoundError, and InvalidInputError for another name or an empty folder."""
     if not folder.is_dir():
-        raise NotFoundError(f"no folder {folder}; expected Market-1501's")
+        raise NotFoundError(f"there is no folder {folder}; expected Market-1501's")
     paths = sorted(path for path in folder.iterdir() if path.suffix == ".jpg")
     if not paths:
         raise InvalidInputError(f"{folder}: expected images like 0002_c1s1_000451_03.jpg, got none")
@@ -283,7 +291,9 @@ def read_sightings(folder: Path) -> Sightings:
 
 
 def relevance(queries: Sightings, gallery: Sightings) -> Relevance:
-    """The same person by another camera; bad detections and the same camera are ignored."""
+    """Return the relevance: the same person by another camera.
+
+    Bad detections and images by the same camera are ignored."""
     bad = gallery.persons == _BAD
     relevant, ignored = [], []
     for person, camera in zip(queries.persons, queries.cameras, strict=True):
@@ -295,7 +305,7 @@ def relevance(queries: Sightings, gallery: Sightings) -> Relevance:
 
 
 def market1501(root: Path, _scratch: Path) -> Protocol:
-    """Rank-1 and mAP of `query` in `bounding_box_test`."""
+    """Read the protocol of rank-1 and mAP of `query` in `bounding_box_test`."""
     queries, gallery = (read_sightings(root / part) for part in ("query", "bounding_box_test"))
     asked, searched = (
         images(sightings.paths[0].parent, [path.name for path in sightings.paths])

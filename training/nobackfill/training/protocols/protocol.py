@@ -1,7 +1,7 @@
-"""A protocol as evaluate.py runs it, and the files of protocols.
+"""The interface of protocols, and readers of their files.
 
-A `Protocol` is images to embed, and figures of their vectors. Every refusal of a file names the
-file, the line and what was expected.
+A `Protocol` has images to embed, and a function that computes figures from their vectors. Errors
+name the file, the line, and what was expected.
 """
 
 import csv
@@ -19,7 +19,8 @@ from nobackfill.vectors import Vectors
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines that are not blank. Raises NotFoundError, InvalidInputError (not text)."""
+    """Yield numbered lines that are not blank. Raises NotFoundError, or InvalidInputError for bytes
+    that are no text."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -32,12 +33,13 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def either(*paths: Path) -> Path:
-    """The first that is there, else the first."""
+    """Return the first existing path, else the first one."""
     return next((path for path in paths if path.is_file()), paths[0])
 
 
 def words(path: Path, count: int) -> Iterator[list[str]]:
-    """The space-separated words of each line, `count` of them."""
+    """Yield the space-separated words of each line. Raises InvalidInputError unless there are
+    `count`."""
     for number, line in lines(path):
         found = line.split()
         if len(found) != count:
@@ -48,9 +50,8 @@ def words(path: Path, count: int) -> Iterator[list[str]]:
 
 
 def table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Rows of a CSV file with a header, as the named columns, in capitals or not; others are
-    ignored.
-    """
+    """Yield rows of a CSV file with a header as the given columns; case and other columns are
+    ignored."""
     reader = csv.DictReader(line for _, line in lines(path))
     lower = {column.lower(): column for column in columns}
     reader.fieldnames = [lower.get(name.strip().lower(), name) for name in reader.fieldnames or ()]
@@ -66,21 +67,23 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 def integer(text: str, path: Path) -> int:
-    """`text` as a number. Raises InvalidInputError naming the file."""
+    """Parse an integer. Raises InvalidInputError, which names the file."""
     try:
         return int(text)
     except ValueError as error:
         raise InvalidInputError(f"{path}: expected a whole number, got {text!r}") from error
 
 
-# By name, shares 0..1.
+# Shares 0..1 by name.
 Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """`figures`: of vectors of the queries [q,dim] and of the gallery [n,dim], in the order of the
-    listings, and the metric that they are searched by. One listing may be both.
+    """The images of a protocol, and `figures`, a function of their vectors.
+
+    Its arguments are vectors of the queries [q,dim] and of the gallery [n,dim], in listing order,
+    and the metric. Queries and gallery may be the same listing.
     """
 
     queries: Listing
@@ -89,7 +92,7 @@ class Protocol:
 
 
 def images(root: Path, paths: Sequence[str]) -> Listing:
-    """Images below `root`, in this order. Raises NotFoundError naming the first that is missing."""
+    """List images below `root`, in this order. Raises NotFoundError for missing ones."""
     missing = [path for path in paths if not (root / path).is_file()]
     if missing:
         raise NotFoundError(
@@ -105,5 +108,5 @@ def ranked(
     relevance: Relevance,
     figures: Callable[[Ranking], Figures],
 ) -> Protocol:
-    """A protocol whose figures follow from one ranking of the gallery for each query."""
+    """Make a protocol whose figures depend on one ranking of the gallery per query."""
     return Protocol(queries, gallery, lambda q, g, metric: figures(rank(q, g, relevance, metric)))
