@@ -122,9 +122,9 @@ JSON: Mapping[str, tuple[str, ...]] = {
         f"{_PUBLISHING}.cli:list_command",
         f"{_PUBLISHING}.inspection:PublicationEntry",
     ),
-    "publication resign": (f"{_PUBLISHING}.cli:_tell_renewed",),
+    "publication resign": (f"{_PUBLISHING}.cli:_print_renewal",),
     "publication rollout": (f"{_PUBLISHING}.cli:rollout",),
-    "publication rotate": (f"{_PUBLISHING}.cli:_tell_renewed",),
+    "publication rotate": (f"{_PUBLISHING}.cli:_print_renewal",),
     "publication verify": (f"{_PUBLISHING}.cli:verify",),
     "publication withdraw": (f"{_PUBLISHING}.cli:withdraw",),
     "python training/evaluate.py": (
