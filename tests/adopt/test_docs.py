@@ -59,6 +59,38 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         np.testing.assert_array_equal(found, vectors)
 
 
+def test_one_command_migrates_the_table_and_goes_back(postgres: Server, tmp_path: Path) -> None:
+    bodies, old = stranger(tmp_path, 400)
+    asked = [{"id": n + 1, "text": bodies[n]} for n in range(0, 400, 2)]
+    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    start, others, native = (content for _, content in blocks(PAGE, "bash"))
+    status, pause, back, finish = (line.partition("#")[0].strip() for line in others.splitlines())
+    with postgres.connected() as (address, connection):
+        fill(connection, bodies, old)
+        start = re.sub(r"^SOURCE=.*$", f"SOURCE='{address}#documents'", start, flags=re.MULTILINE)
+        said = run_script(start + status + "\n", tmp_path, {}, 120)
+        assert re.search("^verdict: ", said, re.MULTILINE)
+        (way,) = re.findall(r"^verdict: ([a-z-]+):", said, re.MULTILINE)
+        assert f"verdict {way}" in said.splitlines()[-1]
+        before = connection.execute("SELECT embedding::text FROM documents ORDER BY id").fetchall()
+        # Judged by agreement with the new model alone, staying cannot win.
+        again = re.sub(r"--old \S+ --queries \S+", "--work second --yes", start)
+        assert "flipped" in run_script(again, tmp_path, {}, 120)
+        undo = f"{pause} --work second\n{back} --work second\n"
+        assert "taken back" in run_script(undo, tmp_path, {}, 60)
+        after = connection.execute("SELECT embedding::text FROM documents ORDER BY id").fetchall()
+        assert before == after
+        run_script(f"{again.rstrip()}\n{finish} --work second\n", tmp_path, {}, 120)
+        vectors = connection.execute("SELECT embedding::real[] FROM documents ORDER BY id")
+        wanted = [expected(tmp_path / "new", body) for body in bodies]
+        np.testing.assert_allclose(
+            [vector for (vector,) in vectors.fetchall()], np.array(wanted), atol=1e-5
+        )
+        given = {"SOURCE": f"{address}#documents"}
+        said = run_script(native, tmp_path, given, 60)
+        assert "400 written, 400 carried and checked" in said and "removed" in said
+
+
 def test_readme_leads_from_the_table_to_a_flipped_column(postgres: Server, tmp_path: Path) -> None:
     bodies, old = stranger(tmp_path, 400)
     write_queries(bodies, tmp_path)

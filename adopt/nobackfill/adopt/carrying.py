@@ -323,8 +323,8 @@ def _same_products(beside: Multiplied, range_: Window, ids: list[str], vectors: 
     return bool(close.all())
 
 
-def _far(expected: Vectors, stored: Vectors) -> NDArray[np.bool_]:
+def _far(expected: Vectors, actual: Vectors) -> NDArray[np.bool_]:
     """Rows that differ by more than halves are rounded by, or hold NaN."""
     scale = max(1.0, float(np.abs(expected).max(initial=0)))
-    close = np.abs(expected - stored).max(1, initial=0) <= TOLERANCE * scale
+    close = np.abs(expected - actual).max(1, initial=0) <= TOLERANCE * scale
     return np.asarray(~close)

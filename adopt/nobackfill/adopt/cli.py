@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.framing import Fit, Interpolation
@@ -516,7 +517,7 @@ def carry(
             folder=vectors,
             natives=natives,
         )
-        target = Target(to, dim, native.mark(column or ""), native.model, column)
+        target = Target(to, dim, native.mark(column or ""), native.model, column, native=True)
         _carry_and_answer(opened, target, native, [], flip=flip, as_json=as_json)
         return
     loaded, said = mapping_for(facts, mapping, release, root, model)
@@ -555,6 +556,154 @@ def _carry_and_answer(
         *(f"  {step}" for step in done.steps),
     ]
     _answer(as_json, {**asdict(done), "notes": notes}, lines)
+
+
+class _MigrateGroup(TyperGroup):
+    """Reads `migrate SOURCE …` as `migrate start SOURCE …`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, "--help"):
+            args = ["start", *args]
+        return super().parse_args(ctx, args)
+
+
+migrate_commands = typer.Typer(
+    cls=_MigrateGroup,
+    help="Move a table of PostgreSQL to a new model: decide, write the new vectors, flip. "
+    "`migrate SOURCE` is `migrate start SOURCE`.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+app.add_typer(migrate_commands, name="migrate")
+Work = Annotated[Path, typer.Option(help="Folder of the migration; a killed one goes on there.")]
+_WORK = Path("nobackfill-migration")
+
+
+@migrate_commands.command()
+def start(
+    source: SourceArgument,
+    new: Annotated[str, typer.Option(help="The new model, as `embed --with`.")],
+    column: Annotated[
+        str | None, typer.Option(help="Column of the texts that the models embed.")
+    ] = None,
+    items: Annotated[
+        str | None,
+        typer.Option(help="Or a folder of images, or FILE.jsonl, with the ids of the table."),
+    ] = None,
+    old: Annotated[
+        str | None, typer.Option(help="The old model, as `embed --with`; for --queries.")
+    ] = None,
+    queries: Annotated[
+        str | None, typer.Option(help="FILE.jsonl of queries: text, and id of the item to find.")
+    ] = None,
+    items_gone: ItemsGone = False,
+    new_name: Annotated[str | None, typer.Option(help="The new model's name at an endpoint.")] = (
+        None
+    ),
+    old_name: Annotated[str | None, typer.Option(help="The old model's name at an endpoint.")] = (
+        None
+    ),
+    count: Annotated[int, typer.Option("-n", min=20, help="Items that the verdict is of.")] = 2000,
+    price: Annotated[
+        float | None,
+        typer.Option("--price-per-1000", min=0.0, help="What the new model costs per 1,000 items."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do what the verdict says, unasked.")] = False,
+    work: Work = _WORK,
+    key: Key = None,
+) -> None:
+    """Decide whether to re-embed, then do it and flip; or leave the table untouched.
+
+    Killed at any moment, the same command goes on. Until `migrate finish` the old vectors stay, and
+    `migrate back` gives them back.
+    """
+    from nobackfill.adopt.migrating import Migration, Plan
+
+    if (queries is None) != (old is None):
+        raise InvalidInputError("expected --queries and --old together: both models embed them")
+    plan = Plan(
+        source, new, key, column=column, items=items, items_gone=items_gone, old=old,
+        queries=queries, new_name=new_name, old_name=old_name, count=count, price=price,
+    )  # fmt: skip
+    migration = Migration(work)
+    for line in migration.decide(plan, _tell):
+        print(visible(line))
+    way = migration.plan().way
+    if way == "stay":
+        migration.write(_tell)
+        print("nothing was written: stay with the old model")
+        return
+    if not yes:
+        if not sys.stdin.isatty():
+            print(f"nothing was written; run it again with --yes to do this: {way}")
+            return
+        if not typer.confirm(f"do this now: {way}?"):
+            print("nothing was written; run it again when you are ready")
+            return
+    done = migration.write(_tell)
+    after = migration.plan()
+    print(f"{done.total} rows have a new vector, {done.written} of them written by this run")
+    if after.state == "flipped":
+        print(f"flipped: {after.vector} holds the new vectors, {after.vector}_before the old ones")
+        print("next: switch your queries to the new model; then `nobackfill migrate finish` drops")
+        print("the old vectors, and until then `nobackfill migrate back` gives them back")
+    for step in done.steps:
+        print(visible(f"  {step}"))
+
+
+@migrate_commands.command()
+def status(work: Work = _WORK, as_json: Json = False) -> None:
+    """Show how far a migration is."""
+    from nobackfill.adopt.migrating import Migration
+
+    progress = Migration(work).status()
+    plan = progress.plan
+    line = f"{plan.source}: {plan.state}"
+    if plan.way:
+        line += f", verdict {plan.way}"
+    if progress.total:
+        line += f", {progress.rows} of {progress.total} rows have a new vector"
+    answer = {
+        "state": plan.state,
+        "way": plan.way,
+        "rows": progress.rows,
+        "total": progress.total,
+    }
+    _answer(as_json, answer, [line])
+
+
+@migrate_commands.command()
+def pause(work: Work = _WORK) -> None:
+    """Stop a running migration after the rows that it is writing."""
+    from nobackfill.adopt.migrating import Migration
+
+    Migration(work).pause()
+    print("the migration stops after the present rows; run the same `migrate` again to go on")
+
+
+@migrate_commands.command()
+def back(
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Lose the vectors of rows written since the flip.")
+    ] = False,
+    work: Work = _WORK,
+) -> None:
+    """Take a migration back, before its flip or after it."""
+    from nobackfill.adopt.migrating import Migration
+
+    lost = Migration(work).back(lose=yes)
+    print("taken back: the table has its old vectors")
+    if lost:
+        print(f"{lost} rows have no vector any more; embed them by the old model")
+
+
+@migrate_commands.command()
+def finish(work: Work = _WORK) -> None:
+    """Drop the old vectors after the flip; nothing can be taken back then."""
+    from nobackfill.adopt.migrating import Migration
+
+    Migration(work).finish()
+    print("finished: the old vectors are dropped")
 
 
 def _tell(line: str) -> None:

@@ -3,7 +3,7 @@ deleted row takes its vector along; a trigger empties it where the old vector ch
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import LiteralString
+from typing import Literal, LiteralString
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from nobackfill.adopt.sources.source import (
     Window,
     even,
 )
-from nobackfill.errors import AlreadyExistsError, InvalidInputError, few
+from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
 
@@ -35,7 +35,7 @@ with extra("adopt"):
         column_obstacles,
         table_obstacles,
     )
-    from nobackfill.adopt.sources.postgres_dependents import column_properties
+    from nobackfill.adopt.sources.postgres_dependents import column_properties, moves
     from nobackfill.adopt.sources.postgres_table import Changes, SourceTable, note
 
 _SIGNS: Mapping[SearchMetric, LiteralString] = {
@@ -258,6 +258,7 @@ class PgvectorSource:
             return place_in_table
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
+            found = self._table.triggers(self._names(target.name)["function"]).digest
             # Also one that somebody else has made since the table was looked at.
             there = made is not None or target.name in self._table.columns
             # After a flip, rows are filled that have no new vector.
@@ -277,12 +278,33 @@ class PgvectorSource:
                 here = self._table.text("{here}")
                 for step in column_properties(self._table, self.vector, here, target.name, dims):
                     changes.run_text(step)
-            digest = None if flipped else self._watch(changes, target)
+            digest = None if flipped else self.watch(changes, target)
+            if target.native and not flipped:
+                self._check_watched(changes, target, found, digest, there)
         place = PgvectorBeside(self, self._table, self._names(target.name), target, flipped, digest)
         place.drop_unfinished_indexes()
         return place
 
-    def _watch(self, changes: Changes, target: Target) -> str | None:
+    def _check_watched(
+        self, changes: Changes, target: Target, found: str | None, digest: str | None, there: bool
+    ) -> None:
+        """Note the digest of the triggers. Raise AlreadyExistsError where it differs from what was
+        noted: no map can tell which of the native vectors are stale then."""
+        noted = self._table.said(target.name).get("triggers")
+        if there and noted != found and self.filled(target.name):
+            raise AlreadyExistsError(
+                f"{self._table.name}: column {target.name!r} may hold stale vectors: its triggers "
+                "were dropped, disabled or made again since they were written; remove it with "
+                "--rollback and carry again"
+            )
+        if noted != digest:
+            changes.run(
+                "COMMENT ON COLUMN {table}.{new} IS {mark}",
+                mark=note(nobackfill=target.mark, model=target.model, triggers=digest),
+                **self._names(target.name),
+            )
+
+    def watch(self, changes: Changes, target: Target) -> str | None:
         """Triggers that empty a vector whose old one changes, made or mended: a writer who knows
         nothing of the new column leaves a vector there that is no longer of the old one. Returns
         their digest."""
@@ -313,6 +335,79 @@ class PgvectorSource:
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
         return True
 
+    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished"]:
+        """See Reversible."""
+        if self._table.said(self.vector).get("carried") != mark:
+            return "old"
+        return "flipped" if before(self.vector) in self._table.columns else "finished"
+
+    def flip_back(self, to: str, *, lose: bool = False) -> int:
+        """See Reversible."""
+        table, old = self._table, before(self.vector)
+        names = self._names(old) | {"name": sql.Identifier(to)}
+        if old not in table.columns:
+            raise NotFoundError(f"{table.name}: no column {old!r}: nothing was flipped")
+        states = table.triggers(names["function"]).states
+        if not states or set(states) != {"A"}:
+            raise InvalidInputError(
+                f"{table.name}: column {old!r} may hold stale vectors, because no trigger has "
+                "emptied them since the flip; only `nobackfill migrate` makes a flip that can be "
+                "taken back"
+            )
+
+        def steps() -> list[str]:
+            moved = moves(table, self.vector, (table.dim(self.vector), table.dim(old) or 0))
+            if moved.left:
+                raise InvalidInputError(
+                    f"{table.name}: these depend on the new vectors and cannot be moved: "
+                    f"{few(moved.left)}; drop them and try again"
+                )
+            rename = "ALTER TABLE {table} RENAME COLUMN {old} TO {name}"
+            return [
+                *table.finding_pgvector(),
+                table.text("DROP FUNCTION {function}() CASCADE", **names),
+                *moved.before,
+                table.text(rename, **names),
+                table.text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
+                *moved.after,
+                table.text("ALTER TABLE {table} DROP COLUMN {name}", **names),
+            ]
+
+        demanded = table.one(
+            "SELECT attnotnull FROM pg_attribute WHERE attrelid = {oid} AND attname = {column}",
+            oid=table.oid,
+            column=self.vector,
+        )
+        with table.flipping(steps):
+            lost = int(
+                table.one(
+                    "SELECT count(*) FROM {table} WHERE {old} IS NOT NULL AND {new} IS NULL",
+                    **names,
+                )
+            )
+            if lost and (demanded or not lose):
+                ending = (
+                    f"{self.vector!r} is NOT NULL: delete these rows, or fill {old!r} with the "
+                    "old model"
+                    if demanded
+                    else "run it with --yes to lose them"
+                )
+                raise InvalidInputError(
+                    f"{table.name}: {lost} rows were written since the flip and have no old "
+                    f"vector; {ending}"
+                )
+        return lost
+
+    def drop_old(self) -> None:
+        """See Reversible."""
+        old = before(self.vector)
+        if old not in self._table.columns:
+            raise NotFoundError(f"{self._table.name}: no column {old!r}: nothing was flipped")
+        with self._table.changing() as changes:
+            names = self._names(old)
+            changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
+            changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
+
     def _names(self, new: str) -> dict[str, sql.Identifier]:
         """Quoted: both columns, their type, and the trigger function, which is beside the table:
         its owner may make things there."""
@@ -326,7 +421,9 @@ class PgvectorSource:
         }
 
     def filled(self, column: str) -> int:
-        """Rows that have a vector in `column`."""
+        """Rows that have a vector in `column`; 0 where there is no such column."""
+        if column not in self._table.columns:
+            return 0
         return int(
             self._table.one(
                 "SELECT count(*) FROM {table} WHERE {column} IS NOT NULL",

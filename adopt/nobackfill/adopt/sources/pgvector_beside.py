@@ -222,6 +222,8 @@ class Columns(Protocol):
 
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows: ...
 
+    def watch(self, changes: Changes, target: Target) -> str | None: ...
+
 
 class PgvectorBeside:
     """See Flippable; `names`: both columns and the trigger function, quoted."""
@@ -336,7 +338,14 @@ class PgvectorBeside:
         return sql.Identifier(self._table.schema, self._table.relation), self._target.name
 
     def flip(self) -> AbstractContextManager[None]:
-        return self._table.flipping(self._flip)
+        return self._table.flipping(
+            self._flip, self._watch_old if self._target.reversible else None
+        )
+
+    def _watch_old(self, changes: Changes) -> None:
+        """After the flip: empty an old vector whose new one changes."""
+        old = replace(self._target, name=before(self._source.vector), content=None)
+        self._source.watch(changes, old)
 
     def left(self) -> list[str]:
         return []

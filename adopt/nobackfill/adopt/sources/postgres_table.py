@@ -151,8 +151,9 @@ def refused(name: str) -> Iterator[None]:
 
 
 # The content of our comment: the digest of the map while its vectors are carried, and after the
-# flip; the model's fingerprint; the source that the vectors are of.
-_SAID = ("nobackfill", "carried", "model", "of")
+# flip; the model's fingerprint; the source that the vectors are of; the digest of the triggers that
+# have emptied stale vectors since the first one was written.
+_SAID = ("nobackfill", "carried", "model", "of", "triggers")
 # pgvector's types that are carried.
 _VECTOR = re.compile(r"(?:.*\.)?(vector|halfvec)(?:\((\d+)\))?")
 _OPERATORS: dict[str, LiteralString] = {"product": "<#>", "same": "="}
@@ -754,9 +755,13 @@ class SourceTable:
         self.columns = self._columns()
 
     @contextmanager
-    def flipping(self, steps: Callable[[], list[str]]) -> Iterator[None]:
+    def flipping(
+        self,
+        steps: Callable[[], list[str]],
+        after: Callable[["Changes"], object] | None = None,
+    ) -> Iterator[None]:
         """One transaction in which nobody else reads or writes the table, and at whose end `steps`
-        gives what to run. Raises as `changing`."""
+        gives what to run; then `after` makes its changes. Raises as `changing`."""
         with self.changing() as changes:
             # At once: a weaker lock that grows would meet readers that are about to write.
             changes.run("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
@@ -764,6 +769,8 @@ class SourceTable:
             changes.run("SET LOCAL lock_timeout = {wait}", wait=_LOCK_WAIT)
             for step in steps():
                 changes.run_text(step)
+            if after is not None:
+                after(changes)
 
     def run_alone(self, statement: str) -> None:
         """A statement that no transaction may hold, as it was composed."""

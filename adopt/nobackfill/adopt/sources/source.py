@@ -80,13 +80,17 @@ class Target:
     """Where carried vectors go: a name in the same store, their dimension, and `mark`, the digest
     of the map or model that made them: vectors of another one are never mixed in. `model`: the
     fingerprint of the model in whose space they are, if it is known. `content`: the column that
-    they are made of, where that is not the old vector: a change of it makes a new vector stale."""
+    they are made of, where that is not the old vector: a change of it makes a new vector stale.
+    `native`: a model made them, so nothing here can tell a stale one later. `reversible`: after the
+    flip, triggers empty an old vector whose new one changes, until the old ones are dropped."""
 
     name: str
     dim: int
     mark: str
     model: str | None = None
     content: str | None = None
+    native: bool = False
+    reversible: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,38 @@ class WarningSource(Source, Protocol):
     def obstacles(self, target: Target) -> list[str]:
         """Sentences that name what keeps the store from flipping to vectors that are to be carried
         to `target`; none if it can. Writes nothing."""
+
+
+@runtime_checkable
+class Reversible(Source, Protocol):
+    """A source whose store keeps the old vectors after a flip and can give them their name back."""
+
+    def filled(self, column: str) -> int:
+        """Count the rows that have a vector in a column; 0 where there is no such column."""
+
+    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished"]:
+        """Tell whose vectors have the source's name: the old ones; those with the digest `mark`,
+        while the old ones are there (flipped) or after they were dropped (finished)."""
+
+    def flip_back(self, to: str, *, lose: bool = False) -> int:
+        """Give the old vectors their name back and drop the new ones.
+
+        Args:
+            to: The name that the new vectors had before the flip.
+            lose: Go on where rows have only a new vector: they lose it.
+
+        Returns:
+            How many rows have no vector any more.
+
+        Raises:
+            InvalidInputError: Rows have only a new vector, an object keeps the new ones, or the
+                flip did not watch the old ones (see Target.reversible).
+            NotFoundError: There are no old vectors.
+        """
+
+    def drop_old(self) -> None:
+        """Drop the old vectors after a flip. Raises NotFoundError, and InvalidInputError where an
+        object of the database still depends on them."""
 
 
 @runtime_checkable

@@ -1,0 +1,443 @@
+"""One migration of a table: decide, write the new vectors, flip; or leave the table untouched.
+
+A migration lives in a working folder. Its file `migration.json` says what was asked for and how far
+it is; beside it lie the sample, the vectors of the sample, the map and the verdict. A killed
+migration goes on from there, and every step may be repeated.
+
+    deciding -> decided -> writing -> flipped -> finished
+                  |           |          |
+              untouched   taken back  taken back
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter, ValidationError
+
+from nobackfill import durable
+from nobackfill.adopt.carrying import CarryResult, carry
+from nobackfill.adopt.embedding.embedder import open_embedder
+from nobackfill.adopt.embedding.native_vectors import open_contents, open_native_vectors
+from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
+from nobackfill.adopt.fitting import FitFiles, fit_and_judge
+from nobackfill.adopt.maps import NEW_MODEL, load_map
+from nobackfill.adopt.pairs import read_all, sample
+from nobackfill.adopt.sources.opening import open_items
+from nobackfill.adopt.sources.source import Flippable, Reversible, Target
+from nobackfill.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidInputError,
+    NotFoundError,
+    PreconditionError,
+)
+
+State = Literal["deciding", "decided", "untouched", "writing", "flipped", "finished", "taken back"]
+# Verdicts after which every item is re-embedded. `both` and `lazily` write mapped vectors first,
+# so that searches can ask both models meanwhile.
+_REEMBEDDED = ("both", "lazily", "re-embed")
+# Column of the mapped vectors while every item is re-embedded.
+_MAPPED = "_mapped"
+# Seconds between two lines of progress.
+_EVERY = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a migration was asked to do, and its state.
+
+    Attributes:
+        source: Address of the table.
+        new: The new model, as `embed --with` takes it.
+        key: Column of unique keys; None for the primary key.
+        vector: Column of the old vectors.
+        column: Column of the texts; None where `items` says where the originals are.
+        items: Folder of images or FILE.jsonl with the ids of the table.
+        items_gone: The originals are gone, but for the sample.
+        old: The old model; needed for queries alone.
+        queries: FILE.jsonl of queries; `id` is the item to find.
+        new_name: The new model's name at an endpoint.
+        old_name: The old model's name at an endpoint.
+        count: Items of the sample.
+        to: Name of the new column until the flip.
+        price: Money per 1,000 items or queries that the new model embeds; None where it is free.
+        state: How far it is.
+        way: The verdict; empty before it.
+        mark: Digest of the new vectors in the store; empty before they are written.
+    """
+
+    source: str
+    new: str
+    key: str | None = None
+    vector: str | None = None
+    column: str | None = None
+    items: str | None = None
+    items_gone: bool = False
+    old: str | None = None
+    queries: str | None = None
+    new_name: str | None = None
+    old_name: str | None = None
+    count: int = 2000
+    to: str = ""
+    price: float | None = None
+    state: State = "deciding"
+    way: str = ""
+    mark: str = ""
+
+
+_PLAN = TypeAdapter(Plan)
+# Parts of a plan that the command line gives: a later run must give the same.
+_ASKED = tuple(
+    name
+    for name in Plan.__dataclass_fields__
+    if name not in ("state", "way", "mark", "vector", "to")
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a migration is: rows with a new vector, and rows that will have one."""
+
+    plan: Plan
+    rows: int
+    total: int
+
+
+class Migration:
+    """A migration in its working folder. Methods raise what sources, models and `carry` raise."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file = folder / "migration.json"
+
+    def plan(self) -> Plan:
+        """Read the plan. Raises NotFoundError where there is none, InvalidInputError."""
+        try:
+            return _PLAN.validate_json(self._file.read_bytes())
+        except FileNotFoundError as error:
+            raise NotFoundError(
+                f"{self._folder}: no migration is here; start one with `nobackfill migrate SOURCE "
+                "--new MODEL`, or name its folder with --work"
+            ) from error
+        except (OSError, ValidationError) as error:
+            raise InvalidInputError(f"{self._file}: cannot be read ({error})") from error
+
+    def decide(self, request: Plan, tell: Callable[[str], None]) -> list[str]:
+        """Embed a sample by the new model, and judge the ways to go on.
+
+        Args:
+            request: What the command line asks for.
+            tell: Called with a line before each step that takes time.
+
+        Returns:
+            The verdict, line by line. The plan is then "decided", or as it was where an earlier run
+            has decided.
+
+        Raises:
+            AlreadyExistsError: The folder has a migration of something else.
+            InvalidInputError: A store that cannot flip, a password in the address.
+            BusyError: Another process works in this folder.
+        """
+        _refuse_password(request.source)
+        durable.make_dir(self._folder)
+        with self._locked():
+            if self._file.exists():
+                found = self.plan()
+                different = [
+                    name for name in _ASKED if getattr(found, name) != getattr(request, name)
+                ]
+                if different:
+                    raise AlreadyExistsError(
+                        f"{self._folder}: holds another migration ({', '.join(different)} differ); "
+                        "give this one a folder of its own with --work"
+                    )
+                if found.state in ("flipped", "finished"):
+                    raise PreconditionError(
+                        f"{self._folder}: this migration is {found.state}; `migrate finish` drops "
+                        "the old vectors, `migrate back` gives them back"
+                    )
+                if found.state in ("writing", "decided") and self._verdict.is_file():
+                    return self._verdict.read_text("utf-8").splitlines()
+            source = self._source(request)
+            vector = source.facts().name.rpartition(".")[2]
+            plan = replace(request, vector=vector, to=f"{vector}_new", state="deciding")
+            self._save(plan)
+            lines = self._judge(plan, source, tell)
+            durable.write_file(self._verdict, "\n".join(lines).encode(), 0o600)
+            return lines
+
+    def write(self, tell: Callable[[str], None]) -> CarryResult:
+        """Do what the verdict says, and flip.
+
+        Args:
+            tell: Called with a line of progress about once a second.
+
+        Returns:
+            What was written. The plan is then "flipped", or "untouched" for the verdict to stay.
+
+        Raises:
+            BusyError: Another process works in this folder, or `pause` was called.
+        """
+        with self._locked():
+            plan = self.plan()
+            if plan.way == "stay":
+                self._save(replace(plan, state="untouched"))
+                return CarryResult(0, 0, [])
+            self._pausing.unlink(missing_ok=True)
+            self._counter = _Counter(tell, self._check_pause)
+            source = self._source(plan)
+            done = self._map_only(plan, source) if self._maps(plan) else self._reembed(plan, source)
+            if plan.way == "both" and plan.items_gone:
+                return done
+            self._save(replace(self.plan(), state="flipped"))
+            return done
+
+    def _map_only(self, plan: Plan, source: Reversible) -> CarryResult:
+        """Write mapped vectors and flip to them; the flip is left out where both models answer."""
+        mapping = load_map(self._map)
+        flip = plan.way == "map"
+        target = Target(
+            plan.to, mapping.dims[1], mapping.digest, mapping.facts.get(NEW_MODEL), reversible=flip
+        )
+        if self._has_flipped(plan, source, target):
+            return CarryResult(0, source.count(), [])
+        self._counter.begin("mapped", source.count())
+        done = carry(source, target, mapping, progress=self._counter, flip=flip)
+        if not flip:
+            _build_indexes(source, target)
+        return done
+
+    def _reembed(self, plan: Plan, source: Reversible) -> CarryResult:
+        """Write native vectors and flip to them, with mapped ones to search by until then."""
+        maker, dim = open_native_vectors(
+            source,
+            open_contents(source, plan.column, plan.items),
+            model=plan.new,
+            model_name=plan.new_name,
+            folder=self._new,
+            pause=self._check_pause,
+        )
+        mark = maker.mark(plan.column or "")
+        target = Target(plan.to, dim, mark, maker.model, plan.column, native=True, reversible=True)
+        mapped = plan.to + _MAPPED
+        if self._has_flipped(plan, source, target):
+            source.rollback(mapped)
+            return CarryResult(0, source.count(), [])
+        if plan.way in ("both", "lazily"):
+            mapping = load_map(self._map)
+            second = Target(mapped, mapping.dims[1], mapping.digest, mapping.facts.get(NEW_MODEL))
+            self._counter.begin("mapped", source.count())
+            carry(source, second, mapping, progress=self._counter)
+            _build_indexes(source, second)
+            self._counter.tell(
+                f"searches can ask both models now: Dual.open(..., carried={mapped!r}) of "
+                "nobackfill.serve"
+            )
+        self._counter.begin("re-embedded", source.count())
+        done = carry(source, target, maker, progress=self._counter, flip=True)
+        self._source(plan).rollback(mapped)
+        return done
+
+    def _has_flipped(self, plan: Plan, source: Reversible, target: Target) -> bool:
+        """Note what is being written; whether an earlier run was killed after its flip."""
+        self._save(replace(plan, state="writing", mark=target.mark))
+        return source.flip_state(target.mark) != "old"
+
+    @staticmethod
+    def _maps(plan: Plan) -> bool:
+        return plan.way == "map" or (plan.way == "both" and plan.items_gone)
+
+    @staticmethod
+    def _source(plan: Plan) -> Reversible:
+        source = open_items(plan.source, plan.source, key=plan.key, vector=plan.vector)
+        if not isinstance(source, Reversible):
+            raise InvalidInputError(
+                f"{source.facts().name}: expected a table of PostgreSQL with pgvector, which "
+                "migrate can flip; for other stores use `fit`, then `carry`"
+            )
+        return source
+
+    def status(self) -> Progress:
+        """Return how far the migration is, from the table itself."""
+        plan = self.plan()
+        if plan.state not in ("writing", "decided"):
+            return Progress(plan, 0, 0)
+        source = self._source(plan)
+        return Progress(plan, source.filled(plan.to), source.count())
+
+    def pause(self) -> None:
+        """Let the running migration stop after the window that it writes."""
+        self.plan()
+        durable.write_file(self._pausing, b"", 0o600)
+
+    def back(self, *, lose: bool = False) -> int:
+        """Take the migration back: remove what was written, or give the old vectors their name.
+
+        Args:
+            lose: Go on where rows were written since the flip and have no old vector.
+
+        Returns:
+            How many rows have no vector any more.
+        """
+        with self._locked():
+            plan = self.plan()
+            if plan.state == "finished":
+                raise PreconditionError(
+                    f"{self._folder}: finished: the old vectors are dropped, so nothing can be "
+                    "taken back"
+                )
+            source = self._source(plan)
+            lost = 0
+            if plan.mark and source.flip_state(plan.mark) == "flipped":
+                lost = source.flip_back(plan.to, lose=lose)
+            else:
+                for name in (plan.to, plan.to + _MAPPED):
+                    source.rollback(name)
+            self._save(replace(plan, state="taken back"))
+            return lost
+
+    def finish(self) -> None:
+        """Drop the old vectors after the flip. Nothing can be taken back then."""
+        with self._locked():
+            plan = self.plan()
+            if plan.state != "flipped":
+                raise PreconditionError(
+                    f"{self._folder}: expected a flipped migration, found one that is "
+                    f"{plan.state}; nothing was dropped"
+                )
+            source = self._source(plan)
+            if source.flip_state(plan.mark) == "flipped":
+                source.drop_old()
+            self._save(replace(plan, state="finished"))
+
+    def _judge(self, plan: Plan, source: Reversible, tell: Callable[[str], None]) -> list[str]:
+        tell(f"sampling {plan.count} of {source.count()} items")
+        ids = self._folder / "sample.txt"
+        if not ids.is_file():
+            rows = read_all(source)
+            chosen = sample(rows, min(plan.count, len(rows)), 0)
+            durable.write_file(ids, "".join(f"{name}\n" for name in chosen).encode(), 0o600)
+        only = set(ids.read_text("utf-8").split("\n")) - {""}
+        tell(f"embedding {len(only)} items by {plan.new}")
+        where = plan.items or plan.source
+        items = read_items(where, column=plan.column or "text", key=plan.key, only=only)
+        embed_into(self._new, items, open_embedder(plan.new, name=plan.new_name))
+        by_old = by_new = None
+        if plan.queries is not None and plan.old is not None:
+            tell("embedding the queries by both models")
+            queries = read_items(plan.queries, column="text")
+            by_old, by_new = (str(self._folder / f"queries-{side}") for side in ("old", "new"))
+            for folder, model, name in (
+                (by_old, plan.old, plan.old_name),
+                (by_new, plan.new, plan.new_name),
+            ):
+                embed_into(Path(folder), queries, open_embedder(model, name=name, queries=True))
+        tell("judging the ways to go on")
+        files = FitFiles(self._map, None, self._folder / "joining.npz", self._page)
+        verdict = fit_and_judge(
+            plan.source,
+            str(self._new),
+            files,
+            by_old,
+            by_new,
+            not plan.items_gone,
+            key=plan.key,
+            vector=plan.vector,
+        )
+        way = str(verdict.answer["way"])
+        self._save(replace(plan, state="decided", way=way))
+        own_steps = set(map(str, verdict.answer.get("steps") or []))  # type: ignore[call-overload]
+        lines = [line for line in verdict.lines if line not in own_steps]
+        if plan.price is not None and way in _REEMBEDDED:
+            money = plan.price * (source.count() - len(items.ids)) / 1000
+            lines.append(f"re-embedding the rest costs about {money:.2f} at the price given")
+        return lines
+
+    def _check_pause(self) -> None:
+        if self._pausing.exists():
+            raise BusyError("paused; run the same `nobackfill migrate` again to go on")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with durable.lock(self._folder / "lock"):
+                yield
+        except BusyError as error:
+            if "lock" not in str(error):
+                raise
+            raise BusyError(
+                f"{self._folder}: another process works on this migration; stop it with "
+                "`nobackfill migrate pause`, or wait"
+            ) from error
+
+    def _save(self, plan: Plan) -> None:
+        durable.write_file(self._file, json.dumps(asdict(plan), indent=1).encode(), 0o600)
+
+    @property
+    def _new(self) -> Path:
+        return self._folder / "new"
+
+    @property
+    def _map(self) -> Path:
+        return self._folder / "map.npz"
+
+    @property
+    def _page(self) -> Path:
+        return self._folder / "verdict.html"
+
+    @property
+    def _verdict(self) -> Path:
+        return self._folder / "verdict.txt"
+
+    @property
+    def _pausing(self) -> Path:
+        return self._folder / "pause"
+
+
+class _Counter:
+    """Tells the number, the rate and the time left, about once a second."""
+
+    def __init__(self, tell: Callable[[str], None], check: Callable[[], None]) -> None:
+        self.tell, self._check = tell, check
+        self.begin("written", 0)
+
+    def begin(self, verb: str, total: int) -> None:
+        self._verb, self._total = verb, total
+        self._started, self._last = time.monotonic(), 0.0
+
+    def __call__(self, rows: int) -> None:
+        now = time.monotonic()
+        if now - self._last >= _EVERY or rows >= self._total:
+            self._last = now
+            rate = rows / max(1e-9, now - self._started)
+            left = max(0, self._total - rows) / max(1e-9, rate)
+            self.tell(
+                f"{rows} of {self._total} rows {self._verb}, {rate:.0f} a second, {left:.0f} s left"
+            )
+        self._check()
+
+
+def _build_indexes(source: Reversible, target: Target) -> None:
+    second = source.beside(target)
+    if isinstance(second, Flippable):
+        with second.prepare_flip():
+            pass
+
+
+def _refuse_password(source: str) -> None:
+    """Raise InvalidInputError for an address with a password, which the folder would keep."""
+    try:
+        password = urlsplit(source).password
+    except ValueError:
+        password = None
+    if password or "password=" in source:
+        raise InvalidInputError(
+            "SOURCE: expected no password in the address, which is kept in the working folder; "
+            "put it in ~/.pgpass or PGPASSWORD"
+        )

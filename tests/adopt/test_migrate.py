@@ -1,0 +1,238 @@
+"""`nobackfill migrate`: a table ends flipped or untouched, and goes back until it is finished."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nobackfill.adopt.cli import main
+from nobackfill.adopt.embedding.embedder import open_embedder
+from nobackfill.adopt.embedding.native_vectors import NativeVectorMaker
+from tests.adopt.models import text_model, topical
+from tests.adopt.table_beside import Connection
+from tests.support.postgres import Server
+
+COUNT = 300
+
+
+def text_of(number: int) -> str:
+    rng = np.random.default_rng(number)
+    return " ".join(f"w{word}" for word in rng.integers(0, 40, size=6))
+
+
+@pytest.fixture
+def documents(
+    postgres: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, Connection, Path]]:
+    """A table `t` of texts by the model `old`; the working folder holds `old` and `new`."""
+    monkeypatch.chdir(tmp_path)
+    old = topical(tmp_path / "old", 12, 24, strength=0.05, turned=1)
+    topical(tmp_path / "new", 12, 24, strength=3, turned=2)
+    with postgres.connected() as (address, connection):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute(
+            "CREATE TABLE t (id int PRIMARY KEY, body text NOT NULL, v vector(24) NOT NULL)"
+        )
+        bodies = [text_of(number) for number in range(COUNT)]
+        vectors = open_embedder(str(old)).embed(bodies)
+        rows = [(n, bodies[n], str(vectors[n].tolist())) for n in range(COUNT)]
+        connection.cursor().executemany("INSERT INTO t VALUES (%s, %s, %s)", rows)
+        connection.execute("CREATE INDEX t_v ON t USING hnsw (v vector_cosine_ops)")
+        connection.execute("CREATE VIEW seen AS SELECT id, v FROM t")
+        yield f"{address}#t", connection, tmp_path
+
+
+def run(*words: str) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["nobackfill", "migrate", *words])
+        try:
+            main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0
+
+
+def vectors(
+    connection: Connection, column: str = "v", relation: str = "t"
+) -> dict[int, list[float]]:
+    query = f"SELECT id, {column}::real[] FROM {relation} WHERE {column} IS NOT NULL"
+    return dict(connection.execute(query.encode()).fetchall())
+
+
+def columns(connection: Connection) -> set[str]:
+    rows = connection.execute(
+        "SELECT attname FROM pg_attribute WHERE attrelid = 't'::regclass AND attnum > 0 "
+        "AND NOT attisdropped"
+    ).fetchall()
+    return {name for (name,) in rows}
+
+
+def same(found: dict[int, list[float]], model: Path, connection: Connection) -> None:
+    """Every vector is what a model makes of the row's text."""
+    rows = connection.execute("SELECT id, body FROM t").fetchall()
+    made = open_embedder(str(model / "model.onnx")).embed([body for _, body in rows])
+    wanted = dict(zip([key for key, _ in rows], made, strict=True))
+    for key, vector in found.items():
+        np.testing.assert_allclose(vector, wanted[key], atol=1e-5)
+
+
+START = ("--new", "new/model.onnx", "--column", "body", "-n", "120")
+
+
+def test_a_table_is_decided_flipped_and_finished(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    before = vectors(connection)
+    assert run(source, *START, "--price-per-1000", "5") == 0
+    shown = capsys.readouterr().out
+    assert "verdict: re-embed" in shown
+    assert "re-embedding the rest costs about 0.90" in shown
+    assert "nothing was written; run it again with --yes" in shown
+    assert columns(connection) == {"id", "body", "v"}
+    assert vectors(connection) == before
+    assert run("status", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "decided"
+    assert run(source, *START, "--price-per-1000", "5", "--yes") == 0
+    assert "flipped: v holds the new vectors, v_before the old ones" in capsys.readouterr().out
+    same(vectors(connection), folder / "new", connection)
+    # What hangs on the column has moved with its name.
+    assert len(vectors(connection)) == COUNT == len(vectors(connection, relation="seen"))
+    same(vectors(connection, relation="seen"), folder / "new", connection)
+    assert vectors(connection, "v_before") == before
+    # A second run has nothing to do, and says what comes next.
+    assert run(source, *START, "--price-per-1000", "5", "--yes") != 0
+    assert "migrate finish" in capsys.readouterr().err
+    assert run("finish") == 0
+    assert columns(connection) == {"id", "body", "v"}
+    same(vectors(connection), folder / "new", connection)
+    left = connection.execute(
+        "SELECT proname FROM pg_proc WHERE starts_with(proname, 'nobackfill_')"
+    ).fetchall()
+    assert left == []
+    assert run("back") != 0
+    assert "finished: the old vectors are dropped" in capsys.readouterr().err
+
+
+def test_a_flip_is_taken_back_as_long_as_no_row_would_be_lost(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, _ = documents
+    before = vectors(connection)
+    assert run(source, *START, "--yes") == 0
+    assert run("back") == 0
+    assert vectors(connection) == before == vectors(connection, relation="seen")
+    assert columns(connection) == {"id", "body", "v"}
+    indexes = connection.execute("SELECT indexname FROM pg_indexes WHERE tablename = 't'")
+    assert {name for (name,) in indexes.fetchall()} == {"t_pkey", "t_v"}
+    capsys.readouterr()
+    # Once more, and this time rows are written after the flip, by the new model alone.
+    assert run(source, *START, "--yes") == 0
+    new = open_embedder("new/model.onnx").embed(["w1 w2", "w3"])
+    first, second = (str(vector.tolist()) for vector in new)
+    connection.execute("INSERT INTO t (id, body, v) VALUES (900, 'w1 w2', %s)", [first])
+    connection.execute("UPDATE t SET body = 'w3', v = %s WHERE id = 7", [second])
+    assert run("back") == 65
+    assert "2 rows were written since the flip and have no old vector" in capsys.readouterr().err
+    assert len(vectors(connection)) == COUNT + 1
+    # The column is NOT NULL: no flag can lose them.
+    assert run("back", "--yes") == 65
+    assert "delete these rows, or fill 'v_before'" in capsys.readouterr().err
+    connection.execute("ALTER TABLE t ALTER COLUMN v DROP NOT NULL")
+    assert run("back", "--yes") == 0
+    assert "2 rows have no vector any more" in capsys.readouterr().out
+    del before[7]
+    assert vectors(connection) == before
+
+
+def test_a_paused_migration_goes_on_and_is_taken_back_before_the_flip(
+    documents: tuple[str, Connection, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, connection, folder = documents
+    monkeypatch.setattr("nobackfill.adopt.embedding.native_vectors.NativeVectorMaker.window", 50)
+    make = NativeVectorMaker.make
+    calls: list[int] = []
+
+    def counting(self: NativeVectorMaker, *parts: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            assert run("pause") == 0
+        return make(self, *parts)
+
+    monkeypatch.setattr(NativeVectorMaker, "make", counting)
+    assert run(source, *START, "--yes") == 75
+    assert "paused; run the same" in capsys.readouterr().err
+    assert run("status", "--json") == 0
+    state = json.loads(capsys.readouterr().out)
+    assert state["state"] == "writing" and 0 < state["rows"] < COUNT == state["total"]
+    assert run("back") == 0
+    assert columns(connection) == {"id", "body", "v"}
+    assert run(source, *START, "--yes") == 0
+    same(vectors(connection), folder / "new", connection)
+
+
+def test_mapped_vectors_are_there_to_search_by_until_every_row_is_native(
+    documents: tuple[str, Connection, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, connection, folder = documents
+    assert run(source, *START) == 0
+    plan = json.loads((folder / "nobackfill-migration" / "migration.json").read_text())
+    plan["way"] = "lazily"
+    (folder / "nobackfill-migration" / "migration.json").write_text(json.dumps(plan))
+    make = NativeVectorMaker.make
+    counts: list[tuple[int, int]] = []
+
+    def counting(self: NativeVectorMaker, *parts: Any) -> Any:
+        indexed = connection.execute("SELECT count(*) FROM pg_indexes WHERE indexdef ~ '_mapped'")
+        counts.append((len(vectors(connection, "v_new_mapped")), indexed.fetchall()[0][0]))
+        return make(self, *parts)
+
+    monkeypatch.setattr(NativeVectorMaker, "make", counting)
+    assert run(source, *START, "--yes") == 0
+    assert set(counts) == {(COUNT, 1)}
+    same(vectors(connection), folder / "new", connection)
+    assert columns(connection) == {"id", "body", "v", "v_before"}
+
+
+def test_a_worse_model_leaves_the_table_untouched(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    text_model(folder / "worse", 9, dim=2)
+    with (folder / "queries.jsonl").open("w") as file:
+        for number in range(0, COUNT, 2):
+            file.write(json.dumps({"id": str(number), "text": text_of(number)}) + "\n")
+    words = ("--new", "worse/model.onnx", "--column", "body", "-n", "300")
+    asked = ("--old", "old/model.onnx", "--queries", "queries.jsonl")
+    assert run(source, *words, *asked, "--yes") == 0
+    shown = capsys.readouterr().out
+    assert re.search("verdict: stay", shown)
+    assert "nothing was written: stay with the old model" in shown
+    assert columns(connection) == {"id", "body", "v"}
+
+
+def test_another_store_or_another_question_is_refused_by_name(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _, folder = documents
+    assert run(source, *START) == 0
+    capsys.readouterr()
+    assert run(source, "--new", "old/model.onnx", "--column", "body") == 73
+    assert "holds another migration (new, count differ)" in capsys.readouterr().err
+    password = source.replace("postgresql://", "postgresql://me:secret@")
+    assert run(password, *START, "--work", "other") == 65
+    error = capsys.readouterr().err
+    assert "expected no password" in error and "secret" not in error
+    (folder / "vectors").mkdir()
+    np.save(folder / "vectors" / "ids.npy", np.arange(30))
+    np.save(folder / "vectors" / "v.npy", np.ones((30, 4), np.float32))
+    assert run("vectors", *START, "--work", "other") == 65
+    assert "for other stores use `fit`, then `carry`" in capsys.readouterr().err
+    assert run("status", "--work", "nowhere") == 66
+    assert "no migration is here" in capsys.readouterr().err
