@@ -289,9 +289,9 @@ def _wrong(
     """Items of a window, with expected and stored vectors, whose new vector is another one and that
     are not pending."""
     old, new = source.read(range_), beside.read(range_)
-    expected = maker.repeat(old) if len(old) else None
-    if expected is None:
-        expected, places = vectors, {name: row for row, name in enumerate(ids)}
+    reference = maker.repeat(old) if len(old) else None
+    if reference is None:
+        reference, places = vectors, {name: row for row, name in enumerate(ids)}
         evidence = vectors
     else:
         places, evidence = {name: row for row, name in enumerate(old.ids)}, old.vectors
@@ -299,7 +299,7 @@ def _wrong(
     if not there:
         return {}
     here = np.array([places[new.ids[row]] for row in there], np.int64)
-    differing = np.flatnonzero(_far(expected[here], new.vectors[there]))
+    differing = np.flatnonzero(_far(reference[here], new.vectors[there]))
     wrong = {
         new.ids[there[one]]: (evidence[here[one]].tobytes(), new.vectors[there[one]].tobytes())
         for one in differing
@@ -323,8 +323,8 @@ def _same_products(beside: Multiplied, range_: Window, ids: list[str], vectors: 
     return bool(close.all())
 
 
-def _far(expected: Vectors, actual: Vectors) -> NDArray[np.bool_]:
+def _far(reference: Vectors, actual: Vectors) -> NDArray[np.bool_]:
     """Rows that differ by more than halves are rounded by, or hold NaN."""
-    scale = max(1.0, float(np.abs(expected).max(initial=0)))
-    close = np.abs(expected - actual).max(1, initial=0) <= TOLERANCE * scale
+    scale = max(1.0, float(np.abs(reference).max(initial=0)))
+    close = np.abs(reference - actual).max(1, initial=0) <= TOLERANCE * scale
     return np.asarray(~close)
