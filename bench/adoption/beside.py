@@ -14,7 +14,7 @@ from nobackfill.adopt.crossfit import MANY_DIMS
 from nobackfill.adopt.judgement import Figures, Queries, blocked, measure_figures
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.verdict import choose
+from nobackfill.adopt.verdict import choose_map
 from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
 
@@ -55,7 +55,7 @@ def beside(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
 
 def _fitted(pairs: Pairs, asked: Queries) -> Map:
     """What `fit` takes where it is given these queries."""
-    return choose(pairs, [asked]).fitted(pairs)
+    return choose_map(pairs, [asked]).fit(pairs)
 
 
 def _ways(pairs: Pairs, gallery: Pairs) -> dict[str, Search]:

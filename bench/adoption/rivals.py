@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.adopt.crossfit import corrected
+from nobackfill.adopt.crossfit import correct_converter
 from nobackfill.adopt.judgement import Queries, figure_of
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs, clusters
@@ -87,7 +87,7 @@ def local(pairs: Pairs, seed: int = 0) -> Carrier:
             parts = [np.flatnonzero(cluster == one) for one in range(cluster.max() + 1)]
             parts = [part for part in parts if len(part) > 10]
             centres = normalise(np.stack([some.old[part].mean(0) for part in parts]))
-            more = [corrected(whole, _part(some, part)) for part in parts]
+            more = [correct_converter(whole, _part(some, part)) for part in parts]
 
             def carry(vectors: Vectors) -> Vectors:
                 near = np.exp((normalise(vectors) @ centres.T - 1) / _TEMPERATURE)

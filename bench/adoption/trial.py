@@ -19,12 +19,12 @@ from nobackfill.adopt.judgement import (
     Queries,
     blocked,
     figure_of,
-    judge_joined,
-    served,
+    judge_fusion,
+    rank_by_way,
 )
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, choose, decide
+from nobackfill.adopt.verdict import AS_GOOD, WAYS, Cost, Verdict, choose_map, decide
 from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
 
@@ -84,12 +84,12 @@ class Trial:
         """Of the others, served by what the verdict has fitted; where items have classes, also of
         items that ask for theirs."""
         every = self.gallery_of(self.rest)
-        found = judge_joined(every, self.queries_of(self.rest), self.said.joining)
+        found = judge_fusion(every, self.queries_of(self.rest), self.said.joining)
         if self.labels is not None:
             relevance = of_class(self.labels[self.rest])
             own = np.arange(len(every.old), dtype=np.int64)
             asked = Queries(every.old, every.new, own, own=True)
-            for way, block in served(every, asked, self.said.joining).items():
+            for way, block in rank_by_way(every, asked, self.said.joining).items():
                 found[way] |= by_class(block, relevance)
         return found
 
@@ -160,7 +160,7 @@ def _known_curves(asked: Queries, carried: Block, native: Block) -> dict[str, Pe
 
 def corrected(foreign: Trial, own: Trial, counts: tuple[int, ...]) -> list[Row]:
     """R@1 of a converter from a foreign corpus, of own pairs, and of both, on other own items."""
-    from nobackfill.adopt.crossfit import corrected as correct
+    from nobackfill.adopt.crossfit import correct_converter as correct
 
     prior = best(foreign.pairs_of(slice(0, None)))
     gallery, queries = own.pairs_of(own.rest), own.queries_of(own.rest)
@@ -179,7 +179,7 @@ def best(pairs: Pairs) -> Map:
     some = Pairs(pairs.ids[:2000], pairs.old[:2000], pairs.new[:2000])
     rows = np.arange(min(500, len(some)), dtype=np.int64)
     asked = Queries(some.old[rows], some.new[rows], rows, own=True)
-    return choose(some, [asked]).fitted(pairs)
+    return choose_map(some, [asked]).fit(pairs)
 
 
 def first(vectors: Vectors, gallery: Pairs, queries: Queries) -> float:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from nobackfill.adopt.crossfit import strength, with_queries
+from nobackfill.adopt.crossfit import add_queries, strength
 from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.maps import Solver, Strength, fit_maps
 from nobackfill.adopt.pairs import Pairs
-from nobackfill.adopt.verdict import choose
+from nobackfill.adopt.verdict import choose_map
 from nobackfill.ridge import Moments, in_blocks
 from tests.adopt.made import world
 
@@ -18,9 +18,9 @@ ASKED = MADE.queries.part(np.flatnonzero(MADE.answers < 50))
 
 
 def test_queries_are_fitted_on_where_others_of_them_are_found_better() -> None:
-    found = choose(PAIRS, [ASKED])
-    assert found.more is ASKED
-    both = found.fitted(PAIRS)
+    found = choose_map(PAIRS, [ASKED])
+    assert found.fitted_queries is ASKED
+    both = found.fit(PAIRS)
     assert (both.facts["pairs"], both.facts["queries"]) == ("50", str(len(ASKED.rows)))
     assert both.unit
     alone = fit_maps(PAIRS.old, PAIRS.new, kinds=[found.kind])[found.kind]
@@ -31,9 +31,9 @@ def test_queries_are_fitted_on_where_others_of_them_are_found_better() -> None:
 def test_queries_that_are_read_by_another_model_are_not() -> None:
     rng = np.random.default_rng(0)
     other = Queries(rng.permutation(ASKED.old), ASKED.new, ASKED.rows, own=False)
-    found = choose(PAIRS, [other])
-    assert found.more is None
-    assert "queries" not in found.fitted(PAIRS).facts
+    found = choose_map(PAIRS, [other])
+    assert found.fitted_queries is None
+    assert "queries" not in found.fit(PAIRS).facts
 
 
 def test_an_item_and_its_query_do_not_vouch_for_one_another() -> None:
@@ -45,7 +45,7 @@ def test_an_item_and_its_query_do_not_vouch_for_one_another() -> None:
     pairs = Pairs([str(row) for row in range(40)], old[:40], new[:40])
     noise = 0.05 * rng.normal(size=(2, 40, 48)).astype(np.float32)
     asked = Queries(pairs.old + noise[0], pairs.new + noise[1], np.arange(40), own=False)
-    rows = with_queries(pairs, asked)
+    rows = add_queries(pairs, asked)
     moments = Moments.of(in_blocks(rows.old, rows.new)())
     chosen = strength(rows, np.arange(40), moments)
     alone = Solver(moments).strength(in_blocks(rows.old, rows.new))

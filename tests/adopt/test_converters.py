@@ -14,9 +14,9 @@ from onnx import numpy_helper
 
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.converters import graph_of, map_of, open_converter, publish, read_card
-from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, candidates, corrected
+from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, correct_converter, cross_fit_candidates
 from nobackfill.adopt.embedding.embedder import open_embedder
-from nobackfill.adopt.judgement import among_items
+from nobackfill.adopt.judgement import item_queries
 from nobackfill.adopt.maps import Map, fit_maps, load_map
 from nobackfill.adopt.pairs import Pairs, match
 from nobackfill.adopt.sources.opening import open_source
@@ -241,9 +241,9 @@ def test_few_pairs_of_ones_own_improve_a_foreign_converter() -> None:
     def error(mapping: Map) -> float:
         return float(np.square(mapping(made.old[held]) - made.new[held]).sum())
 
-    both, alone = corrected(prior, own), fit_maps(own.old, own.new)["affine"]
+    both, alone = correct_converter(prior, own), fit_maps(own.old, own.new)["affine"]
     assert error(both) < min(error(prior), error(alone))
-    found = candidates(own, [among_items(own)], prior)
+    found = cross_fit_candidates(own, [item_queries(own)], prior)
     assert {CONVERTER, CORRECTED, "affine"} <= set(found)
     np.testing.assert_allclose(found[CONVERTER].vectors, prior(own.old), atol=1e-6)
 

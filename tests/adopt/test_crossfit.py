@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from nobackfill.adopt.crossfit import FOLDS, Held, cross_fitted, seen
-from nobackfill.adopt.judgement import Queries, among_items, figure_of, figures_of
+from nobackfill.adopt.crossfit import FOLDS, CrossFit, cross_fit, fitted_share
+from nobackfill.adopt.judgement import Queries, figure_of, figures_of, item_queries
 from nobackfill.adopt.maps import KINDS, fit_maps
 from nobackfill.adopt.pairs import Pairs
 from nobackfill.vectors import Vectors, normalise
@@ -37,8 +37,8 @@ def part(pairs: Pairs, asked: Queries, rows: slice) -> tuple[Pairs, Queries]:
     return Pairs(pairs.ids[rows], old, new), some
 
 
-def told(held: Held, pairs: Pairs, asked: Queries, figure: str) -> float:
-    return float(figures_of(held.apart[0], pairs, asked)[figure].mean())
+def told(held: CrossFit, pairs: Pairs, asked: Queries, figure: str) -> float:
+    return float(figures_of(held.distances[0], pairs, asked)[figure].mean())
 
 
 @pytest.mark.slow
@@ -48,9 +48,9 @@ def test_noise_has_as_many_rivals_before_it_as_behind() -> None:
     before: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for seed in range(10):
         pairs, asked = world(60, seed, share=0)
-        for kind, held in cross_fitted(pairs, [asked]).items():
-            own = held.apart[0][asked.rows, asked.rows][:, None]
-            before[kind].append(float((held.apart[0] < own).sum(1).mean()) / 59)
+        for kind, held in cross_fit(pairs, [asked]).items():
+            own = held.distances[0][asked.rows, asked.rows][:, None]
+            before[kind].append(float((held.distances[0] < own).sum(1).mean()) / 59)
     for values in before.values():
         assert np.mean(values) == pytest.approx(0.5, abs=0.03)
 
@@ -65,8 +65,8 @@ def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
     for seed in range(6):
         every, all_asked = world(4 * count, seed, share)
         pairs, asked = part(every, all_asked, slice(0, count))
-        held = cross_fitted(pairs, [asked], kinds)
-        some = round(seen(FOLDS) * count)
+        held = cross_fit(pairs, [asked], kinds)
+        some = round(fitted_share(FOLDS) * count)
         for kind, made in fit_maps(pairs.old[:some], pairs.new[:some], kinds=kinds).items():
             truths = []
             for first in range(count, 4 * count, count):
@@ -83,12 +83,12 @@ def test_what_is_told_is_true_of_other_items(count: int, share: float) -> None:
 @pytest.mark.slow
 def test_two_sets_of_queries_are_judged_by_the_same_maps() -> None:
     pairs, asked = world(90, 0, share=0.5)
-    alike = among_items(pairs)
-    both = cross_fitted(pairs, [asked, alike])
+    alike = item_queries(pairs)
+    both = cross_fit(pairs, [asked, alike])
     for place, alone in enumerate((asked, alike)):
-        for kind, held in cross_fitted(pairs, [alone]).items():
+        for kind, held in cross_fit(pairs, [alone]).items():
             np.testing.assert_array_equal(both[kind].vectors, held.vectors)
-            np.testing.assert_array_equal(both[kind].apart[place], held.apart[0])
+            np.testing.assert_array_equal(both[kind].distances[place], held.distances[0])
 
 
 def test_what_is_as_near_stands_before_what_is_asked_for() -> None:
@@ -107,7 +107,7 @@ def test_a_query_that_is_fitted_on_is_left_out_with_its_item() -> None:
     before = []
     for seed in range(10):
         pairs, asked = world(60, seed, share=0)
-        held = cross_fitted(pairs, [asked], ["affine"], more=asked)["affine"]
-        own = held.apart[0][asked.rows, asked.rows][:, None]
-        before.append(float((held.apart[0] < own).sum(1).mean()) / 59)
+        held = cross_fit(pairs, [asked], ["affine"], fitted_queries=asked)["affine"]
+        own = held.distances[0][asked.rows, asked.rows][:, None]
+        before.append(float((held.distances[0] < own).sum(1).mean()) / 59)
     assert np.mean(before) == pytest.approx(0.5, abs=0.03)

@@ -12,7 +12,7 @@ from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.joining import load_joining, save_joining
-from nobackfill.adopt.judgement import Queries, among_items, blocked
+from nobackfill.adopt.judgement import Queries, blocked, item_queries
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.pairs import inspect, match
 from nobackfill.adopt.sources.opening import open_searchable, open_source
@@ -225,7 +225,7 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     new = open_source(str(write_parquet(tmp_path / "new.parquet", ids, NEW)))
     source = open_searchable(f"{address}#docs")
     pairs = match(source, new).pairs
-    assert pairs.metric == among_items(pairs).metric == "inner_product"
+    assert pairs.metric == item_queries(pairs).metric == "inner_product"
     # Longer items are nearer by the inner product alone.
     products = blocked(MADE.queries_new, pairs.new, pairs.metric)
     np.testing.assert_allclose(products, -MADE.queries_new @ pairs.new.T, atol=1e-5)

@@ -180,7 +180,7 @@ def test_fit_tells_what_carrying_takes(kind: str, postgres: Server, tmp_path: Pa
         where = {"numpy": tmp_path, "parquet": tmp_path / "old.parquet", "table": f"{address}#t"}
         old = str(where[kind])
         found = fit(old, str(tmp_path / "new.parquet"), FitFiles(tmp_path / "map.npz"), None, None,
-                    items_there=False, key=None, vector=None)  # fmt: skip
+                    items_available=False, key=None, vector=None)  # fmt: skip
         mapping = load_map(tmp_path / "map.npz")
         begun = time.perf_counter()
         carry(open_source(old), replace(TARGET, mark=mapping.digest), mapping)

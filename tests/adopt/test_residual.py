@@ -61,7 +61,7 @@ def test_a_trained_map_is_written_read_and_run_elsewhere(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_it_is_judged_out_of_fold_and_chosen_where_it_keeps_more() -> None:
     pairs = folded(200)
-    found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), also=sizes)
+    found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), trainer=sizes)
     assert found.chosen.kind == RESIDUAL
     assert found.candidates[RESIDUAL] > 0.99 > found.candidates["affine"] + 0.2
     assert found.curve == []
@@ -77,7 +77,7 @@ def test_it_is_judged_out_of_fold_and_chosen_where_it_keeps_more() -> None:
             (np.linalg.lstsq(seen, rng.normal(size=new.shape), rcond=None)[0].T, np.zeros(16)),
         ]
 
-    found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), also=learns_by_heart)
+    found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), trainer=learns_by_heart)
     assert found.chosen.kind != RESIDUAL
     assert found.candidates[RESIDUAL] < found.candidates["affine"]
 

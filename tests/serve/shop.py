@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nobackfill.adopt.crossfit import cross_fitted
+from nobackfill.adopt.crossfit import cross_fit
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Gallery, judge
 from nobackfill.adopt.maps import Map, fit_maps, save_map
@@ -26,9 +26,9 @@ HITS = 60
 
 def fitted() -> tuple[Map, Joining]:
     mapping = fit_maps(MADE.old, MADE.new)["affine"]
-    held = cross_fitted(MADE.pairs, [MADE.queries], ["affine"])["affine"]
+    held = cross_fit(MADE.pairs, [MADE.queries], ["affine"])["affine"]
     gallery = Gallery(MADE.old, held.vectors, MADE.new)
-    joining = judge(gallery, MADE.queries, held.apart[0]).joining
+    joining = judge(gallery, MADE.queries, held.distances[0]).joining
     return mapping, replace(joining, mark=mapping.digest)
 
 

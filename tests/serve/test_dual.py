@@ -17,7 +17,7 @@ import pytest
 
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.joining import save_joining
-from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_joined, served
+from nobackfill.adopt.judgement import Gallery, Queries, judge, judge_fusion, rank_by_way
 from nobackfill.adopt.maps import fit_maps
 from nobackfill.adopt.sources.arrays import MemorySource
 from nobackfill.adopt.sources.opening import open_searchable, open_source
@@ -92,7 +92,7 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
     mapping = fit_maps(old, new)["affine"]
     gallery = Gallery(old, mapping(old), new)
     joining = replace(judge(gallery, asked).joining, mark=mapping.digest)
-    told = judge_joined(gallery, asked, joining)
+    told = judge_fusion(gallery, asked, joining)
     files(tmp_path, mapping, joining, old)
     source = open_searchable(str(tmp_path / "store"))
     assert carry(source, Target("new", 24, mapping.digest), mapping).total == 1500
@@ -136,7 +136,7 @@ def test_dual_ranks_the_candidates_that_fit_judges(tmp_path: Path) -> None:
     source = Watched(open_source(store))
     gallery = Gallery(MADE.old, MAP(MADE.old), MADE.new)
     asked = MADE.queries
-    judged = np.isfinite(served(gallery, asked, JOINING)["both"])
+    judged = np.isfinite(rank_by_way(gallery, asked, JOINING)["both"])
     with closing(
         Dual.open(
             source, tmp_path / "map.npz", tmp_path / "joining.npz", tmp_path / "n.db", NewModel(),

@@ -317,7 +317,15 @@ def fit(
 
     files = FitFiles(out, onnx, joining, report)
     found = fit_and_judge(
-        old, new, files, queries_old, queries_new, not items_gone, also=also, key=key, vector=vector
+        old,
+        new,
+        files,
+        queries_old,
+        queries_new,
+        not items_gone,
+        trainer_name=also,
+        key=key,
+        vector=vector,
     )
     _answer(as_json, found.answer, found.lines)
 
@@ -396,7 +404,15 @@ def improve(
 
     files = FitFiles(out, onnx, joining, report, converter=converter, root=root)
     found = fit_and_judge(
-        old, new, files, queries_old, queries_new, not items_gone, also=also, key=key, vector=vector
+        old,
+        new,
+        files,
+        queries_old,
+        queries_new,
+        not items_gone,
+        trainer_name=also,
+        key=key,
+        vector=vector,
     )
     _answer(as_json, found.answer, found.lines)
 

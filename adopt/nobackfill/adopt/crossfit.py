@@ -1,13 +1,14 @@
-"""Candidates on pairs that their map has not seen: neither what is asked for nor any rival.
+"""Cross-fitting: judge each candidate map on pairs that it was not fitted on.
 
-The rows are dealt into folds, and for every two folds a map is fitted without both; whoever is
-compared within the two is carried by it. To leave out an item's own fold alone is not enough: its
-rivals' maps have then seen it, and bend them towards the query that asks for it, the more the fewer
-pairs there are for each dimension. To subtract a query's distance to its own item by the same map,
-so that each comparison is within one map, is wrong, too: it is then sought by as many maps as
-there are folds, and one that misses it is enough.
+The pairs are dealt into folds. For every two folds a map is fitted without both, and it migrates
+the items of the two that are compared. Two simpler ways are biased:
 
-A published converter is a candidate as it is, and improved by the pairs.
+- To leave out the fold of the queried item alone: the maps of its rivals were fitted on it, and
+  pull them towards its query, more so with few pairs for each dimension.
+- To compare each query only by the map that left its own item out: the item is then searched by as
+  many maps as there are folds, and one that misses it is enough to lose it.
+
+A published converter is a candidate as it is, and a second one corrected by the pairs.
 """
 
 from collections.abc import Collection, Sequence
@@ -40,173 +41,250 @@ from nobackfill.vectors import Vectors, normalise
 CONVERTER, CORRECTED = "converter", "corrected"
 
 
-def corrected(prior: Map, pairs: Pairs) -> Map:
-    """Improve a converter by pairs of one's own: ridge towards the converter in place of zero.
+def correct_converter(converter: Map, pairs: Pairs) -> Map:
+    """Correct a converter by the user's own pairs.
 
-    Minimises the squared error plus lambda |W - W0|²: with few pairs it stays the converter, with
-    many it becomes the map of one's own; lambda by leave-one-out, as everywhere.
+    Ridge shrinks towards the converter's weights W0 in place of zero: it minimises the squared
+    error plus lambda |W - W0|². With few pairs the result stays near the converter; with many it is
+    nearly the map of these pairs alone. Leave-one-out chooses lambda.
+
+    Args:
+        converter: A linear map with the dimensions of the pairs.
+        pairs: Old vectors [n, a] and new vectors [n, b].
+
+    Raises:
+        IncompatibleSpaceError: The pairs have other dimensions.
     """
-    rest = left_over(prior, pairs)
-    more = ridge.fit(in_blocks(rest.old, rest.new), sample=LEFT_OUT)
-    weight = (prior.weight + more.weight).astype(np.float32)
-    bias = (prior.bias + more.bias).astype(np.float32)
-    facts = {**prior.facts, "own_pairs": str(len(pairs)), "penalty": f"{more.penalty:.3g}"}
-    return replace(prior, kind=CORRECTED, weight=weight, bias=bias, facts=facts)
+    residual = residual_pairs(converter, pairs)
+    correction = ridge.fit(in_blocks(residual.old, residual.new), sample=LEFT_OUT)
+    weight = (converter.weight + correction.weight).astype(np.float32)
+    bias = (converter.bias + correction.bias).astype(np.float32)
+    facts = {"own_pairs": str(len(pairs)), "penalty": f"{correction.penalty:.3g}"}
+    facts = {**converter.facts, **facts}
+    return replace(converter, kind=CORRECTED, weight=weight, bias=bias, facts=facts)
 
 
-def left_over(prior: Map, pairs: Pairs) -> Pairs:
-    """The same items, with what the converter's linear part misses as the new side. Raises
-    IncompatibleSpaceError for pairs of other dimensions."""
+def residual_pairs(converter: Map, pairs: Pairs) -> Pairs:
+    """Replace the new vectors of pairs by the error of the converter's linear part.
+
+    Raises:
+        IncompatibleSpaceError: The pairs have other dimensions than the converter.
+    """
     dims = (pairs.old.shape[1], pairs.new.shape[1])
-    if dims != prior.dims:
+    if dims != converter.dims:
         raise IncompatibleSpaceError(
-            f"the converter maps dimensions {prior.dims}, the pairs have {dims}; are these its "
+            f"the converter maps dimensions {converter.dims}, the pairs have {dims}; are these its "
             "two models' vectors?"
         )
-    linear = replace(prior, unit=False)
+    linear = replace(converter, unit=False)
     return Pairs(pairs.ids, pairs.old, (pairs.new - linear(pairs.old)).astype(np.float32))
 
 
-def added(prior: Map, old: Vectors, more: Vectors) -> Vectors:
-    """The converter's vectors with a correction [n, b] of its linear part."""
-    mapped = replace(prior, unit=False)(old) + more
-    return normalise(mapped) if prior.unit else mapped
+def add_correction(converter: Map, old: Vectors, correction: Vectors) -> Vectors:
+    """Migrate vectors by a converter and add a correction of its linear part.
+
+    Args:
+        converter: The converter; if its `unit` is set, the sums are normalised.
+        old: Old vectors [n, a].
+        correction: What to add to the converter's linear output [n, b].
+
+    Returns:
+        float32 [n, b].
+    """
+    sums = replace(converter, unit=False)(old) + correction
+    return normalise(sums) if converter.unit else sums
 
 
-# The more folds, the nearer is each map to that of all pairs, and the more maps there are: 45 of 10
-# folds, 10 of 5. A map of many dimensions takes seconds.
+# More folds fit each map on more of the pairs, and need more maps: 45 of 10 folds, 10 of 5. A map
+# of many dimensions takes seconds, so these get few folds.
 FOLDS, FEW = 10, 5
 MANY_DIMS = 1000
 LEAST = 10
 
 
-def folds_of(pairs: Pairs) -> int:
+def fold_count(pairs: Pairs) -> int:
+    """Return the number of folds for pairs: fewer where a side has 1,000 dimensions or more."""
     dims = max(pairs.old.shape[1], pairs.new.shape[1])
     return FOLDS if dims < MANY_DIMS else FEW
 
 
-def seen(folds: int) -> float:
-    """Of the pairs, the share that each map is fitted on."""
+def fitted_share(folds: int) -> float:
+    """Return the share of the pairs that each map of a cross-fit is fitted on."""
     return (folds - 2) / folds
 
 
 @dataclass(frozen=True)
-class Held:
-    """One candidate. `vectors` [n, b]: each row by a map that was fitted without it. `apart`: for
-    each set of queries the distances [q, n] to carried items, by maps that were fitted without that
-    item and without the query's own."""
+class CrossFit:
+    """One candidate, judged on pairs that its maps were not fitted on.
+
+    Attributes:
+        vectors: The n items [n, b], each migrated by a map that was fitted without it.
+        distances: For each set of q queries the distances [q, n] to the migrated items, by maps
+            that were fitted without that item and without the query's own item.
+    """
 
     vectors: Vectors
-    apart: list[Block]
+    distances: list[Block]
 
 
-def candidates(
+def cross_fit_candidates(
     pairs: Pairs,
-    asked: Sequence[Queries],
-    prior: Map | None = None,
+    query_sets: Sequence[Queries],
+    converter: Map | None = None,
     *,
     kinds: Collection[str] | None = None,
     subset: float = 1.0,
     folds: int | None = None,
-    more: Queries | None = None,
-    also: Trainer | None = None,
-) -> dict[str, Held]:
-    """Those of `kinds`, else all: with a converter `prior` also what it gives, and what its
-    correction by the other folds' pairs gives; with a trainer `also` a residual map. Other
-    arguments and errors: as `cross_fitted`."""
-    foreign = () if prior is None else (CORRECTED, CONVERTER)
-    learnt = () if also is None else (RESIDUAL,)
-    wanted = (*KINDS, *learnt, *foreign) if kinds is None else kinds
-    found: dict[str, Held] = {}
-    if own := [kind for kind in wanted if kind in (*KINDS, RESIDUAL)]:
-        found = cross_fitted(pairs, asked, own, subset=subset, folds=folds, more=more, also=also)
-    if prior is not None and CORRECTED in wanted:
-        found[CORRECTED] = cross_fitted(
-            pairs, asked, ["affine"], prior=prior, subset=subset, folds=folds
+    fitted_queries: Queries | None = None,
+    trainer: Trainer | None = None,
+) -> dict[str, CrossFit]:
+    """Cross-fit every candidate: each kind of map, a trained map, and a converter.
+
+    Args:
+        converter: Adds two candidates: the converter as it is, and corrected by the pairs.
+        kinds: Names of the candidates; None for all. See `cross_fit` for the other arguments.
+        trainer: Adds a residual map as a candidate.
+
+    Returns:
+        The cross-fit of each candidate by its name.
+
+    Raises:
+        InvalidInputError: Fewer than 10 pairs.
+        IncompatibleSpaceError: The converter has other dimensions than the pairs.
+    """
+    of_converter = () if converter is None else (CORRECTED, CONVERTER)
+    of_trainer = () if trainer is None else (RESIDUAL,)
+    names = (*KINDS, *of_trainer, *of_converter) if kinds is None else kinds
+    candidates: dict[str, CrossFit] = {}
+    if own := [kind for kind in names if kind in (*KINDS, RESIDUAL)]:
+        candidates = cross_fit(
+            pairs,
+            query_sets,
+            own,
+            subset=subset,
+            folds=folds,
+            fitted_queries=fitted_queries,
+            trainer=trainer,
+        )
+    if converter is not None and CORRECTED in names:
+        candidates[CORRECTED] = cross_fit(
+            pairs, query_sets, ["affine"], converter=converter, subset=subset, folds=folds
         )["affine"]
-    if prior is not None and CONVERTER in wanted:
-        vectors = prior(pairs.old)
-        found[CONVERTER] = Held(vectors, [blocked(q.new, vectors, q.metric) for q in asked])
-    return found
+    if converter is not None and CONVERTER in names:
+        vectors = converter(pairs.old)
+        blocks = [blocked(queries.new, vectors, queries.metric) for queries in query_sets]
+        candidates[CONVERTER] = CrossFit(vectors, blocks)
+    return candidates
 
 
-def cross_fitted(
+def cross_fit(
     pairs: Pairs,
-    asked: Sequence[Queries],
+    query_sets: Sequence[Queries],
     kinds: Collection[str] = KINDS,
     *,
-    prior: Map | None = None,
+    converter: Map | None = None,
     subset: float = 1.0,
     folds: int | None = None,
-    more: Queries | None = None,
-    also: Trainer | None = None,
-) -> dict[str, Held]:
-    """Each kind of map, for each set of queries `asked`. All that its maps share is their strength,
-    which is chosen by leave-one-out.
+    fitted_queries: Queries | None = None,
+    trainer: Trainer | None = None,
+) -> dict[str, CrossFit]:
+    """Fit each kind of map without every two folds, and judge the pairs of these two.
 
-    `prior`: a converter to which maps of what it leaves over are added. `subset`: the share of the
-    other folds' pairs that is fitted on, for the learning curve. `folds`: `folds_of` the pairs by
-    default. `more`: queries that are fitted on, too, each left out with its item. `also`: who
-    trains "residual", if among `kinds`. Raises InvalidInputError for fewer than 10 pairs.
+    All maps share their penalty, which leave-one-out chooses from all pairs.
+
+    Args:
+        pairs: At least 10 pairs of old vectors [n, a] and new vectors [n, b].
+        query_sets: Sets of queries with rows among the pairs.
+        kinds: Kinds of maps; "residual" needs a trainer.
+        converter: Fit corrections of this converter in place of whole maps.
+        subset: Share of the other folds' pairs that is fitted on, for a learning curve.
+        folds: Number of folds, at least 3; None for `fold_count`.
+        fitted_queries: Queries that are fitted on as further pairs, each left out with its item.
+        trainer: Trains the residual map.
+
+    Returns:
+        The cross-fit of each kind by its name.
+
+    Raises:
+        InvalidInputError: Fewer than 10 pairs.
+        IncompatibleSpaceError: The converter has other dimensions than the pairs.
     """
-    folds = folds_of(pairs) if folds is None else folds
+    folds = fold_count(pairs) if folds is None else folds
     if len(pairs) < LEAST:
         raise InvalidInputError(f"expected at least {LEAST} pairs, got {len(pairs)}")
     rng = np.random.default_rng(0)
     fold = rng.permutation(np.arange(len(pairs)) % folds)
-    drawn = np.concatenate([_drawn(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
-    fitted = with_queries(pairs if prior is None else left_over(prior, pairs), more)
-    # Of each row that can be fitted on, the item that it is left out with.
-    item = np.arange(len(pairs)) if more is None else np.r_[: len(pairs), more.rows]
-    used = np.flatnonzero(np.isin(item, drawn))
-    blocks = in_blocks(fitted.old[used], fitted.new[used])
-    whole = Moments.of(blocks())
-    chosen = strength(fitted, used[used < len(pairs)], whole) if needs_strength(kinds) else None
-    if prior is not None and chosen is not None:
-        chosen = chosen.straight
-    unit = prior is None and is_unit(pairs.new)
-    parts = [Moments(whole) for _ in range(folds)]
-    for number, part in enumerate(parts):
-        mine = used[fold[item[used]] == number]
-        part.add(fitted.old[mine], fitted.new[mine])
-    found = {kind: _unfilled(pairs, asked) for kind in kinds}
+    items = np.concatenate([_sample(np.flatnonzero(fold == n), subset, rng) for n in range(folds)])
+    linear = pairs if converter is None else residual_pairs(converter, pairs)
+    rows = add_queries(linear, fitted_queries)
+    # The item that each row is left out with: a pair with itself, a query with its item.
+    item = np.arange(len(pairs))
+    if fitted_queries is not None:
+        item = np.r_[item, fitted_queries.rows]
+    fitted = np.flatnonzero(np.isin(item, items))
+    total = Moments.of(in_blocks(rows.old[fitted], rows.new[fitted])())
+    penalty = None
+    if needs_strength(kinds):
+        penalty = strength(rows, fitted[fitted < len(pairs)], total)
+        penalty = penalty if converter is None else penalty.straight
+    unit = converter is None and is_unit(pairs.new)
+    moments = [Moments(total) for _ in range(folds)]
+    for number, part in enumerate(moments):
+        of_fold = fitted[fold[item[fitted]] == number]
+        part.add(rows.old[of_fold], rows.new[of_fold])
+    results = {kind: _empty_result(pairs, query_sets) for kind in kinds}
     for one, other in combinations(range(folds), 2):
-        rows = np.flatnonzero((fold == one) | (fold == other))
-        within = [np.flatnonzero(np.isin(queries.rows, rows)) for queries in asked]
-        rest = Solver(whole.subtract(parts[one]).subtract(parts[other]))
-        maps = rest.maps(chosen, unit, [kind for kind in kinds if kind != RESIDUAL])
-        if also is not None and RESIDUAL in kinds:
-            others = used[~np.isin(item[used], rows)]
-            straight = rest.maps(chosen, unit, ["affine"])["affine"]
-            maps[RESIDUAL] = trained(straight, fitted.old[others], fitted.new[others], also)
+        judged = np.flatnonzero((fold == one) | (fold == other))
+        asking = [np.flatnonzero(np.isin(queries.rows, judged)) for queries in query_sets]
+        solver = Solver(total.subtract(moments[one]).subtract(moments[other]))
+        maps = solver.maps(penalty, unit, [kind for kind in kinds if kind != RESIDUAL])
+        if trainer is not None and RESIDUAL in kinds:
+            others = fitted[~np.isin(item[fitted], judged)]
+            straight = solver.maps(penalty, unit, ["affine"])["affine"]
+            maps[RESIDUAL] = trained(straight, rows.old[others], rows.new[others], trainer)
         for kind, mapping in maps.items():
-            carried = mapping(pairs.old[rows])
-            if prior is not None:
-                carried = added(prior, pairs.old[rows], carried)
-            # What lies within one fold is filled by each of its maps: any would do, the last stays.
-            found[kind].vectors[rows] = carried
-            for queries, here, apart in zip(asked, within, found[kind].apart, strict=True):
-                if len(here):
-                    apart[np.ix_(here, rows)] = blocked(queries.new[here], carried, queries.metric)
-    return found
+            migrated = mapping(pairs.old[judged])
+            if converter is not None:
+                migrated = add_correction(converter, pairs.old[judged], migrated)
+            # Several maps fill the distances within one fold. Each of them is unbiased, so that the
+            # last one may stay.
+            result = results[kind]
+            result.vectors[judged] = migrated
+            for queries, asked, block in zip(query_sets, asking, result.distances, strict=True):
+                if len(asked):
+                    block[np.ix_(asked, judged)] = blocked(
+                        queries.new[asked], migrated, queries.metric
+                    )
+    return results
 
 
-def strength(pairs: Pairs, rows: Ints, whole: Moments) -> Strength:
-    """By leave-one-out among some rows of pairs: items alone, as an item and its query, left out in
-    turn, would tell of one another. `whole`: what the maps are solved from, whose variance
-    penalties are multiples of."""
+def strength(pairs: Pairs, rows: Ints, moments: Moments) -> Strength:
+    """Choose the penalty by leave-one-out among some rows of pairs.
+
+    Args:
+        pairs: Pairs, maybe with queries as further pairs.
+        rows: Rows of items alone: an item and its query, left out in turn, would vouch for one
+            another.
+        moments: The moments that maps are solved from. Penalties are multiples of their variance.
+    """
     blocks = in_blocks(pairs.old[rows], pairs.new[rows])
-    alone = Moments.of(blocks())
-    chosen = Solver(alone).strength(blocks)
-    if alone.rows == whole.rows:
-        return chosen
-    share = float(np.trace(alone.gram)) / max(1e-300, float(np.trace(whole.gram)))
-    return replace(chosen, penalty=share * chosen.penalty)
+    of_items = Moments.of(blocks())
+    penalty = Solver(of_items).strength(blocks)
+    if of_items.rows == moments.rows:
+        return penalty
+    share = float(np.trace(of_items.gram)) / max(1e-300, float(np.trace(moments.gram)))
+    return replace(penalty, penalty=share * penalty.penalty)
 
 
-def with_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
-    """Queries as further pairs, moved to the items' means: what asks lies elsewhere than what is
-    asked for, by either model, which is not for a map to follow."""
+def add_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
+    """Append queries to pairs as further pairs, each side moved to the items' mean.
+
+    Queries lie elsewhere than items in both spaces. A map that fits this offset would not serve
+    items.
+
+    Returns:
+        The pairs themselves if `queries` is None.
+    """
     if queries is None:
         return pairs
     sides = []
@@ -217,11 +295,11 @@ def with_queries(pairs: Pairs, queries: Queries | None) -> Pairs:
     return replace(pairs, ids=ids, old=sides[0], new=sides[1])
 
 
-def _unfilled(pairs: Pairs, asked: Sequence[Queries]) -> Held:
-    apart = [np.empty((len(queries.rows), len(pairs)), np.float32) for queries in asked]
-    return Held(np.empty_like(pairs.new), apart)
+def _empty_result(pairs: Pairs, query_sets: Sequence[Queries]) -> CrossFit:
+    blocks = [np.empty((len(queries.rows), len(pairs)), np.float32) for queries in query_sets]
+    return CrossFit(np.empty_like(pairs.new), blocks)
 
 
-def _drawn(rows: Ints, share: float, rng: np.random.Generator) -> Ints:
-    drawn: Ints = rng.choice(rows, max(1, round(share * len(rows))), replace=False)
-    return drawn
+def _sample(rows: Ints, share: float, rng: np.random.Generator) -> Ints:
+    sample: Ints = rng.choice(rows, max(1, round(share * len(rows))), replace=False)
+    return sample

@@ -1,4 +1,4 @@
-"""The work of `nobackfill fit`: pairs and queries read, a verdict made, files written."""
+"""What `nobackfill fit` does: read pairs and queries, decide, and write the files."""
 
 import time
 from dataclasses import asdict, dataclass, replace
@@ -36,19 +36,19 @@ from nobackfill.adopt.verdict import Cost, Verdict, decide
 from nobackfill.durable import write_file
 from nobackfill.errors import CannotWriteError, InvalidInputError, few
 
-# Windows of a store that are read to tell what carrying takes.
-MEASURED = 3
-# Seconds that PostgreSQL takes to read, write and check an item, over those to read it.
+# Windows of a store that are read to estimate what a migration takes.
+MEASURED_WINDOWS = 3
+# Seconds that PostgreSQL takes to read, write and check an item, in multiples of reading it.
 POSTGRESQL = 5.0
-# Of a map's facts: the way that was best when it was fitted.
+# The fact of a map that names the way that the verdict recommended.
 VERDICT = "verdict"
-# What is known of the old and of the new one.
+# The old model and the new one; None: not known.
 _Models = tuple[str | None, str | None]
 
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """For a machine, and for a person."""
+    """The result of a fit: `answer` for --json, `lines` for a terminal."""
 
     answer: dict[str, object]
     lines: list[str]
@@ -56,9 +56,18 @@ class FitAnswer:
 
 @dataclass(frozen=True)
 class FitFiles:
-    """What is written, as far as it is wanted: the map, the same for a release, the joining, the
-    page, a publication with the card of what is published; and what is read: a converter, and its
-    publisher's root."""
+    """Files that a fit writes and reads; None for each that is not wanted.
+
+    Attributes:
+        out: The map.
+        onnx: The map as an upgrade for a release.
+        joining: The rank fusion for `nobackfill.serve`.
+        report: The page of the verdict.
+        publication: The publication folder that the converter goes into.
+        card: Read: the card of the published converter.
+        converter: Read: a published converter of the two models.
+        root: Read: the root metadata of the converter's publisher.
+    """
 
     out: Path
     onnx: Path | None = None
@@ -76,88 +85,111 @@ def fit_and_judge(
     files: FitFiles,
     queries_old: str | None,
     queries_new: str | None,
-    items_there: bool,
+    items_available: bool,
     *,
-    also: str | None = None,
+    trainer_name: str | None = None,
     key: str | None,
     vector: str | None,
 ) -> FitAnswer:
-    """Raises InvalidInputError for pairs and queries that do not fit, and what sources raise."""
-    _check(files, also)
-    trainer = None if also is None else open_trainer(also)
+    """Fit maps between two models, decide how to go on, and write the files.
+
+    Args:
+        old: Address of the store with the old vectors.
+        new: Address of the same items' vectors by the new model; others of its items are ignored.
+        files: The files to write.
+        queries_old: Address of queries by the old model, each with the id of the item to find.
+        queries_new: Address of the same queries by the new model; both or neither.
+        items_available: Whether the items can still be embedded.
+        trainer_name: MODULE:FUNCTION of a trainer of one more candidate map.
+        key: Key column of the old store; None for its primary key.
+        vector: Vector column of the old store; None for the only one.
+
+    Raises:
+        InvalidInputError: Pairs or queries that do not fit.
+        IncompatibleSpaceError: Vectors of another model than expected.
+        CannotWriteError: A file cannot be written.
+        NobackfillError: What the sources raise.
+    """
+    _check_folders(files)
+    trainer = None if trainer_name is None else open_trainer(trainer_name)
     card = None if files.card is None else read_card(files.card)
-    stored = open_items(old, "--old", key=key, vector=vector)
-    made = open_items(new, "--new")
-    matched = match(stored, made)
+    old_source = open_items(old, "--old", key=key, vector=vector)
+    new_source = open_items(new, "--new")
+    matched = match(old_source, new_source)
     pairs = matched.pairs
     if np.array_equal(pairs.old, pairs.new):
         raise InvalidInputError(
-            "--new: expected the items' vectors by the new model, got those of --old themselves"
+            "--new: expected the items' vectors by the new model, got the vectors of --old"
         )
     queries = None
-    old_model, new_model = stored.facts().model, made.facts().model
-    asked_model = old_seconds = new_seconds = None
+    old_model, new_model = old_source.facts().model, new_source.facts().model
+    query_model = old_seconds = new_seconds = None
     if (queries_old is None) != (queries_new is None):
-        raise InvalidInputError("expected --queries-old and --queries-new together: both models'")
+        raise InvalidInputError(
+            "expected --queries-old and --queries-new together, got one of them"
+        )
     if queries_old is not None and queries_new is not None:
-        asked_old, asked_new = open_source(queries_old), open_source(queries_new)
-        same_model(new_model, asked_new.facts().model, "--new and --queries-new")
-        asked_model = asked_old.facts().model
-        same_model(old_model, asked_model, "--old and --queries-old")
-        for option, asked in (("--queries-old", asked_old), ("--queries-new", asked_new)):
-            otherwise = "their model reads queries otherwise, and these were read as items"
-            not_read_as(asked, DOCUMENTS, f"{option}: {otherwise}; embed them with --queries")
-        queries = known_items(pairs, asked_old, asked_new)
-        old_seconds, new_seconds = _seconds(asked_old), _seconds(asked_new)
-    models = old_model or asked_model, new_model
-    # Converters are of models by their fingerprints, which a release's space is not.
-    public = fingerprint_of(old_model, asked_model), fingerprint_of(new_model)
-    prior = _converter(files, public)
-    carrying = _carry_seconds(old, stored, pairs)
-    cost = Cost(stored.count(), old_seconds, _seconds(made), carrying, new_seconds)
+        old_queries, new_queries = open_source(queries_old), open_source(queries_new)
+        same_model(new_model, new_queries.facts().model, "--new and --queries-new")
+        query_model = old_queries.facts().model
+        same_model(old_model, query_model, "--old and --queries-old")
+        for option, source in (("--queries-old", old_queries), ("--queries-new", new_queries)):
+            problem = "their model embeds queries in another way, and these were embedded as items"
+            not_read_as(source, DOCUMENTS, f"{option}: {problem}; embed them with --queries")
+        queries = known_items(pairs, old_queries, new_queries)
+        old_seconds, new_seconds = _seconds(old_queries), _seconds(new_queries)
+    models = old_model or query_model, new_model
+    # Converters name models by fingerprints; the space of a release is none.
+    fingerprints = fingerprint_of(old_model, query_model), fingerprint_of(new_model)
+    converter = _converter(files, fingerprints)
+    migrating = _migration_seconds(old, old_source, pairs)
+    cost = Cost(old_source.count(), old_seconds, _seconds(new_source), migrating, new_seconds)
     verdict = decide(
         pairs,
         cost,
         queries,
-        items_there=items_there,
-        prior=prior.mapping if prior else None,
-        also=trainer,
+        items_available=items_available,
+        converter=converter.mapping if converter else None,
+        trainer=trainer,
     )
-    verdict = replace(verdict, notes=[*_sides(stored, made, matched), *verdict.notes])
-    lines = ([] if prior is None else [prior.sentence]) + _lines(verdict)
-    lines += _written(files, verdict, pairs, models, public, card)
+    verdict = replace(
+        verdict, notes=[*_side_notes(old_source, new_source, matched), *verdict.notes]
+    )
+    lines = ([] if converter is None else [converter.sentence]) + _lines(verdict)
+    lines += _write_files(files, verdict, pairs, models, fingerprints, card)
     steps = _steps(verdict.way, files)
     lines += steps
-    if lost := matched.without_old:
-        lines.append(f"passed over: {len(lost)} items have no old vector ({few(lost)})")
+    if skipped := matched.without_old:
+        lines.append(f"skipped: {len(skipped)} items have no old vector ({few(skipped)})")
     answer = asdict(verdict) | {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
     del answer["joining"]
     answer |= {"map": str(files.out), "without_old": matched.without_old, "steps": steps}
     return FitAnswer(answer, lines)
 
 
-def _check(files: FitFiles, also: str | None) -> None:
-    """What needs no vectors, before it takes minutes."""
+def _check_folders(files: FitFiles) -> None:
+    """Raise CannotWriteError if a file's folder does not exist, before the fit takes minutes."""
     for path in (files.out, files.onnx, files.joining, files.report):
         if path is not None and not path.parent.is_dir():
-            raise CannotWriteError(f"{path}: cannot be written, there is no folder {path.parent}")
+            raise CannotWriteError(
+                f"{path}: cannot be written, because there is no folder {path.parent}; create it"
+            )
 
 
-def _sides(old: Source, new: Source, matched: Matched) -> list[str]:
-    """Which side is which, as nothing else tells where a store names no model; and what looks as if
-    they were the wrong way round."""
-    said: list[str] = []
+def _side_notes(old: Source, new: Source, matched: Matched) -> list[str]:
+    """Say which side is which, and warn if the two seem to be the wrong way round."""
+    notes: list[str] = []
     for side, source, vectors in (("old", old, matched.pairs.old), ("new", new, matched.pairs.new)):
         facts = source.facts()
         model = f"model {facts.model[:12]}" if facts.model else "a model that it does not name"
-        said.append(f"{side}: {facts.name}, {vectors.shape[1]} dims, {model}")
-    alone = len(matched.without_old)
-    if alone and old.count() <= len(matched.pairs):
-        said.append(
-            f"--new has {alone} items more than --old, which is the gallery as a rule: are the two "
-            "the wrong way round?"
+        notes.append(f"{side}: {facts.name}, {vectors.shape[1]} dims, {model}")
+    unmatched = len(matched.without_old)
+    if unmatched and old.count() <= len(matched.pairs):
+        notes.append(
+            f"--new has {unmatched} items that --old lacks, but --old is usually the gallery: are "
+            "the two the wrong way round?"
         )
-    return said
+    return notes
 
 
 def _converter(files: FitFiles, models: _Models) -> VerifiedConverter | None:
@@ -166,15 +198,15 @@ def _converter(files: FitFiles, models: _Models) -> VerifiedConverter | None:
     return open_converter(files.converter, root=files.root, old=models[0], new=models[1])
 
 
-def _written(
+def _write_files(
     files: FitFiles,
     verdict: Verdict,
     pairs: Pairs,
     models: _Models,
-    public: _Models,
+    fingerprints: _Models,
     card: Card | None,
 ) -> list[str]:
-    """Write what is wanted; a line for each."""
+    """Write the wanted files; return a line for each."""
     mapping = verdict.chosen.of_models(*models)
     save_map(files.out, replace(mapping, facts=mapping.facts | {VERDICT: verdict.way}))
     lines = [f"map: {files.out} ({verdict.chosen.kind})"]
@@ -188,16 +220,16 @@ def _written(
         write_file(files.report, render(verdict).encode())
         lines.append(f"report: {files.report}")
     if files.publication is not None and card is not None:
-        made = publish(files.publication, verdict, pairs, public, card)
+        manifest = publish(files.publication, verdict, pairs, fingerprints, card)
         lines.append(
-            f"published: converter {made.converter} in {files.publication}; who uses it needs "
-            f"{files.publication / '1.root.json'} by another way than the publication itself"
+            f"published: converter {manifest.converter} in {files.publication}; give its users "
+            f"{files.publication / '1.root.json'} on another channel than the publication itself"
         )
     return lines
 
 
 def _steps(way: str, files: FitFiles) -> list[str]:
-    """How to go the recommended way, as far as `carry` and `nobackfill.serve` go it."""
+    """List the next commands of the recommended way; none for "stay" and "re-embed"."""
     if way in ("stay", "re-embed"):
         return []
     steps = [f"next: nobackfill carry SOURCE --map {files.out} --to NAME"]
@@ -216,41 +248,53 @@ def _steps(way: str, files: FitFiles) -> list[str]:
 
 
 def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
-    """Queries by both models, paired by id: that of the item to find.
+    """Read queries for known items, paired by id: that of the item to find.
 
-    Raises InvalidInputError where dimensions are not the pairs', or too few have their item there.
+    Args:
+        pairs: The items; queries for other items are ignored.
+        old: The queries by the old model.
+        new: The queries by the new model.
+
+    Raises:
+        InvalidInputError: Dimensions differ from those of the pairs, or fewer than 20 queries have
+            their item among the pairs.
     """
     asked = match(old, new).pairs
     dims = (asked.old.shape[1], asked.new.shape[1])
-    expected = (pairs.old.shape[1], pairs.new.shape[1])
-    if dims != expected:
+    item_dims = (pairs.old.shape[1], pairs.new.shape[1])
+    if dims != item_dims:
         raise InvalidInputError(
-            f"queries: expected dimensions {expected} as the items have, got {dims}; were "
+            f"queries: expected dimensions {item_dims} as the items have, got {dims}; were "
             "--queries-old and --queries-new embedded by the two models?"
         )
     places = {name: row for row, name in enumerate(pairs.ids)}
-    kept = [row for row, name in enumerate(asked.ids) if name in places]
-    if len(kept) < 20:
+    known = [row for row, name in enumerate(asked.ids) if name in places]
+    if len(known) < 20:
         raise InvalidInputError(
-            f"expected at least 20 queries whose item is among the pairs, found {len(kept)}"
+            f"expected at least 20 queries whose item is among the pairs, found {len(known)}"
         )
-    rows = np.array([places[asked.ids[row]] for row in kept], np.int64)
-    return Queries(asked.old[kept], asked.new[kept], rows, own=False, metric=pairs.metric)
+    rows = np.array([places[asked.ids[row]] for row in known], np.int64)
+    return Queries(asked.old[known], asked.new[known], rows, own=False, metric=pairs.metric)
 
 
 def _seconds(source: Source) -> float | None:
     return source.seconds_per_item() if isinstance(source, EmbeddedSource) else None
 
 
-def _carry_seconds(address: str, source: Source, pairs: Pairs) -> float | None:
-    """Seconds to carry one item: read, map, write and check. None where a store's writing is not
-    calibrated. Reading is measured on windows of the store itself, writing on files of the pairs,
-    and for PostgreSQL told from reading."""
+def _migration_seconds(address: str, source: Source, pairs: Pairs) -> float | None:
+    """Estimate the seconds to migrate one item: read, map, write and check.
+
+    Reading is measured on windows of the store. Writing is measured on files of the pairs, or for
+    PostgreSQL estimated from reading.
+
+    Returns:
+        None for a server whose writing is not calibrated.
+    """
     a, b = pairs.old.shape[1], pairs.new.shape[1]
     mapping = Map("affine", np.ones((b, a), np.float32), np.ones(b, np.float32), unit=True)
     window = np.resize(pairs.old, (WINDOW, a))
     started = time.perf_counter()
-    rows = sum(len(source.read(one)) for one in islice(source.windows(WINDOW), MEASURED))
+    rows = sum(len(source.read(one)) for one in islice(source.windows(WINDOW), MEASURED_WINDOWS))
     reading = (time.perf_counter() - started) / max(1, rows)
     if address.startswith(("postgresql://", "postgres://")):
         started = time.perf_counter()
@@ -263,11 +307,12 @@ def _carry_seconds(address: str, source: Source, pairs: Pairs) -> float | None:
         np.save(Path(folder, "old.npy"), window)
         started = time.perf_counter()
         carry(ArraySource(Path(folder)), Target("new", b, mapping.digest), mapping)
-        # Read to be carried, and again to be checked.
+        # Every item is read twice: to migrate it, and to check it.
         return 2 * reading + (time.perf_counter() - started) / WINDOW
 
 
 def _lines(verdict: Verdict) -> list[str]:
+    """Format the verdict as a table, followed by its notes."""
     names = list(verdict.ways[0].figures)
     head = "".join(f"{name:>14s}" for name in names)
     lines = [

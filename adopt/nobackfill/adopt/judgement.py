@@ -1,8 +1,8 @@
-"""Five ways to go on with a gallery, measured on pairs that the maps judged were fitted without.
+"""Figures of the five ways to go on with a gallery.
 
-For known items (queries whose answer is known) the figures are R@1, R@10 and MRR. For similar
-things each item asks for its neighbours, itself left out; the figure is agreement@10, the share of
-the new model's own ten neighbours.
+Maps are judged on pairs that they were not fitted on. Queries for known items are judged by R@1,
+R@10 and MRR. For similar items each item queries its neighbours, itself left out; the figure is
+agreement@10, the share of the new model's own ten neighbours that are found.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,14 +33,21 @@ from nobackfill.vectors import Vectors, normalise
 NEIGHBOURS = 10
 
 PerQuery = NDArray[np.float64]
-# Figures by name, one number a query.
+# Figures by name, each with one number for each query.
 Figures = dict[str, PerQuery]
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries by both models, old [q, a] and new [q, b], and a gallery row for each: what it should
-    find, or, with `own`, the query's own item, which is left out. `metric`: the store's."""
+    """Queries that both models embedded.
+
+    Attributes:
+        old: Vectors of the q queries by the old model [q, a].
+        new: Vectors of the same queries by the new model [q, b].
+        rows: The gallery row of each query [q]: the item to find, or its own item if `own`.
+        own: Whether the queries are items themselves, each left out of its own answer.
+        metric: The metric of the store.
+    """
 
     old: Vectors
     new: Vectors
@@ -49,34 +56,42 @@ class Queries:
     metric: Metric = "cosine"
 
     def part(self, rows: Ints) -> "Queries":
+        """Select queries by their numbers, 0 to q - 1."""
         return Queries(self.old[rows], self.new[rows], self.rows[rows], self.own, self.metric)
 
 
 def blocked(queries: Vectors, items: Vectors, metric: Metric = "cosine") -> Block:
-    """Distances [q, g]."""
+    """Compute the distances, float32 [q, g], of queries [q, d] to items [g, d]."""
     return distances(queries, items, metric).astype(np.float32)
 
 
 def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], Figures], Mask]:
-    """What turns a block of distances [q, g] into figures; the new model's own neighbours."""
+    """Prepare the figures of a set of queries.
+
+    Args:
+        native: Distances [q, g] by the new model alone, which define the true neighbours.
+        queries: The q queries.
+
+    Returns:
+        A function from distances [q, g] to figures, and the true neighbours, bool [q, g].
+    """
     rows = np.arange(len(queries.rows))
 
     def top(block: Block) -> Ints:
-        shown = block.copy() if queries.own else block
+        others = block.copy() if queries.own else block
         if queries.own:
-            shown[rows, queries.rows] = np.inf
+            others[rows, queries.rows] = np.inf
         count = min(NEIGHBOURS, block.shape[1] - queries.own)
-        return np.argpartition(shown, count - 1, axis=1)[:, :count].astype(np.int64)
+        return np.argpartition(others, count - 1, axis=1)[:, :count].astype(np.int64)
 
     truth = np.zeros(native.shape, bool)
     np.put_along_axis(truth, top(native), True, 1)
 
     def figures(block: Block) -> Figures:
-        found = top(block)
-        agreement = np.take_along_axis(truth, found, 1).mean(1)
+        agreement = np.take_along_axis(truth, top(block), 1).mean(1)
         if queries.own:
             return {"agreement@10": agreement}
-        # As nobackfill.metrics.ranking has it: whatever is as near stands before what is asked for.
+        # Items at the same distance rank before the item to find, as in nobackfill.metrics.ranking.
         place = (block <= block[rows, queries.rows][:, None]).sum(1)
         return {
             "R@1": (place <= 1).astype(np.float64),
@@ -88,29 +103,36 @@ def measure_figures(native: Block, queries: Queries) -> tuple[Callable[[Block], 
     return figures, truth
 
 
-def chosen_by(figures: Mapping[str, PerQuery], own: bool) -> PerQuery:
+def deciding_figure(figures: Mapping[str, PerQuery], own: bool) -> PerQuery:
+    """Return the figure that decides [q]: agreement@10 if the queries are items (`own`), or MRR."""
     return figures["agreement@10" if own else "MRR"]
 
 
-# Queries by which the curves are measured, and random orders of the items that they are means of.
+# Queries that the curves are measured on, and random orders of the items that they are means of.
 MOST_HEALING = 500
 ORDERS = 3
+# Shares of the items that are native.
 SHARES = np.linspace(0, 1, 11)
-# A valley of less is within the noise of a few hundred queries.
+# A valley that is not deeper is within the noise of a few hundred queries.
 MOST_BELOW = 0.01
 
-# By figure, a value for each of SHARES.
+# For each figure, its mean at each of SHARES.
 Curves = dict[str, list[float]]
-# Of carried and of native items.
+# The line of migrated items, and that of native ones.
 Lines = tuple[OddsLine, OddsLine]
-# Standardised scores as they are; log-odds of a match; these, native items' of both their scores.
+# How scores of both origins are made comparable. "plain": as they are. "odds": as log-odds of a
+# match. "shared": as log-odds, where a native item keeps a share of its score as a migrated one.
 Scale = Literal["plain", "odds", "shared"]
 
 
 @dataclass(frozen=True)
 class HealingCurves:
-    """`calibrated`: by the scores that `nobackfill.serve` ranks by; `raw`: carried and native
-    vectors in one index, by distance."""
+    """Figures while items become native at random.
+
+    Attributes:
+        calibrated: Ranked by the scores of `nobackfill.serve`.
+        raw: Ranked by distance, migrated and native vectors in one index.
+    """
 
     calibrated: Curves
     raw: Curves
@@ -118,8 +140,13 @@ class HealingCurves:
 
 @dataclass(frozen=True)
 class ScaleChoice:
-    """`lines`: fitted to all queries. `native`: scores [q, g] of native items, each query's by
-    lines that were fitted without its half."""
+    """The scale that scores of both origins are compared on.
+
+    Attributes:
+        lines: Fitted to all queries.
+        curves: Figures while items become native, each query by lines that were fitted without it.
+        native: Scores [q, g] of native items, each query by lines that were fitted without it.
+    """
 
     lines: Lines
     curves: Curves
@@ -127,24 +154,32 @@ class ScaleChoice:
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """A gallery on its way: nearness [q, g] of carried items, and of the same as native ones.
+class MixedGallery:
+    """A gallery with migrated and native items.
 
-    Carried and native distances do not compare: sorted as they are, a gallery can answer worse
-    half-way than at either end (the valley). Scores on one scale of relevance close it; most of
-    all where a native item keeps a share of its score as a carried one, which all items have.
+    Distances of both origins are not comparable. Ranked by distance, a gallery may be worse
+    half-way than at either end (a valley). A common scale of relevance closes the valley.
+
+    Attributes:
+        migrated: Nearness [q, g] of each item as a migrated one; larger is nearer.
+        native: Nearness [q, g] of each item as a native one.
+        truth: The true neighbours, bool [q, g].
+        queries: The q queries.
     """
 
-    joined: Block
+    migrated: Block
     native: Block
     truth: Mask
     queries: Queries
 
-    def chosen(self, halves: Mask) -> ScaleChoice:
-        """The scale whose figures fall least, over the whole way, below the lower of the two ends
-        that each origin alone has; of those that fall less than MOST_BELOW the one that finds most
-        on the way. Each is fitted to either half and judged on the other. A match is what is asked
-        for, or one of the new model's own ten neighbours.
+    def choose_scale(self, halves: Mask) -> ScaleChoice:
+        """Choose the scale whose figures have the shallowest valley.
+
+        Valleys of less than MOST_BELOW count as equal; among these the highest mean figure wins. A
+        match is the item to find, or one of the new model's own ten neighbours.
+
+        Args:
+            halves: Bool [q]. Each half of the queries is judged by lines of the other half.
         """
         some = slice(MOST_HEALING)
         lines = {
@@ -152,99 +187,113 @@ class Mixed:
             for scale in get_args(Scale)
         }
         curves = {
-            scale: self._curves(*self._held_out(fitted, halves, some))
-            for scale, fitted in lines.items()
+            scale: self._curves(*self._scores(pair, halves, some)) for scale, pair in lines.items()
         }
-        # Within an origin that keeps no share no scale changes the order.
+        # A line changes no order among items of one origin: all scales have the same ends.
         ends = {name: min(curve[0], curve[-1]) for name, curve in curves["plain"].items()}
 
         def cost(scale: Scale) -> tuple[float, float]:
-            found = curves[scale]
-            deepest = max(ends[name] - min(curve) for name, curve in found.items())
-            on_the_way = found["agreement@10" if self.queries.own else "MRR"]
-            return max(MOST_BELOW, deepest), -float(np.mean(on_the_way))
+            depth = max(ends[name] - min(curve) for name, curve in curves[scale].items())
+            deciding = curves[scale]["agreement@10" if self.queries.own else "MRR"]
+            return max(MOST_BELOW, depth), -float(np.mean(deciding))
 
         best = min(curves, key=cost)
-        native = self._held_out(lines[best], halves, slice(None))[1]
+        native = self._scores(lines[best], halves, slice(None))[1]
         return ScaleChoice(self._lines(best, np.ones(len(halves), bool)), curves[best], native)
 
     def raw(self) -> Curves:
-        """The curves of the same queries, of both as they are."""
-        return self._curves(self.joined[:MOST_HEALING], self.native[:MOST_HEALING])
+        """Measure the curves of the nearness as it is."""
+        return self._curves(self.migrated[:MOST_HEALING], self.native[:MOST_HEALING])
 
     def _lines(self, scale: Scale, some: Mask) -> Lines:
+        """Fit the lines of a scale to some of the queries, bool [q]."""
         if scale == "plain":
             return OddsLine(), OddsLine()
-        kept = np.repeat(some[:, None], self.native.shape[1], 1)
+        used = np.repeat(some[:, None], self.native.shape[1], 1)
         matches = self.truth.copy()
         rows = np.arange(len(some))
         if self.queries.own:
-            kept[rows, self.queries.rows] = False
+            used[rows, self.queries.rows] = False
         else:
             matches[:] = False
             matches[rows, self.queries.rows] = True
-        hits, rest = matches & kept, ~matches & kept
+        masks = matches & used, ~matches & used
 
         def line(*blocks: Block) -> OddsLine:
-            near, others = (np.stack([one[part] for one in blocks], 1) for part in (hits, rest))
-            return fit_line(near, others)
+            hits, others = (np.stack([block[mask] for block in blocks], 1) for mask in masks)
+            return fit_line(hits, others)
 
-        shared = [self.joined] if scale == "shared" else []
-        return line(self.joined), line(self.native, *shared)
+        shared = [self.migrated] if scale == "shared" else []
+        return line(self.migrated), line(self.native, *shared)
 
-    def _held_out(
-        self, lines: tuple[Lines, Lines], halves: Mask, some: slice
-    ) -> tuple[Block, Block]:
-        """Scores of some queries' items as carried and as native ones: `lines` of the half itself
-        are for the queries in `halves`, then those of the others."""
-        joined, native = self.joined[some].copy(), self.native[some].copy()
-        for (by_joined, by_native), half in zip(lines, (halves[some], ~halves[some]), strict=True):
-            near = self.joined[some][half]
-            joined[half] = by_joined(near, near)
-            native[half] = by_native(native[half], near)
-        return joined, native
+    def _scores(self, lines: tuple[Lines, Lines], halves: Mask, some: slice) -> tuple[Block, Block]:
+        """Score the items of some queries as migrated and as native ones.
 
-    def _curves(self, joined: Block, native: Block) -> Curves:
-        rows = np.arange(len(joined))
+        Args:
+            lines: The lines for queries in `halves`, then those for the others.
+            halves: Bool [q].
+            some: The queries to score.
+        """
+        migrated, native = self.migrated[some].copy(), self.native[some].copy()
+        for (of_migrated, of_native), half in zip(
+            lines, (halves[some], ~halves[some]), strict=True
+        ):
+            nearness = self.migrated[some][half]
+            migrated[half] = of_migrated(nearness, nearness)
+            native[half] = of_native(native[half], nearness)
+        return migrated, native
+
+    def _curves(self, migrated: Block, native: Block) -> Curves:
+        rows = np.arange(len(migrated))
         figures, _ = measure_figures(-self.native[rows], self.queries.part(rows))
         curves: dict[str, list[list[float]]] = {}
         for seed in range(ORDERS):
             order = np.random.default_rng(seed).random(native.shape[1])
-            found = [figures(-np.where(order < one, native, joined)) for one in SHARES]
-            for name in found[0]:
-                curves.setdefault(name, []).append([float(one[name].mean()) for one in found])
+            steps = [figures(-np.where(order < share, native, migrated)) for share in SHARES]
+            for name in steps[0]:
+                curves.setdefault(name, []).append([float(step[name].mean()) for step in steps])
         return {name: np.mean(ones, axis=0).tolist() for name, ones in curves.items()}
 
 
 def valley(curve: list[float]) -> float:
-    """How far it falls below the lower of its ends."""
+    """Return how far a curve falls below the lower of its ends; 0 if it does not."""
     return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
-# Share of the new model's score in the joined one; 0 is the old model alone.
+# Weights of the new model's score to try in rank fusion; 0 is the old model alone.
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-# Items by which a query's distances are standardised, and queries that a hub is told by.
+# Items that a query's distances are standardised by, and queries that hubs are measured by.
 ANCHORS, CROWD = 1000, 1000
-# Queries that are judged, and distances that are held for one way.
+# Most queries that are judged, and most distances that one way holds in memory.
 MOST_QUERIES = 2000
 MOST_DISTANCES = 20_000_000
 
 
-# Of joining: the new model's weight, and whether hubs are corrected.
-Way = tuple[float, bool]
+# Of rank fusion: the new model's weight, and whether hubs are corrected.
+FusionChoice = tuple[float, bool]
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """The judged items in three forms, row by row: old [g, a], carried [g, b], new [g, b]."""
+    """The g items that are judged, row by row in three forms.
+
+    Attributes:
+        old: Vectors by the old model [g, a].
+        carried: Migrated vectors [g, b].
+        new: Vectors by the new model [g, b].
+    """
 
     old: Vectors
     carried: Vectors
     new: Vectors
 
 
-def sampled(queries: Queries, items: int, seed: int = 0) -> Queries:
-    """As many of them as are judged against a gallery of `items`."""
+def sample_queries(queries: Queries, items: int, seed: int = 0) -> Queries:
+    """Draw as many queries as can be judged against `items` items, at most 2,000.
+
+    Returns:
+        The queries themselves if there are no more.
+    """
     most = max(1, min(MOST_QUERIES, MOST_DISTANCES // items))
     if len(queries.rows) <= most:
         return queries
@@ -252,17 +301,22 @@ def sampled(queries: Queries, items: int, seed: int = 0) -> Queries:
     return queries.part(np.sort(rng.choice(len(queries.rows), most, replace=False)))
 
 
-def among_items(pairs: Pairs, seed: int = 0) -> Queries:
-    """Each item asks for its neighbours."""
+def item_queries(pairs: Pairs, seed: int = 0) -> Queries:
+    """Make a sample of the items into queries for their neighbours."""
     rows = np.arange(len(pairs), dtype=np.int64)
     queries = Queries(pairs.old, pairs.new, rows, own=True, metric=pairs.metric)
-    return sampled(queries, len(pairs), seed)
+    return sample_queries(queries, len(pairs), seed)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """`ways`: figures of "stay", "map", "both", "lazily", "re-embed". `joining`: how "both" is
-    served, without the map's digest. `healing`: figures while items become native."""
+    """Figures of all ways.
+
+    Attributes:
+        ways: Figures of "stay", "map", "both", "lazily" and "re-embed".
+        joining: The rank fusion of "both", without the map's digest.
+        healing: Figures while items become native.
+    """
 
     ways: dict[str, Figures]
     joining: Joining
@@ -270,152 +324,184 @@ class Judgement:
 
 
 def judge(
-    gallery: Gallery, queries: Queries, apart: Block | None = None, seed: int = 0
+    gallery: Gallery, queries: Queries, migrated: Block | None = None, seed: int = 0
 ) -> Judgement:
-    """The joining's weight is chosen on one half of the queries and judged on the other, each in
-    turn, and so are the lines that native and carried scores meet on; what is returned is fitted to
-    all. `apart`: distances [q, g] of new/carried, where they are not those of the gallery's own
-    vectors."""
-    stay, carried, native = _blocks(gallery, queries, apart)
+    """Fit rank fusion and measure the figures of all ways.
+
+    The weight, the correction of hubs and the lines are chosen on one half of the queries and
+    judged on the other, each half in turn. The returned fusion is fitted to all queries.
+
+    Args:
+        gallery: The g items.
+        queries: The q queries.
+        migrated: Distances [q, g] of new queries to migrated items, by maps that were fitted
+            without both; None for those of the gallery's migrated vectors.
+        seed: Of the anchor items.
+    """
+    stay, migrated, native = _blocks(gallery, queries, migrated)
     figures, truth = measure_figures(native, queries)
     anchors = _anchors(gallery, seed)
     halves = np.arange(len(queries.rows)) % 2 == 0
-    near_old, near_new = standardise(stay, anchors), standardise(carried, anchors)
-    # Hubs of either half of the queries are told by the other half.
-    less = np.where(halves[:, None], *(_hubs(gallery, queries, half) for half in (~halves, halves)))
-    near_crowd = standardise(carried + less, anchors)
+    near_old, near_new = standardise(stay, anchors), standardise(migrated, anchors)
+    # Hubs for either half of the queries are measured by the other half.
+    hubness = np.where(
+        halves[:, None], *(_hubs(gallery, queries, half) for half in (~halves, halves))
+    )
+    near_corrected = standardise(migrated + hubness, anchors)
 
-    def joined(way: Way) -> Block:
-        weight, crowded = way
-        by_new = near_crowd if crowded else near_new
-        return fuse(weight, near_old, by_new)
+    def fused(choice: FusionChoice) -> Block:
+        weight, corrected = choice
+        return fuse(weight, near_old, near_corrected if corrected else near_new)
 
-    ranked = _ranked(stay, carried)
-    # Hubs are told by what people ask, which items that ask for their neighbours do not say.
-    told = not queries.own and queries.metric == "cosine"
-    choices = [(one, crowded) for one in WEIGHTS for crowded in (False, told)]
-    scores = {one: figures(ranked(-joined(one))) for one in dict.fromkeys(choices)}
+    candidates_alone = _candidate_filter(stay, migrated)
+    # Hubs are measured by the queries of users; items that query their neighbours say nothing.
+    correctable = not queries.own and queries.metric == "cosine"
+    choices = [(weight, corrected) for weight in WEIGHTS for corrected in (False, correctable)]
+    scores = {one: figures(candidates_alone(-fused(one))) for one in dict.fromkeys(choices)}
     both = np.empty_like(stay)
     for half in (halves, ~halves):
-        both[half] = -joined(_best(scores, queries.own, ~half))[half]
-    both = ranked(both)
+        both[half] = -fused(_best(scores, queries.own, ~half))[half]
+    both = candidates_alone(both)
     best = _best(scores, queries.own, np.ones(len(halves), bool))
-    chosen = Mixed(joined(best), standardise(native, anchors), truth, queries).chosen(halves)
-    healing = HealingCurves(chosen.curves, Mixed(-carried, -native, truth, queries).raw())
+    mixed = MixedGallery(fused(best), standardise(native, anchors), truth, queries)
+    scale = mixed.choose_scale(halves)
+    raw = MixedGallery(-migrated, -native, truth, queries).raw()
     ways = {
         "stay": stay,
-        "map": carried,
+        "map": migrated,
         "both": both,
-        "lazily": _lazily(both, -chosen.native),
+        "lazily": _rerank_hits(both, -scale.native),
         "re-embed": native,
     }
     old, mapped, new = (
         normalise(part[anchors]) if queries.metric == "cosine" else part[anchors]
         for part in (gallery.old, gallery.carried, gallery.new)
     )
-    joining = Joining(best[0], *chosen.lines, old, mapped, new, metric=queries.metric)
+    joining = Joining(best[0], *scale.lines, old, mapped, new, metric=queries.metric)
     if best[1]:
         joining = replace(joining, crowd=normalise(queries.new[:CROWD]))
-    return Judgement({name: figures(block) for name, block in ways.items()}, joining, healing)
+    by_way = {name: figures(block) for name, block in ways.items()}
+    return Judgement(by_way, joining, HealingCurves(scale.curves, raw))
 
 
-def judge_joined(
-    gallery: Gallery, queries: Queries, joining: Joining, apart: Block | None = None
+def judge_fusion(
+    gallery: Gallery, queries: Queries, joining: Joining, migrated: Block | None = None
 ) -> dict[str, Figures]:
-    """Figures of the same ways where they are served by a joining that is given; `apart`: as in
-    `judge`."""
-    ways = served(gallery, queries, joining, apart)
+    """Measure the figures of all ways where rank fusion is fitted already.
+
+    Args:
+        gallery: The g items.
+        queries: The q queries.
+        joining: The rank fusion.
+        migrated: As in `judge`.
+    """
+    ways = rank_by_way(gallery, queries, joining, migrated)
     figures, _ = measure_figures(ways["re-embed"], queries)
     return {name: figures(block) for name, block in ways.items()}
 
 
-def served(
+def rank_by_way(
     gallery: Gallery,
     queries: Queries,
     joining: Joining,
-    apart: Block | None = None,
+    migrated: Block | None = None,
     seed: int = 0,
 ) -> dict[str, Block]:
-    """What each of these ways ranks the gallery by: [q, g], smaller is nearer."""
-    stay, carried, native = _blocks(gallery, queries, apart)
+    """Compute what each way ranks the gallery by.
+
+    Returns:
+        For each way a block [q, g]; smaller ranks first, infinity is not in the answer. Arguments
+        are as in `judge_fusion` and `judge`.
+    """
+    stay, migrated, native = _blocks(gallery, queries, migrated)
     anchors = _anchors(gallery, seed)
-    near_new = standardise(carried + hubs(gallery.carried, joining.crowd)[None], anchors)
+    near_new = standardise(migrated + hubs(gallery.carried, joining.crowd)[None], anchors)
     near_old = standardise(stay, anchors)
     near = fuse(joining.weight, near_old, near_new)
-    both = _ranked(stay, carried)(-near)
-    lazily = _lazily(both, -joining.native(standardise(native, anchors), near))
-    return {"stay": stay, "map": carried, "both": both, "lazily": lazily, "re-embed": native}
+    both = _candidate_filter(stay, migrated)(-near)
+    lazily = _rerank_hits(both, -joining.native(standardise(native, anchors), near))
+    return {"stay": stay, "map": migrated, "both": both, "lazily": lazily, "re-embed": native}
 
 
-def _blocks(gallery: Gallery, queries: Queries, apart: Block | None) -> tuple[Block, Block, Block]:
-    """Distances [q, g] of old/old, new/carried and new/new."""
+def _blocks(
+    gallery: Gallery, queries: Queries, migrated: Block | None
+) -> tuple[Block, Block, Block]:
+    """Compute the distances [q, g] of old/old, new/migrated (unless given) and new/new."""
     sides = ((queries.old, gallery.old), (queries.new, gallery.carried), (queries.new, gallery.new))
-    stay, carried, native = (blocked(*side, queries.metric) for side in sides)
-    return stay, carried if apart is None else apart, native
+    stay, own, native = (blocked(*side, queries.metric) for side in sides)
+    return stay, own if migrated is None else migrated, native
 
 
 def _anchors(gallery: Gallery, seed: int) -> Ints:
-    """Rows by which distances are standardised."""
-    drawn = np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS]
-    return np.sort(drawn.astype(np.int64))
+    """Draw the rows that distances are standardised by."""
+    rows = np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS]
+    return np.sort(rows.astype(np.int64))
 
 
 def _hubs(gallery: Gallery, queries: Queries, some: Mask) -> Block:
-    """[1, g], by some of the queries."""
+    """Measure the hubness [1, g] of migrated items by some of the queries, bool [q]."""
     return hubs(gallery.carried, normalise(queries.new[some][:CROWD]))[None]
 
 
-def _ranked(stay: Block, carried: Block) -> Callable[[Block], Block]:
-    """Leave the candidates of each query alone in a block [q, g], by old/old and new/carried."""
-    shown = np.zeros(stay.shape, bool)
-    for query, by_model in enumerate(zip(stay, carried, strict=True)):
-        shown[query, candidates(*(partial(_nearest, one) for one in by_model))] = True
-    return lambda block: np.where(shown, block, np.float32(np.inf))
+def _candidate_filter(stay: Block, migrated: Block) -> Callable[[Block], Block]:
+    """Return a function that sets a block [q, g] to infinity except at each query's candidates.
+
+    Args:
+        stay: Distances [q, g] of old/old.
+        migrated: Distances [q, g] of new/migrated.
+    """
+    mask = np.zeros(stay.shape, bool)
+    for query, by_model in enumerate(zip(stay, migrated, strict=True)):
+        mask[query, candidates(*(partial(_nearest, one) for one in by_model))] = True
+    return lambda block: np.where(mask, block, np.float32(np.inf))
 
 
 def _nearest(row: Block, count: int) -> list[int]:
-    found: list[int] = np.argpartition(row, min(count, len(row)) - 1)[:count].tolist()
-    return found
+    items: list[int] = np.argpartition(row, min(count, len(row)) - 1)[:count].tolist()
+    return items
 
 
-def _lazily(both: Block, native: Block) -> Block:
-    """The first hits in the order of `native`; nothing else is shown."""
-    lazily = np.full_like(both, np.inf)
+def _rerank_hits(both: Block, native: Block) -> Block:
+    """Rank the first hits of `both` [q, g] by `native` [q, g]; all other items are infinity."""
+    ranking = np.full_like(both, np.inf)
     hits = np.argpartition(both, min(HITS, both.shape[1]) - 1, axis=1)[:, :HITS]
-    np.put_along_axis(lazily, hits, np.take_along_axis(native, hits, 1), 1)
-    return lazily
+    np.put_along_axis(ranking, hits, np.take_along_axis(native, hits, 1), 1)
+    return ranking
 
 
-def figures_of(apart: Block, pairs: Pairs, queries: Queries) -> Figures:
-    """Figures of one map, from distances [q, n] of queries to carried items."""
-    return measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)[0](apart)
+def figures_of(migrated: Block, pairs: Pairs, queries: Queries) -> Figures:
+    """Measure the figures of one map, from distances [q, n] of new queries to migrated items."""
+    return measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)[0](migrated)
 
 
 def figure_of(vectors: Vectors, pairs: Pairs, queries: Queries) -> Figures:
-    """The same from the carried vectors [n, b]."""
+    """Measure the figures of one map, from the migrated vectors [n, b] of all pairs."""
     return figures_of(blocked(queries.new, vectors, queries.metric), pairs, queries)
 
 
-def _best(scores: Mapping[Way, Figures], own: bool, some: Mask) -> Way:
-    """Of the ways that find as much as the best one, within a standard error, the one that keeps
-    most of the new model's own neighbours. Hubs are corrected only where that keeps no fewer of
-    them: hubs that the new model has, too, are no fault of the map."""
+def _best(scores: Mapping[FusionChoice, Figures], own: bool, some: Mask) -> FusionChoice:
+    """Choose rank fusion by some of the queries, bool [q].
 
-    def figure(way: Way, by_neighbours: bool) -> PerQuery:
-        return chosen_by(scores[way], by_neighbours)[some]
+    Among the choices within a standard error of the best figure, the one with the most of the new
+    model's own neighbours wins. Hubs are corrected only where that loses none of these neighbours:
+    hubs that the new model has, too, are no fault of the map.
+    """
 
-    def neighbours(way: Way) -> float:
-        return float(figure(way, True).mean())
+    def figure(choice: FusionChoice, own: bool) -> PerQuery:
+        return deciding_figure(scores[choice], own)[some]
 
-    open_ways = [
-        (weight, crowded)
-        for weight, crowded in scores
-        if not crowded or neighbours((weight, True)) >= neighbours((weight, False))
+    def agreement(choice: FusionChoice) -> float:
+        return float(figure(choice, True).mean())
+
+    choices = [
+        (weight, corrected)
+        for weight, corrected in scores
+        if not corrected or agreement((weight, True)) >= agreement((weight, False))
     ]
-    best = max(open_ways, key=lambda way: float(figure(way, own).mean()))
+    best = max(choices, key=lambda choice: float(figure(choice, own).mean()))
 
-    def as_good(way: Way) -> bool:
-        lost = figure(best, own) - figure(way, own)
-        return bool(lost.mean() <= lost.std() / np.sqrt(len(lost)))
+    def as_good(choice: FusionChoice) -> bool:
+        loss = figure(best, own) - figure(choice, own)
+        return bool(loss.mean() <= loss.std() / np.sqrt(len(loss)))
 
-    return max(filter(as_good, open_ways), key=neighbours)
+    return max(filter(as_good, choices), key=agreement)

@@ -1,8 +1,7 @@
-"""The verdict on a gallery when its model changes: a map, a way to go on, figures for each way.
+"""The verdict on a gallery whose model changes: a map, a way to go on, and figures for each way.
 
-The map is the candidate that serves the queries best on pairs that it has not seen. Staying with
-the old model is a way like the others: nothing is recommended that is measurably worse than
-yesterday's search.
+The map is the candidate that serves the queries best on pairs that it was not fitted on. Staying
+with the old model is one of the ways. No way is recommended that is measurably worse than staying.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +10,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from nobackfill.adopt import crossfit, judgement
-from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, Held, corrected
+from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, CrossFit, correct_converter
 from nobackfill.adopt.judgement import (
     MOST_BELOW,
     Figures,
     Gallery,
     HealingCurves,
     Queries,
-    chosen_by,
+    deciding_figure,
     figures_of,
     valley,
 )
@@ -40,71 +39,94 @@ from nobackfill.serving.fusion import HITS, Joining
 
 
 @dataclass(frozen=True)
-class Choice:
-    """`figures`: of each candidate, by which `kind` was chosen; `held`: the chosen one. `more`:
-    queries that it is fitted on beside the pairs. `also`: who trains a residual map."""
+class MapChoice:
+    """The candidate map that serves the queries best.
+
+    Attributes:
+        kind: Its name.
+        figures: The figure of each candidate by which `kind` was chosen.
+        cross_fit: The cross-fit of the chosen candidate.
+        fitted_queries: Queries that it is fitted on as further pairs; None for none.
+        trainer: Trains the residual map, if that is the chosen kind.
+    """
 
     kind: str
     figures: dict[str, float]
-    held: Held
-    more: Queries | None
-    also: Trainer | None = None
+    cross_fit: CrossFit
+    fitted_queries: Queries | None
+    trainer: Trainer | None = None
 
     @property
     def figure(self) -> float:
-        """Of the chosen one."""
+        """Return the figure of the chosen candidate."""
         return max(self.figures.values())
 
-    def fitted(self, pairs: Pairs, prior: Map | None = None) -> Map:
-        """The chosen candidate, from all pairs."""
-        if prior is not None and self.kind in (CONVERTER, CORRECTED):
-            return prior if self.kind == CONVERTER else corrected(prior, pairs)
-        if self.kind == RESIDUAL and self.also is not None:
+    def fit(self, pairs: Pairs, converter: Map | None = None) -> Map:
+        """Fit the chosen candidate on all pairs."""
+        if converter is not None and self.kind in (CONVERTER, CORRECTED):
+            if self.kind == CONVERTER:
+                return converter
+            return correct_converter(converter, pairs)
+        if self.kind == RESIDUAL and self.trainer is not None:
             straight = fit_maps(pairs.old, pairs.new, kinds=["affine"])["affine"]
-            return trained(straight, pairs.old, pairs.new, self.also)
-        if self.more is None:
+            return trained(straight, pairs.old, pairs.new, self.trainer)
+        if self.fitted_queries is None:
             return fit_maps(pairs.old, pairs.new, kinds=[self.kind])[self.kind]
-        rows = crossfit.with_queries(pairs, self.more)
-        blocks = in_blocks(rows.old, rows.new)
-        moments = Moments.of(blocks())
-        chosen = None
+        rows = crossfit.add_queries(pairs, self.fitted_queries)
+        moments = Moments.of(in_blocks(rows.old, rows.new)())
+        penalty = None
         if needs_strength([self.kind]):
-            chosen = crossfit.strength(rows, np.arange(len(pairs)), moments)
-        found = Solver(moments).maps(chosen, is_unit(pairs.new), [self.kind])[self.kind]
-        counts = {"pairs": str(len(pairs)), "queries": str(len(self.more.rows))}
-        return replace(found, facts=found.facts | counts)
+            penalty = crossfit.strength(rows, np.arange(len(pairs)), moments)
+        mapping = Solver(moments).maps(penalty, is_unit(pairs.new), [self.kind])[self.kind]
+        counts = {"pairs": str(len(pairs)), "queries": str(len(self.fitted_queries.rows))}
+        return replace(mapping, facts=mapping.facts | counts)
 
 
-def choose(
+def choose_map(
     pairs: Pairs,
-    asked: Sequence[Queries],
-    prior: Map | None = None,
-    also: Trainer | None = None,
-) -> Choice:
-    """By MRR of the first set of queries, by neighbours kept where they are items; the chosen one's
-    distances are of all sets. It is fitted on these queries, too, where others of them are found
-    better so. Raises InvalidInputError for fewer than 10 pairs."""
-    held = crossfit.candidates(pairs, asked, prior, also=also)
-    figures = {kind: _figure(one, pairs, asked[0]) for kind, one in held.items()}
+    query_sets: Sequence[Queries],
+    converter: Map | None = None,
+    trainer: Trainer | None = None,
+) -> MapChoice:
+    """Choose the candidate map that serves the first set of queries best.
+
+    The figure is MRR for known items, and agreement@10 where items are the queries. The chosen map
+    is fitted on the queries, too, if that raises the figure on queries that are left out.
+
+    Args:
+        pairs: At least 10 pairs.
+        query_sets: Sets of queries among the pairs. The cross-fit has the distances of each set.
+        converter: A published map of these two models: two more candidates.
+        trainer: Trains a residual map: one more candidate.
+
+    Raises:
+        InvalidInputError: Fewer than 10 pairs.
+        IncompatibleSpaceError: The converter has other dimensions than the pairs.
+    """
+    candidates = crossfit.cross_fit_candidates(pairs, query_sets, converter, trainer=trainer)
+    queries = query_sets[0]
+    figures = {kind: _figure(one, pairs, queries) for kind, one in candidates.items()}
     kind = max(figures, key=figures.__getitem__)
-    without, queries = Choice(kind, figures, held[kind], None, also), asked[0]
+    choice = MapChoice(kind, figures, candidates[kind], None, trainer)
     if queries.own or kind not in KINDS:
-        return without
-    # Pairs of both models as the items are; but they may be of another kind, or read otherwise.
-    again = crossfit.cross_fitted(pairs, asked, [kind], more=queries)[kind]
-    figure = _figure(again, pairs, queries)
+        return choice
+    # Queries may be of another kind than items, or embedded in another way: they may not help.
+    with_queries = crossfit.cross_fit(pairs, query_sets, [kind], fitted_queries=queries)[kind]
+    figure = _figure(with_queries, pairs, queries)
     figures[f"{kind}, fitted on queries too"] = figure
-    return Choice(kind, figures, again, queries) if figure > figures[kind] else without
+    return MapChoice(kind, figures, with_queries, queries) if figure > figures[kind] else choice
 
 
-def _figure(held: Held, pairs: Pairs, asked: Queries) -> float:
-    return float(np.mean(chosen_by(figures_of(held.apart[0], pairs, asked), asked.own)))
+def _figure(candidate: CrossFit, pairs: Pairs, queries: Queries) -> float:
+    figures = figures_of(candidate.distances[0], pairs, queries)
+    return float(np.mean(deciding_figure(figures, queries.own)))
 
 
-# A way that keeps this share of what embedding everything again brings is as good as that.
+# A way with this share of the figures of re-embedding is as good as re-embedding.
 AS_GOOD = 0.99
-# Below this, everything is embedded again while one waits.
+# Re-embedding that takes no longer than this needs no other way.
 SOON_SECONDS = 600.0
+# Shares of the pairs that the learning curve is measured at.
 CURVE = (0.125, 0.25, 0.5, 1.0)
 # Cheapest first: of ways that are as good, the first is recommended.
 WAYS = ("stay", "map", "both", "lazily", "re-embed")
@@ -113,9 +135,15 @@ NEEDS_ITEMS = ("lazily", "re-embed")
 
 @dataclass(frozen=True)
 class Cost:
-    """Measured costs: items of the gallery, seconds to embed one by each model, seconds to carry
-    one (read, map, write and check; None: not measured), seconds to embed a query by the new model,
-    where that was measured apart."""
+    """Measured costs of the two models and the store.
+
+    Attributes:
+        items: Items of the gallery.
+        old_seconds: Seconds to embed an item or a query by the old model; None: not measured.
+        new_seconds: Seconds to embed an item by the new model; None: not measured.
+        carry_seconds: Seconds to migrate an item: read, map, write and check; None: not measured.
+        new_query_seconds: Seconds to embed a query by the new model; None: as for an item.
+    """
 
     items: int
     old_seconds: float | None
@@ -126,8 +154,16 @@ class Cost:
 
 @dataclass(frozen=True)
 class Way:
-    """One way. `figures`: means, 0 to 1. `worse`, `better`: figures in which it is measurably below
-    and above staying. Seconds are of one thread, None where a model's were not measured."""
+    """One way to go on with the gallery.
+
+    Attributes:
+        name: One of WAYS.
+        figures: Mean of each figure, 0 to 1.
+        worse: Figures in which it is measurably below staying.
+        better: Figures in which it is measurably above staying.
+        query_seconds: Seconds a query, on one thread; None: not measured.
+        all_seconds: Seconds to get there, on one thread; None: not measured.
+    """
 
     name: str
     figures: dict[str, float]
@@ -139,7 +175,7 @@ class Way:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Of the learning curve: pairs, and the best candidate's figure."""
+    """A point of the learning curve: a number of pairs, and the chosen candidate's figure."""
 
     pairs: int
     figure: float
@@ -147,9 +183,22 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`way`: the recommended one, and why in `words`. `search`: the kind that it holds for.
-    `candidates`: the figure of each map by which one was chosen, called `judged_by`. `joining`: how
-    old, carried and native scores make one ranking; `healing`: figures on the way to all native."""
+    """What `nobackfill fit` advises, with the figures behind it.
+
+    Attributes:
+        way: The recommended way, one of WAYS.
+        words: Why.
+        search: The kind of search that the verdict holds for.
+        judged_by: The figure that decides: "MRR" or "agreement@10".
+        ways: Figures and costs of each way.
+        candidates: The deciding figure of each candidate map.
+        chosen: The chosen map, fitted on all pairs.
+        joining: The rank fusion that "both" and "lazily" are served by.
+        curve: The learning curve; empty for a converter or a trained map.
+        healing: Figures while items become native, none to all.
+        pairs: Number of pairs.
+        notes: Sentences that qualify the figures.
+    """
 
     way: str
     words: str
@@ -170,200 +219,246 @@ def decide(
     cost: Cost,
     queries: Queries | None = None,
     *,
-    items_there: bool = True,
-    prior: Map | None = None,
-    also: Trainer | None = None,
+    items_available: bool = True,
+    converter: Map | None = None,
+    trainer: Trainer | None = None,
 ) -> Verdict:
-    """Fit the candidates, judge each way on pairs that its map has not seen, and choose.
+    """Fit the candidate maps, judge each way on pairs that its map was not fitted on, and choose.
 
-    `queries`: with known answers among the pairs; without any, the verdict holds for similar things
-    only. `items_there`: whether the items themselves can still be embedded. `prior`: a converter of
-    these two models, a candidate as it is and corrected by the pairs. `also`: who trains a residual
-    map, one more candidate. Raises InvalidInputError for fewer than 10 pairs.
+    Args:
+        pairs: At least 10 pairs of old and new vectors.
+        cost: What the models and the store take.
+        queries: Queries with known answers among the pairs. Without them the verdict holds for
+            similar things only.
+        items_available: Whether the items themselves can still be embedded.
+        converter: A published map of these two models: two more candidates.
+        trainer: Trains a residual map: one more candidate.
+
+    Raises:
+        InvalidInputError: Fewer than 10 pairs.
+        IncompatibleSpaceError: The converter has other dimensions than the pairs.
     """
-    alike = judgement.among_items(pairs)
-    asked = alike if queries is None else judgement.sampled(queries, len(pairs))
-    judged_by = "agreement@10" if asked.own else "MRR"
-    choice = choose(pairs, [asked] if asked.own else [asked, alike], prior, also)
-    apart = choice.held.apart
-    gallery = Gallery(pairs.old, choice.held.vectors, pairs.new)
-    judged = judgement.judge(gallery, asked, apart[0])
+    similar = judgement.item_queries(pairs)
+    judged_queries = similar if queries is None else judgement.sample_queries(queries, len(pairs))
+    known_items = not judged_queries.own
+    judged_by = "MRR" if known_items else "agreement@10"
+    query_sets = [judged_queries, similar] if known_items else [judged_queries]
+    choice = choose_map(pairs, query_sets, converter, trainer)
+    distances = choice.cross_fit.distances
+    gallery = Gallery(pairs.old, choice.cross_fit.vectors, pairs.new)
+    judged = judgement.judge(gallery, judged_queries, distances[0])
     figures = judged.ways
-    if not asked.own:
-        # Neighbours kept by each way as it is served to queries that seek an item.
-        kept = judgement.judge_joined(gallery, alike, judged.joining, apart[1])
-        for name, one in kept.items():
+    if known_items:
+        # agreement@10 of each way, with the rank fusion that is served to queries for known items.
+        of_similar = judgement.judge_fusion(gallery, similar, judged.joining, distances[1])
+        for name, one in of_similar.items():
             figures[name]["agreement@10"] = one["agreement@10"]
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
-    way, words = choose_way(ways, judged_by, items_there)
-    chosen = choice.fitted(pairs, prior)
-    joining = replace(judged.joining, mark=chosen.digest)
-    curve = _curve(pairs, asked, choice, judged_by, prior)
-    search = "finding that very item" if not asked.own else "finding similar things"
-    notes = _notes(asked, pairs, cost, joining.weight, curve, judged_by)
-    if choice.more is not None:
+    way, words = choose_way(ways, judged_by, items_available)
+    mapping = choice.fit(pairs, converter)
+    joining = replace(judged.joining, mark=mapping.digest)
+    curve = _learning_curve(pairs, judged_queries, choice, judged_by, converter)
+    search = "finding that very item" if known_items else "finding similar things"
+    notes = _notes(judged_queries, pairs, cost, joining.weight, curve, judged_by)
+    if choice.fitted_queries is not None:
         notes.append(
-            f"the map is fitted on the {len(asked.rows)} queries, too, whose vectors both models "
-            "have given: so others of them are found better"
+            f"the map is also fitted on the {len(judged_queries.rows)} queries, because that finds "
+            "more of the queries that are left out"
         )
-    notes += _healing(judged.healing, ways[-1], judged_by)
+    notes += _curve_notes(judged.healing, ways[-1], judged_by)
     return Verdict(
-        way, words, search, judged_by, ways, choice.figures, chosen, joining, curve, judged.healing,
-        len(pairs), notes,
+        way, words, search, judged_by, ways, choice.figures, mapping, joining, curve,
+        judged.healing, len(pairs), notes,
     )  # fmt: skip
 
 
 def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> Way:
     stay = figures["stay"]
-    known = [one for one in stay if one != "agreement@10" or judged_by == one]
+    compared = [one for one in stay if one != "agreement@10" or judged_by == one]
 
     def above(one: Figures, other: Figures) -> tuple[str, ...]:
-        return tuple(f for f in known if paired_bootstrap([one[f]], [other[f]]).verdict == "holds")
+        return tuple(
+            name
+            for name in compared
+            if paired_bootstrap([one[name]], [other[name]]).verdict == "holds"
+        )
 
     worse, better = above(stay, figures[name]), above(figures[name], stay)
     means = {figure: _mean(figures[name], figure) for figure in figures[name]}
     old, new, items = cost.old_seconds, cost.new_seconds, cost.items
-    asking = new if cost.new_query_seconds is None else cost.new_query_seconds
-    both = None if old is None or asking is None else old + asking
+    query = new if cost.new_query_seconds is None else cost.new_query_seconds
+    both = None if old is None or query is None else old + query
     hits = None if both is None or new is None else both + HITS * new
-    a_query = {"stay": old, "map": asking, "both": both, "lazily": hits, "re-embed": asking}
-    again = None if new is None else items * new
-    carry = None if cost.carry_seconds is None else items * cost.carry_seconds
-    in_all = {
+    query_seconds = {"stay": old, "map": query, "both": both, "lazily": hits, "re-embed": query}
+    reembed = None if new is None else items * new
+    migrate = None if cost.carry_seconds is None else items * cost.carry_seconds
+    all_seconds = {
         "stay": 0.0,
-        "map": carry,
-        "both": carry,
-        "lazily": None if carry is None or again is None else carry + again,
-        "re-embed": again,
+        "map": migrate,
+        "both": migrate,
+        "lazily": None if migrate is None or reembed is None else migrate + reembed,
+        "re-embed": reembed,
     }
-    return Way(name, means, worse, better, a_query[name], in_all[name])
+    return Way(name, means, worse, better, query_seconds[name], all_seconds[name])
 
 
-def choose_way(ways: list[Way], judged_by: str, items_there: bool) -> tuple[str, str]:
-    """The cheapest way that is as good as embedding everything again, else the best one; among
-    those that are in no figure worse than staying, and that can be gone."""
+def choose_way(ways: list[Way], judged_by: str, items_available: bool) -> tuple[str, str]:
+    """Choose the cheapest way that is as good as re-embedding, or else the best way.
+
+    A way that is measurably worse than staying in any figure is never chosen.
+
+    Args:
+        ways: All of WAYS, cheapest first.
+        judged_by: The figure that decides.
+        items_available: Whether the items themselves can still be embedded.
+
+    Returns:
+        Its name, and why.
+    """
     by_name = {way.name: way for way in ways}
-    stay, best = by_name["stay"].figures, by_name["re-embed"].figures
-    known = [name for name in stay if judged_by == name or name != "agreement@10"]
-    if "re-embed" in by_name and by_name["re-embed"].worse:
-        lost = ", ".join(by_name["re-embed"].worse)
-        return "stay", f"the new model itself is worse than the old one here ({lost})"
-    if stay[judged_by] >= best[judged_by]:
-        return "stay", "the new model finds no more than the old one does here"
-    if not by_name["re-embed"].better:
-        return "stay", "that the new model finds more than the old one may be chance here"
+    stay, reembed = by_name["stay"], by_name["re-embed"]
+    compared = [name for name in stay.figures if judged_by == name or name != "agreement@10"]
+    if reembed.worse:
+        return "stay", f"the new model is worse than the old one here ({', '.join(reembed.worse)})"
+    if stay.figures[judged_by] >= reembed.figures[judged_by]:
+        return "stay", "the new model finds no more than the old one here"
+    if not reembed.better:
+        return "stay", ("the new model's advantage is not statistically significant on this sample")
     open_ways = [
-        way for way in ways if not way.worse and (items_there or way.name not in NEEDS_ITEMS)
+        way for way in ways if not way.worse and (items_available or way.name not in NEEDS_ITEMS)
     ]
-    # Two models asked for each query must find more than the better one of them would alone.
-    alone = [way.figures[judged_by] for way in open_ways if way.name in ("map", "re-embed")]
+    # A query by two models must find more than the better one of them finds alone.
+    single = [way.figures[judged_by] for way in open_ways if way.name in ("map", "re-embed")]
     open_ways = [
         way
         for way in open_ways
-        if way.name != "both" or way.figures[judged_by] >= max(alone, default=0.0)
+        if way.name != "both" or way.figures[judged_by] >= max(single, default=0.0)
     ]
-    good = [w for w in open_ways if all(w.figures[f] >= AS_GOOD * best[f] for f in known)]
-    again = by_name["re-embed"].all_seconds
-    if items_there and again is not None and again <= SOON_SECONDS:
-        return "re-embed", f"embedding everything again takes {again:.0f} s: do that"
-    if good:
-        way = good[0]
-        return way.name, {
-            "stay": "the old model finds as much as the new one would",
-            "map": "carried vectors find as much as embedding everything again would",
-            "both": "old and new scores together find as much as embedding everything again would",
-            "lazily": "with the hits of each query embedded again as people look, searches are as "
-            "good as embedding everything again from the first day",
-            "re-embed": "nothing cheaper reaches what embedding everything again brings",
-        }[way.name]
-    way = max(open_ways, key=lambda way: way.figures[judged_by])
-    without = "" if items_there else "the items are gone, and "
-    if way.name == "stay":
-        return "stay", f"{without}every other way that is open is measurably worse"
-    return way.name, f"{without}of the ways that are open this one is best and not worse than today"
+    if items_available and reembed.all_seconds is not None and reembed.all_seconds <= SOON_SECONDS:
+        return "re-embed", f"re-embedding everything takes only {reembed.all_seconds:.0f} s"
+    for way in open_ways:
+        if all(way.figures[name] >= AS_GOOD * reembed.figures[name] for name in compared):
+            return way.name, _WHY[way.name]
+    best = max(open_ways, key=lambda way: way.figures[judged_by])
+    condition = "" if items_available else "the items cannot be embedded any more, and "
+    if best.name == "stay":
+        return "stay", f"{condition}every other possible way is measurably worse"
+    return best.name, (
+        f"{condition}no cheaper way is as good as re-embedding; this is the best possible way, and "
+        "it is not worse than staying"
+    )
 
 
-def _curve(
-    pairs: Pairs, asked: Queries, choice: Choice, judged_by: str, prior: Map | None
+# Why a way is chosen that is as good as re-embedding.
+_WHY = {
+    "stay": "the old model finds as much as the new one would",
+    "map": "migrated vectors find as much as re-embedding everything would",
+    "both": "old and new scores together find as much as re-embedding everything would",
+    "lazily": "if the hits of each query are re-embedded, searches are as good as after "
+    "re-embedding everything, from the first day",
+    "re-embed": "no cheaper way finds as much",
+}
+
+
+def _learning_curve(
+    pairs: Pairs, queries: Queries, choice: MapChoice, judged_by: str, converter: Map | None
 ) -> list[CurvePoint]:
-    """The figure with an eighth, a quarter and a half of the pairs, and with all; none of a
-    converter as it is, which no pairs change, and of a trained map, which takes as long again."""
+    """Measure the chosen candidate with an eighth, a quarter and a half of the pairs, and with all.
+
+    Empty for a converter as it is, which no pairs change, and for a trained map, which would take
+    as long again for each point. Points of fewer than 20 pairs are left out.
+    """
     points: list[CurvePoint] = []
     kind = choice.kind
     if kind in (CONVERTER, RESIDUAL):
         return points
-    seen = crossfit.seen(crossfit.folds_of(pairs))
-    fitted = seen * len(pairs)
+    share_of_all = crossfit.fitted_share(crossfit.fold_count(pairs))
+    fitted = share_of_all * len(pairs)
     for share in CURVE:
         if share == 1:
             points.append(CurvePoint(round(fitted), choice.figure))
         elif share * fitted >= 20:
-            # By few folds: each map sees less of the pairs, so more of what it may see is fitted.
+            # With few folds each map is fitted on a smaller share, so a larger part of it is used.
             few = crossfit.FEW
-            subset = share * seen / crossfit.seen(few)
-            found = crossfit.candidates(
-                pairs, [asked], prior, kinds=[kind], subset=subset, folds=few, more=choice.more
+            candidates = crossfit.cross_fit_candidates(
+                pairs,
+                [queries],
+                converter,
+                kinds=[kind],
+                subset=share * share_of_all / crossfit.fitted_share(few),
+                folds=few,
+                fitted_queries=choice.fitted_queries,
             )
-            figure = _mean(judgement.figures_of(found[kind].apart[0], pairs, asked), judged_by)
-            points.append(CurvePoint(round(share * fitted), figure))
+            figures = judgement.figures_of(candidates[kind].distances[0], pairs, queries)
+            points.append(CurvePoint(round(share * fitted), _mean(figures, judged_by)))
     return points
 
 
-def _healing(healing: HealingCurves, again: Way, judged_by: str) -> list[str]:
-    """What a gallery meets on its way, by scores of `nobackfill.serve` and by distance; `again`:
-    the new model alone."""
+def _curve_notes(curves: HealingCurves, reembed: Way, judged_by: str) -> list[str]:
+    """Describe the figures while items become native, by score and by distance."""
     name = judged_by if judged_by == "agreement@10" else "R@1"
-    curve, raw = healing.calibrated[name], healing.raw[name]
-    said = [
+    curve, raw = curves.calibrated[name], curves.raw[name]
+    notes = [
         f"while items become native at random, {name} goes from {100 * curve[0]:.1f} to "
         f"{100 * curve[-1]:.1f}, lowest {100 * min(curve):.1f}, ranked by nobackfill.serve"
     ]
-    if curve[-1] > again.figures[name] + MOST_BELOW:
-        said.append(
-            f"with all items native both models together have {name} {100 * curve[-1]:.1f}, the "
-            f"new one alone {100 * again.figures[name]:.1f}: to keep asking both is worth it"
+    if curve[-1] > reembed.figures[name] + MOST_BELOW:
+        notes.append(
+            f"with all items native, both models together have {name} {100 * curve[-1]:.1f} and "
+            f"the new one alone {100 * reembed.figures[name]:.1f}: go on with rank fusion"
         )
     if (below := valley(raw)) > MOST_BELOW:
-        said.append(
-            f"in one index by distance {name} falls to {100 * min(raw):.1f} on the way, "
-            f"{100 * below:.1f} points below the lower of its ends: do not mix carried and native "
-            "vectors in one column without calibrated scores"
+        notes.append(
+            f"in one index ranked by distance, {name} falls to {100 * min(raw):.1f} on the way, "
+            f"{100 * below:.1f} points below the lower end: do not mix migrated and native vectors "
+            "in one column without calibrated scores"
         )
-    return said
+    return notes
 
 
 def gain_of_doubling(curve: list[CurvePoint]) -> float | None:
-    """What twice the pairs would bring by the last two doublings, in points of the figure."""
+    """Estimate how much twice the pairs would raise the figure, from the last two doublings.
+
+    Returns:
+        The gain, 0 or more, on the scale of the figure; None for fewer than 2 points.
+    """
     if len(curve) < 2:
         return None
-    last = np.diff([point.figure for point in curve])[-2:]
-    # Gains of doublings shrink; the next is taken to be as much smaller as this one was.
-    if len(last) == 2 and last[0] > 0:
-        return float(max(0.0, last[1] * min(1.0, last[1] / last[0])))
-    return float(max(0.0, last[-1]))
+    gains = np.diff([point.figure for point in curve])[-2:]
+    # Gains shrink from doubling to doubling: the next ratio is taken to be that of the last two.
+    if len(gains) == 2 and gains[0] > 0:
+        return float(max(0.0, gains[1] * min(1.0, gains[1] / gains[0])))
+    return float(max(0.0, gains[-1]))
 
 
 def _notes(
-    asked: Queries, pairs: Pairs, cost: Cost, weight: float, curve: list[CurvePoint], judged_by: str
+    queries: Queries,
+    pairs: Pairs,
+    cost: Cost,
+    weight: float,
+    curve: list[CurvePoint],
+    judged_by: str,
 ) -> list[str]:
-    measured = f"measured among {len(pairs)} items with {len(asked.rows)} queries"
+    sample = f"measured among {len(pairs)} items with {len(queries.rows)} queries"
     if cost.items > len(pairs):
-        measured += f"; the gallery has {cost.items}, where every figure is lower"
-    notes = [measured]
+        sample += f"; the gallery has {cost.items} items, where every figure is lower"
+    notes = [sample]
     gain = gain_of_doubling(curve)
     if gain is not None:
         notes.append(
-            f"twice as many pairs would bring the map about +{100 * gain:.1f} points of {judged_by}"
+            f"twice as many pairs would raise {judged_by} of the map by about {100 * gain:.1f} "
+            "points"
         )
-    if asked.own:
+    if queries.own:
         notes.append(
-            "without queries whose answer is known nothing is said about finding that very item: "
-            "a map can keep what is similar and still lose it; give --queries-old and --queries-new"
+            "without queries whose answer is known, the verdict does not cover searches for one "
+            "known item: a map can keep similar items near and still lose that one; give "
+            "--queries-old and --queries-new"
         )
-        notes.append("the new model's own neighbours are taken as the truth: staying cannot win")
+        notes.append("the new model's own neighbours count as the truth, so staying cannot win")
     if weight in (0.0, 1.0):
-        alone = "old" if weight == 0 else "new"
-        notes.append(f"joined scores are best with the {alone} model's alone")
+        model = "old" if weight == 0 else "new"
+        notes.append(f"rank fusion is best with the scores of the {model} model alone")
     return notes
 
 
