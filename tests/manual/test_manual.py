@@ -104,7 +104,9 @@ def test_the_site_is_built_strictly_and_searched_offline(tmp_path: Path) -> None
     with chromium() as browser, tab(browser) as opened:
         opened.goto((site / "tutorials" / "operator.html").as_uri())
         opened.get_by_role("textbox", name="Search").fill("withdrawn")
-        expect(opened.locator(".md-search-result__item").first).to_contain_text("withdrawn")
+        first = opened.locator(".md-search-result__item").first
+        # A busy machine takes more than the five seconds of `expect` to load the index.
+        expect(first).to_contain_text("withdrawn", timeout=60_000)
 
 
 @pytest.mark.parametrize("name", drawings.DRAWINGS)
