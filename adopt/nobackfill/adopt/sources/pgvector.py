@@ -252,8 +252,8 @@ class PgvectorSource:
                 f"name, got {name!r}"
             )
         if name != target.name:
-            digest = pgvector_beside.make_table(self._table, self.vector, target)
-            place_in_table = PgvectorTable(self, self._table, target, digest)
+            names, digest = pgvector_beside.make_table(self._table, self.vector, target)
+            place_in_table = PgvectorTable(self, self._table, target, names, digest)
             place_in_table.drop_unfinished_indexes()
             return place_in_table
         with self._table.changing() as changes:

@@ -11,14 +11,20 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import LiteralString, Protocol
 
 import numpy as np
 
 from nobackfill.adopt.sources.postgres_rows import Packable, packed, parsed, products_of, written
 from nobackfill.adopt.sources.source import Rows, SearchMetric, Target, Window
-from nobackfill.errors import AlreadyExistsError, BusyError, InvalidInputError, few
+from nobackfill.errors import (
+    AlreadyExistsError,
+    BusyError,
+    InvalidInputError,
+    NotFoundError,
+    few,
+)
 from nobackfill.extras import extra
 from nobackfill.vectors import Vectors
 
@@ -47,6 +53,7 @@ with extra("adopt"):
         SourceTable,
         definition_of,
         note,
+        parse_mark,
     )
 
 
@@ -56,41 +63,185 @@ PREFIX = "table:"
 MOST_NAME = 63
 
 
-def make_table(table: SourceTable, vector: str, target: Target) -> str | None:
+Names = dict[str, sql.Identifier]
+
+
+def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, str | None]:
     """Make the table of the new vectors and its triggers, or find them again.
 
+    A table follows the names that the source, its column, its key or its schema has now.
+
     Returns:
-        The digest of the triggers; None if the table was flipped to.
+        The names of its parts, and the digest of the triggers; None if the table was flipped to.
 
     Raises:
         AlreadyExistsError: Another map or source made the table, or its triggers were off.
+        InvalidInputError: A column was renamed after the flip.
     """
-    names = table_names(table, vector, target.name)
-    of = {"of": names["function"].as_string()}
-    mark = {"nobackfill": target.mark, **of}
     with table.changing() as changes:
-        made = table.said_beside(names["beside"])
-        flipped = {"carried": target.mark, **of}
-        if made is not None and {name: made.get(name) for name in flipped} == flipped:
-            return None
-        if made is not None and {name: made.get(name) for name in mark} != mark:
+        place = find_table(table, vector, target.name)
+        names, there = place.names, table.triggers(place.function)
+        if place.belongs and place.mark.get("carried") == target.mark:
+            _check_columns(table, vector, place)
+            return names, None
+        if place.exists and not (place.belongs and place.mark.get("nobackfill") == target.mark):
             raise AlreadyExistsError(
                 f"{table.name}: table {target.name.removeprefix(PREFIX)!r} exists already and was "
                 "not made by this map; choose another --to, or remove it with --rollback"
             )
-        there = table.triggers(names["function"])
-        if made is None:
+        mark = {"nobackfill": target.mark, "of": names["function"].as_string()}
+        if not place.exists:
             _make(changes, table, vector, names, target, mark)
         elif len(there.states) != len(_EVENTS) or "D" in there.states + there.partition_states:
             raise AlreadyExistsError(
-                f"{table.name}: nothing has emptied what is stale in table "
-                f"{target.name.removeprefix(PREFIX)!r} since its triggers are gone or disabled; "
-                "remove it with --rollback and carry again"
+                f"{table.name}: table {target.name.removeprefix(PREFIX)!r} may hold stale vectors: "
+                "its triggers are missing or disabled; remove it with --rollback and carry again"
             )
+        else:
+            _follow_names(changes, table, vector, place, note(model=target.model, **mark))
         name = table.trigger_name(vector, target.name)
         events = {name + end: event for end, event in _EVENTS.items()}
-        content = table.changed_text(target.content)
-        return changes.watch(table.trigger_body(_BODY, **names), events, content=content, **names)
+        body, content = table.trigger_body(_BODY, **names), table.changed_text(target.content)
+        return names, changes.watch(body, events, content=content, **names)
+
+
+@dataclass(frozen=True)
+class FoundTable:
+    """The place for new vectors in a table of their own.
+
+    Attributes:
+        names: Names of its parts, made of the present names of the source.
+        function: Its trigger function, which may have been made under earlier names.
+        exists: Whether a relation has its name.
+        belongs: Whether its vectors are of this source.
+        mark: The content of its comment; empty without one of ours.
+        columns: Its columns: the key, the vectors, and others that its owner has added.
+    """
+
+    names: Names
+    function: sql.Identifier
+    exists: bool = False
+    belongs: bool = False
+    mark: Mapping[str, str] = field(default_factory=dict)
+    columns: Sequence[str] = ()
+
+
+def find_table(table: SourceTable, vector: str, name: str) -> FoundTable:
+    """Find a table of new vectors, also after a rename of the source, its column or its schema.
+
+    The comment of the table names a trigger function. The source is the table whose triggers call
+    this function, however it is called now; after the flip, a foreign key refers to it.
+
+    Args:
+        table: The source.
+        vector: The source's column of old vectors.
+        name: `table:NAME`.
+
+    Raises:
+        NotFoundError: The table of this name was itself renamed.
+    """
+    wanted, names = name.removeprefix(PREFIX), table_names(table, vector, name)
+    watchers = dict(
+        table.all(
+            "SELECT DISTINCT proname, nspname FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
+            "JOIN pg_namespace n ON n.oid = pronamespace "
+            "WHERE tgrelid = {oid} AND starts_with(proname, 'nobackfill_')",
+            oid=table.oid,
+        )
+    )
+    relations = table.all(
+        "SELECT nspname, relname, obj_description(c.oid, 'pg_class'), "
+        "c.oid IS NOT DISTINCT FROM to_regclass({beside}), "
+        "EXISTS (SELECT FROM pg_constraint WHERE contype = 'f' AND conrelid = c.oid "
+        "AND confrelid = {oid}), ARRAY(SELECT attname::text FROM pg_attribute "
+        "WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped ORDER BY attnum) "
+        "FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
+        "WHERE c.oid = to_regclass({beside}) OR c.oid IN (SELECT objoid FROM pg_description, "
+        "unnest({watchers}::text[]) w WHERE classoid = 'pg_class'::regclass AND objsubid = 0 "
+        "AND position(w IN description) > 0) ORDER BY 4 DESC, 1",
+        beside=names["beside"].as_string(),
+        oid=table.oid,
+        watchers=list(watchers),
+    )
+    places: list[FoundTable] = []
+    for schema, relation, comment, at_its_name, refers, columns in relations:
+        mark = parse_mark(comment)
+        watcher = mark.get("of", "").rpartition(".")[2].strip('"')
+        if watcher in watchers and relation == wanted:
+            names = table_names(table, vector, name, schema)
+            function = sql.Identifier(watchers[watcher], watcher)
+            return FoundTable(names, function, True, True, mark, columns)
+        if watcher == table.trigger_name(vector, name) and watcher in watchers:
+            raise NotFoundError(
+                f"{table.name}: table {wanted!r} was renamed to {relation!r}; "
+                f"use --to {PREFIX}{relation}"
+            )
+        if at_its_name:
+            function = names["function"]
+            belongs = refers or (
+                mark.get("of") == function.as_string() and not _elsewhere(table, function)
+            )
+            places.append(FoundTable(names, function, True, belongs, mark, columns))
+    return places[0] if places else FoundTable(names, names["function"])
+
+
+def _elsewhere(table: SourceTable, function: sql.Identifier) -> bool:
+    """Return whether another table has triggers that call a function: one that had this table's
+    name before."""
+    return bool(
+        table.one(
+            "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = to_regproc({function}) "
+            "AND tgrelid <> {oid} AND tgrelid NOT IN "
+            "(SELECT relid FROM pg_partition_tree({oid}::oid::regclass)))",
+            function=function.as_string(),
+            oid=table.oid,
+        )
+    )
+
+
+def _renames(table: SourceTable, vector: str, place: FoundTable) -> list[str]:
+    """Return statements that give the key and the vectors the names that the source has now."""
+    return [
+        table.text(
+            "ALTER TABLE {beside} RENAME COLUMN {before} TO {now}",
+            beside=place.names["beside"],
+            before=sql.Identifier(before),
+            now=sql.Identifier(now),
+        )
+        for before, now in zip(place.columns, (table.key, vector), strict=False)
+        if before != now
+    ]
+
+
+def _check_columns(table: SourceTable, vector: str, place: FoundTable) -> None:
+    """Raise InvalidInputError where a flipped table lacks a column of the source's names, by which
+    statements join both."""
+    if not {table.key, vector} <= set(place.columns):
+        raise InvalidInputError(
+            f"{table.name}: expected the columns {table.key!r} and {vector!r} in the table of the "
+            f"new vectors, as in the source, found {few(place.columns)}; run "
+            f"{'; '.join(_renames(table, vector, place))}"
+        )
+
+
+def _follow_names(
+    changes: Changes, table: SourceTable, vector: str, place: FoundTable, comment: str
+) -> None:
+    """Give the parts of a table the names that the source has now."""
+    names = place.names
+    for statement in _renames(table, vector, place):
+        changes.run_text(statement)
+    if place.function == names["function"]:
+        return
+    changes.run("DROP FUNCTION {function}() CASCADE", function=place.function)
+    indexes = changes.all(
+        "SELECT indexrelid::regclass::text FROM pg_index WHERE indrelid = {beside}::regclass "
+        "AND indpred IS NOT NULL AND NOT indisunique ORDER BY indexrelid LIMIT 1",
+        beside=names["beside"].as_string(),
+    )
+    for (index,) in indexes:
+        changes.run("ALTER INDEX {index} RENAME TO {empty_name}", index=sql.SQL(index), **names)
+    changes.run("COMMENT ON TABLE {beside} IS {comment}", comment=comment, **names)
 
 
 def _make(
@@ -148,31 +299,36 @@ _EVENTS: dict[str, LiteralString] = {
 
 
 def remove_table(table: SourceTable, vector: str, name: str) -> bool:
-    """Take it back; whether there was one of this source's."""
-    names = table_names(table, vector, name)
+    """Remove a table of new vectors and its triggers.
+
+    Returns:
+        Whether there was one of this source. One that was flipped to stays: its vectors are
+        searched.
+
+    Raises:
+        NotFoundError: The table of this name was itself renamed.
+    """
     with table.changing() as changes:
-        made = table.said_beside(names["beside"])
-        ours = made is not None and made.get("of") == names["function"].as_string()
-        # A flipped store searches these vectors: they cannot be rolled back.
-        if made is None or not ours or "nobackfill" not in made:
+        place = find_table(table, vector, name)
+        if not place.belongs or "nobackfill" not in place.mark:
             return False
-        changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", **names)
-        changes.run("DROP TABLE {beside}", **names)
+        changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", function=place.function)
+        changes.run("DROP TABLE {beside}", **place.names)
     return True
 
 
-def table_names(table: SourceTable, vector: str, name: str) -> dict[str, sql.Identifier]:
-    """Quoted: the table beside, its column and its type, the trigger function, the index of what is
-    empty."""
+def table_names(table: SourceTable, vector: str, name: str, schema: str | None = None) -> Names:
+    """Return quoted names: the table of the new vectors, its column and its type, the trigger
+    function, and the index of empty vectors. `schema`: of the table; None for the source's."""
     beside = name.removeprefix(PREFIX)
     trigger = table.trigger_name(vector, PREFIX + beside)
     return {
         "old": sql.Identifier(vector),
         "type": table.of_pgvector(table.kind(vector)),
-        "beside": sql.Identifier(table.schema, beside),
+        "beside": sql.Identifier(schema or table.schema, beside),
         "function": sql.Identifier(table.schema, trigger),
         "empty_name": sql.Identifier(f"{trigger}_empty"),
-        "empty": sql.Identifier(table.schema, f"{trigger}_empty"),
+        "empty": sql.Identifier(schema or table.schema, f"{trigger}_empty"),
     }
 
 
@@ -554,12 +710,17 @@ class PgvectorTable:
     put_by_writers = False
 
     def __init__(
-        self, source: Columns, table: SourceTable, target: Target, triggers: str | None
+        self,
+        source: Columns,
+        table: SourceTable,
+        target: Target,
+        names: Names,
+        triggers: str | None,
     ) -> None:
         """`triggers`: their digest before anything was checked; None after the flip."""
         self._source, self._table, self._target = source, table, target
         self.flipped, self._triggers = triggers is None, triggers
-        self._names = table_names(table, source.vector, target.name)
+        self._names = names
         # Windows that were written whole: what has come since was emptied first. And, of each
         # thread, the one that it has read last.
         self._whole: set[str] = set()

@@ -587,7 +587,7 @@ class SourceTable:
     def comment(self, column: str) -> str | None:
         """Read the owner's comment of a column, without the part that carrying wrote."""
         comment = self._comment(column)
-        if comment and _ours(comment):
+        if comment and parse_mark(comment):
             comment = comment.rpartition("\n")[0]
         return comment or None
 
@@ -634,7 +634,7 @@ class SourceTable:
 
     def said(self, column: str) -> dict[str, str]:
         """What the comment of a column says to us: the map's digest, the model's fingerprint."""
-        return _ours(self._comment(column))
+        return parse_mark(self._comment(column))
 
     def _comment(self, column: str) -> str | None:
         comment: str | None = self.one(
@@ -644,15 +644,6 @@ class SourceTable:
             column=column,
         )
         return comment
-
-    def said_beside(self, other: sql.Identifier) -> dict[str, str] | None:
-        """The same of another table: also whose new vectors it has. None where there is none."""
-        found = self.all(
-            "SELECT obj_description(to_regclass({quoted}), 'pg_class') "
-            "WHERE to_regclass({quoted}) IS NOT NULL",
-            quoted=other.as_string(),
-        )
-        return _ours(found[0][0]) if found else None
 
     def within(self, window: Window, of: str) -> sql.Composable:
         """The condition of a window on the key of a table that the statement calls `of`."""
@@ -866,11 +857,17 @@ class Changes:
 
     def forget_watchers(self, **names: sql.Identifier) -> None:
         """Drop trigger functions of ours that empty the column `new` and have another name than
-        `function`: they were made before the table, its schema or the old column was renamed."""
+        `function`: they were made before the table, its schema or the old column was renamed.
+
+        So are functions that empty no column of the table: the new column was renamed, and each
+        change of an old vector fails."""
         found = self.all(
             "SELECT DISTINCT p.oid::regprocedure::text FROM pg_trigger t "
             "JOIN pg_proc p ON p.oid = tgfoid WHERE tgrelid = {oid} "
-            "AND starts_with(proname, 'nobackfill_') AND position({emptied} IN prosrc) > 0 "
+            "AND starts_with(proname, 'nobackfill_') AND (position({emptied} IN prosrc) > 0 "
+            "OR position('NEW.\"' IN prosrc) > 0 AND position('\" := NULL' IN prosrc) > 0 "
+            "AND NOT EXISTS (SELECT FROM pg_attribute, replace(attname, '\"', '\"\"') name "
+            "WHERE attrelid = {oid} AND position('NEW.\"' || name || '\" := NULL' IN prosrc) > 0)) "
             "AND p.oid IS DISTINCT FROM to_regproc({maker})::oid",
             oid=self._table.oid,
             emptied=self._table.text("NEW.{new} := NULL", **names),
@@ -914,8 +911,8 @@ def note(owners: str | None = None, **said: str | None) -> str:
     return f"{owners}\n{ours}" if owners else ours
 
 
-def _ours(comment: object) -> dict[str, str]:
-    """What the last line of a comment says to us; nothing where somebody else wrote it."""
+def parse_mark(comment: object) -> dict[str, str]:
+    """Return what `note` wrote into the last line of a comment; {} where somebody else wrote it."""
     try:
         found = json.loads(str(comment).rpartition("\n")[2])
         return {name: str(found[name]) for name in _SAID if name in found}
