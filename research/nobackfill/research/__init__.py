@@ -1,6 +1,6 @@
-"""The comparison of methods: what `python training/compare.py` trains and measures.
+"""The comparison of methods, which `python training/compare.py` trains and measures.
 
-Presets, rows of the table, cells and claims. It runs in a checkout; no wheel has it.
+It contains presets, rows of the table, cells and claims. It runs in a checkout; no wheel has it.
 
 >>> from nobackfill.research import preset_named
 >>> [(split.name, split.old, split.new) for split in preset_named("digits").splits]

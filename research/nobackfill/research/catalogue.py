@@ -1,4 +1,4 @@
-"""Every row of the comparison, by group. A row's name is the method's name in the table."""
+"""The catalogue: every row of the comparison, by group."""
 
 import hashlib
 import json
@@ -22,14 +22,13 @@ from nobackfill.research.settings import (
 )
 from nobackfill.training.config import parse_config
 
-# How often an epoch of the rows `_upweighted` draws an image of a class new to the old model.
+# How often an epoch of `_upweighted` rows contains an image of a class new to the old model.
 UNSEEN_COPIES = 4
 
 
 def sizes(shared: Shared) -> list[MethodRow]:
-    """FCT's h against its own width (Table 11; a quarter is `fct_small`) and the size of the
-    side-information, in numbers and in bits (appendix G).
-    """
+    """List FCT with other widths of h (Table 11; a quarter is `fct_small`), and other sizes of
+    side-information, in numbers and in bits (appendix G)."""
     preset, simclr = shared.place.preset, shared.side("simclr")
     dim, inner = preset.side_encoder["side_info_dim"], preset.upgrade["inner_dim"]
     assert isinstance(dim, int) and isinstance(inner, int)
@@ -53,9 +52,8 @@ def sizes(shared: Shared) -> list[MethodRow]:
 
 
 def parts(shared: Shared) -> list[MethodRow]:
-    """Ours without one of its parts, in smaller sizes, on labels and the rivals' views; rivals on
-    ours; and parts that neither has.
-    """
+    """List our method without one of its parts, in smaller sizes, with labels and with other
+    methods' views; other methods with our views; and parts that neither has."""
     simclr, preset = shared.side("simclr"), shared.place.preset
     inner = preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
@@ -87,13 +85,13 @@ def parts(shared: Shared) -> list[MethodRow]:
 
 
 def _views_and_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
-    """What a recipe shows an upgrade, and how long."""
+    """Return the views and epochs of a recipe."""
     values = {"mixed_views": 0, **recipe, **shared.place.changes.get("upgrade", {})}
     return {key: values[key] for key in ("views", "mixed_views", "epochs", "warmup_epochs")}
 
 
 def _at_equal_steps(shared: Shared, recipe: Values) -> dict[str, Any]:
-    """More copies an epoch, so many fewer epochs: rivals take the same number of steps."""
+    """Return more copies per epoch with fewer epochs, so that the number of steps stays."""
     place, split = shared.place, shared.split
     values = {**recipe, **place.changes.get("upgrade", {})}
     epochs, warmup = values["epochs"], values["warmup_epochs"]
@@ -111,10 +109,11 @@ _TRAINING: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "weight_decay": 0.
 
 
 def adapted(shared: Shared) -> list[MethodRow]:
-    """New models that keep the independent one and meet the old space besides; ours on top of each.
+    """List new models that adapt the independent one to the old space, and our upgrade on each.
 
-    BT2, with a quarter more dimensions than the independent model's (the paper's 32 beside 128),
-    and lambda-orthogonality: as they meet stored vectors, and with ours from old to adapted space.
+    They are BT2, with a quarter more dimensions than the independent model (the paper's 32 and
+    128), and lambda-orthogonality: searched directly, and with our upgrade from old to adapted
+    space.
     """
     dim = shared.place.preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
@@ -128,7 +127,7 @@ def adapted(shared: Shared) -> list[MethodRow]:
     ]
 
 
-# Backbones of the old and of the new model, by what the rows' names begin with.
+# Backbones of the old and of the new model, by prefix of the rows' names.
 PAIRS: Mapping[str, tuple[str, str]] = {
     "resnet_to_vit": ("small_resnet", "small_vit"),
     "resnet_to_swin": ("small_resnet", "small_swin"),
@@ -138,12 +137,11 @@ _TRANSFORMERS = ("small_vit", "small_swin")
 
 
 def architectures(shared: Shared) -> list[MethodRow]:
-    """Old and new model of different architecture: ResNet to transformers, MobileNet to ResNet.
+    """List pairs of different architectures: ResNet to transformers, MobileNet to ResNet.
 
-    Each pair on its own, by the strongest compatible methods, by rivals and by ours.
-
-    The networks are those for small images (`nobackfill.training.networks.backbones`), so that a
-    comparison on a processor can train them. DMU's appendix B goes from a CNN to a transformer.
+    Each pair has the strongest compatible methods, other upgrades and ours. The networks are those
+    for small images (`nobackfill.training.networks.backbones`), so that a CPU can train them. DMU's
+    appendix B goes from a CNN to a transformer.
     """
     return [row for pair in PAIRS for row in _pair(shared, pair)]
 
@@ -181,9 +179,10 @@ def _pair(shared: Shared, pair: str) -> list[MethodRow]:
 
 
 def _settings(place: ComparisonPlace, backbone: str) -> dict[str, Any]:
-    """Transformers learn by Adam and in twice the epochs; by the presets' settings they end below
-    the old ResNet. Chosen on a development seed of digits.
-    """
+    """Return the settings of a backbone: transformers use Adam and twice the epochs.
+
+    With the presets' settings they end below the old ResNet. Selected on a development seed of
+    digits."""
     if backbone not in _TRANSFORMERS:
         return {"backbone": backbone}
     values = {**place.preset.embedder, **place.changes.get("embedder", {})}
@@ -201,7 +200,7 @@ def _settings(place: ComparisonPlace, backbone: str) -> dict[str, Any]:
 
 SIDE = "side"
 BYTES = (32, 64, 128)
-# Bytes of a number, as `nobackfill.research.serve.stored` counts them.
+# Bytes per element, as `nobackfill.research.serve.stored` counts them.
 OBJECTIVES: Mapping[str, float] = {
     "simclr": 4,
     "autoencoder": 4,
@@ -213,11 +212,10 @@ OBJECTIVES: Mapping[str, float] = {
 
 
 def side_information(shared: Shared) -> list[MethodRow]:
-    """Which side-information keeps most of what an unknown future model needs, for its bytes: rows
-    `side:OBJECTIVE_BYTES`, and `side:none`, the old embedding alone.
+    """List kinds of side-information by size: rows `side:OBJECTIVE_BYTES`, and `side:none`.
 
-    Each objective has 32, 64 and 128 bytes an item. A closed-form map reads them, so that rows
-    differ by what psi kept and not by how well a network was trained.
+    Each objective has 32, 64 and 128 bytes per item. A closed-form map reads them, so that rows
+    differ by the content of psi and not by the training of a network.
     """
     return [
         _row(shared, within(SIDE, "none")),
@@ -230,7 +228,7 @@ def side_information(shared: Shared) -> list[MethodRow]:
 
 
 def _row(shared: Shared, name: str, kind: str | None = None, width: int = 0) -> MethodRow:
-    """Through the map `affine`, on the views that ours is shown."""
+    """Describe a row with the map `affine`, on our views."""
     ours = {"mixed_views": 0, **shared.place.preset.ours, **shared.place.changes.get("upgrade", {})}
     views = {key: ours[key] for key in ("views", "mixed_views")}
     side = None if kind is None else shared.side(kind, width)
@@ -260,14 +258,14 @@ DMU: Mapping[str, Values] = {
     "dmu_forward": {"measure": "uniform"},
     "dmu_confidence": {"measure": "confidence"},
     "dmu_regression": {"regularizer": "regression"},
-    # Weights that differ: what Eq. 9 gives on cosines times ArcFace's usual scale.
+    # Weights that differ visibly: Eq. 9 on cosines times ArcFace's usual scale.
     "dmu_sharp": {"entropy_scale": 16.0, "weight_temperature": 0.25},
 }
 VARIANTS = (Name.BCT_WIDE, Name.BCT_RELU, Name.BCT_SOFTMAX_TO_COSINE)
 
 
 def compatible(shared: Shared) -> list[MethodRow]:
-    """Independent training, BCT's and UniBCT's methods and their baselines."""
+    """List independent training, BCT's and UniBCT's methods, and their baselines."""
     rows = [MethodRow(Name.INDEPENDENT, shared.old, shared.new)]
     for name, (method, options) in COMPATIBLE.items():
         rows.append(MethodRow(name, shared.old, shared.compatible(name, method, **options)))
@@ -275,9 +273,8 @@ def compatible(shared: Shared) -> list[MethodRow]:
 
 
 def dmu(shared: Shared) -> list[MethodRow]:
-    """DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7), half and twice
-    the width of psi (Table 5).
-    """
+    """List DMU, its ablations (Table 4), other weights (Table 3), regression (Table 7), and half
+    and twice the width of psi (Table 5)."""
     rows = []
     for name, options in DMU.items():
         run = shared.compatible(name, "dmu", **options)
@@ -291,9 +288,7 @@ def dmu(shared: Shared) -> list[MethodRow]:
 
 
 def arcface(shared: Shared) -> list[MethodRow]:
-    """FCT D.7: old and new under ArcFace, whose spaces hold directions; so h's output is normalised
-    in training, too.
-    """
+    """List FCT D.7: old and new model under ArcFace, with h's output normalised in training."""
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
     head: dict[str, Any] = {
         "head": "arcface",
@@ -318,7 +313,7 @@ def arcface(shared: Shared) -> list[MethodRow]:
 
 
 def variants(shared: Shared) -> list[MethodRow]:
-    """BCT Table 3: twice the dimension, and the two failures that it reports."""
+    """List BCT Table 3: twice the dimension, and the two failures that it reports."""
     place, split = shared.place, shared.split
     dim = place.preset.embedder["embedding_dim"]
     assert isinstance(dim, int)
@@ -338,7 +333,7 @@ def variants(shared: Shared) -> list[MethodRow]:
 
 
 def maps(shared: Shared) -> list[MethodRow]:
-    """Closed-form maps, and the control that prints class centres."""
+    """List closed-form maps, and the control that predicts class centres."""
     simclr = shared.side("simclr")
     control = {"classes": shared.split.new}
     return [
@@ -352,7 +347,7 @@ def maps(shared: Shared) -> list[MethodRow]:
 
 
 def transforms(shared: Shared) -> list[MethodRow]:
-    """FCT with every kind of side-information, other losses and sizes, rivals, and beyond."""
+    """List FCT with every kind of side-information, other losses and sizes, and other methods."""
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
     inner = place.preset.upgrade["inner_dim"]
     assert isinstance(inner, int)
@@ -373,7 +368,7 @@ def transforms(shared: Shared) -> list[MethodRow]:
         shared.upgrade_row(Name.RBT, "rbt"),
         shared.upgrade_row(Name.FASTFILL_JOINT, "fastfill", simclr, options={"joint": True}),
     ]
-    # Where the preset's own SimCLR has small crops, the row would be fct_simclr again.
+    # If the preset's SimCLR has small crops, the row would equal fct_simclr.
     if "small_crops" not in place.preset.side_encoder:
         crops = place.side_encoder(
             "side-multicrop", classes=split.old, kind="simclr", small_crops=2
@@ -383,7 +378,7 @@ def transforms(shared: Shared) -> list[MethodRow]:
 
 
 def best(shared: Shared) -> list[MethodRow]:
-    """FastFill and ours, with and without side-information; DMU first and ours on top; int8."""
+    """List FastFill and ours with and without side-information, ours after DMU, and int8."""
     simclr = shared.side("simclr")
     residual = shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", simclr)
     return [
@@ -399,7 +394,7 @@ def best(shared: Shared) -> list[MethodRow]:
 
 
 def core(shared: Shared) -> list[MethodRow]:
-    """What a machine without an accelerator compares on CIFAR-100 within hours."""
+    """List what a machine without an accelerator compares on CIFAR-100 within hours."""
     simclr = shared.side("simclr")
     wanted = {Name.INDEPENDENT, Name.BCT, Name.BCT_SYS, Name.UNIBCT}
     return [
@@ -415,7 +410,7 @@ def core(shared: Shared) -> list[MethodRow]:
 
 
 def core_unseen(shared: Shared) -> list[MethodRow]:
-    """Of `core` what needs no second training of an image model."""
+    """List the rows of `core` that need no second training of an image model."""
     wanted = {
         Name.INDEPENDENT,
         Name.AFFINE,
@@ -430,13 +425,13 @@ def core_unseen(shared: Shared) -> list[MethodRow]:
 
 
 def core_unseen_compatible(shared: Shared) -> list[MethodRow]:
-    """Of `core` what `core_unseen` leaves out: new models that learn beside the old one."""
+    """List the rows of `core` that `core_unseen` omits: compatible new models."""
     wanted = {Name.BCT, Name.BCT_SYS, Name.UNIBCT, Name.DMU}
     return [row for row in core(shared) if row.name in wanted]
 
 
 def _doubled(shared: Shared) -> MethodRow:
-    """FCT A.1: as many more numbers in the old embedding as side-information would take."""
+    """List FCT A.1: the old embedding enlarged by the size of the side-information."""
     place, split = shared.place, shared.split
     dim, side_dim = (
         place.preset.embedder["embedding_dim"],
@@ -477,15 +472,16 @@ GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
 
 
 def rows_of(place: ComparisonPlace, wanted: Sequence[str]) -> list[MethodRow]:
-    """The rows of the named groups and methods, each once, in the catalogue's order.
+    """Return the rows of groups and methods, each once, in the catalogue's order.
 
-    Raises ConfigurationError for a name that is neither.
+    Raises:
+        ConfigurationError: a name is neither a group nor a method.
     """
     shared = Shared(place)
     groups = {name: make(shared) for name, make in GROUPS.items()}
     known = {row.name for rows in groups.values() for row in rows}
     unknown = [name for name in wanted if name not in GROUPS and name not in known]
-    # Chains and allocations exist on the main split alone.
+    # Chains and allocations exist only on the main split.
     if unknown and place.split.first_of_chain is not None:
         raise ConfigurationError(
             f"unknown method {unknown[0]!r}; groups: {', '.join(GROUPS)}; methods: "
@@ -500,10 +496,11 @@ def rows_of(place: ComparisonPlace, wanted: Sequence[str]) -> list[MethodRow]:
 
 
 def digest_of_rows(preset: Preset, rows: Mapping[str, Iterable[str]]) -> str:
-    """SHA-256 of the configurations of every training behind the named rows, by split.
+    """Return the SHA-256 of the configurations behind the given rows, by split, without places and
+    seeds.
 
-    Places and seeds of the tables are left out. Raises ConfigurationError for a row that the
-    catalogue does not have (any more).
+    Raises:
+        ConfigurationError: the catalogue does not have a row (any more).
     """
     trained = {}
     for split in preset.splits:

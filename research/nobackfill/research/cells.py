@@ -1,6 +1,7 @@
-"""The cells of one row: figures by query, kept on disk with the digests of what made them.
+"""The cells of one row: figures by query, stored with the digests of the models behind them.
 
-Figures by class range (FCT appendix C): classes that the old model trained on, and new ones.
+Figures are also divided by class range (FCT appendix C): classes that the old model was trained on,
+and new ones.
 """
 
 import json
@@ -38,13 +39,13 @@ from nobackfill.training.networks.frozen import features, of_run
 
 Floats = NDArray[np.float32]
 HUB_NEIGHBOURS = 10
-# The array of the classes in a file of cells; figures are CELL:FIGURE there.
+# The key of the classes in a file of cells; keys of figures are CELL:FIGURE.
 CLASSES = "classes"
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Test images with their classes; every image is a query against all others."""
+    """Test images with their classes; every image is a query for all others."""
 
     listing: Listing
     relevance: Relevance
@@ -52,21 +53,25 @@ class Evaluation:
     cache: Path
 
     def features(self, run_dir: Path, kind: str) -> Floats:
-        """Vectors [n,dim] of the test images by a run's encoder."""
+        """Return vectors [n,dim] of the test images by a run's encoder."""
         encoder = of_run(run_dir, kind)
         images = Listed(self.listing, encoder.image_size, Reading())
         return features(encoder, images, self.cache)
 
 
 def evaluation(listing: Listing, metric: Metric, cache: Path) -> Evaluation:
-    """Query set = gallery, without the query's own image (fct.txt section 4.2)."""
+    """Use the images as queries and as gallery, without the query itself (fct.txt section 4.2)."""
     return Evaluation(listing, among_others(listing), metric, cache)
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Figures of one row in one place: by query, e.g. `by_query["new/old"]["map"]`, and others.
-    `classes`: the name of each query's class [q].
+    """The figures of one row in one place.
+
+    Attributes:
+        by_query: figures [q] by cell and name, e.g. `by_query["new/old"]["map"]`.
+        extras: figures of the whole row.
+        classes: the name of each query's class [q].
     """
 
     by_query: Mapping[str, Mapping[str, PerQuery]]
@@ -75,11 +80,11 @@ class Cells:
 
 
 def row_cells(row: MethodRow, test: Evaluation) -> Cells:
-    """Every cell of a row. A cell whose two sides differ in dimension is left out."""
+    """Measure every cell of a row; cells whose sides differ in dimension are omitted."""
     images = _embedded(row, test)
     old, new = images.native(OLD), images.native(NEW)
     names = upgrade_cells(OLD, NEW, (OLD, NEW) if row.route else ())
-    # The first elements of a longer embedding, as BCT section 3.6 has it; none of a shorter one.
+    # First elements of a longer embedding (BCT section 3.6); a shorter one has no such cell.
     measured = {
         cell: by_query(measure_cell(cell, images, images, test.relevance, int8=row.int8))
         for cell in names.values()
@@ -104,7 +109,7 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
 
 
 def _embedded(row: MethodRow, images: Evaluation) -> Trained:
-    """The images in the spaces of the row's models."""
+    """Embed the images with the row's models."""
     vectors = {
         number: images.features(run.folder, "embedder")
         for number, run in ((OLD, row.old), (NEW, row.new))
@@ -116,8 +121,10 @@ def _embedded(row: MethodRow, images: Evaluation) -> Trained:
 def _curves(
     row: MethodRow, served: CellName, images: Trained, test: Evaluation
 ) -> dict[str, BackfillCurve]:
-    """A gallery's curves while it is embedded again: by distances as they are and, of one that was
-    carried, by scores of each origin (`…, calibrated`)."""
+    """Return the curves of a gallery that is gradually embedded again.
+
+    Curves use plain distances, and for a migrated gallery also calibrated scores by origin (`…,
+    calibrated`)."""
 
     def curves(orders: Sequence[str], line: Line = AS_THEY_ARE) -> dict[str, BackfillCurve]:
         return backfill_curves(
@@ -133,8 +140,7 @@ def _curves(
 
 
 def _line(row: MethodRow, served: CellName, test: Evaluation) -> Line:
-    """What carried distances are worth, by the images that neither the row's models nor its
-    upgrade trained on."""
+    """Fit what migrated distances are worth, on images that no model of the row was trained on."""
     config = load_config(row.route[-1].folder / CONFIG)
     held_out = _held_out(
         config.images, config.classes, config.class_list, config.held_out, config.split_seed,
@@ -162,14 +168,14 @@ def _held_out(
     metric: Metric,
     cache: Path,
 ) -> Evaluation | None:
-    """Those that trainings left out; None where they leave none."""
+    """Return the images that trainings held out; None if there are none."""
     whole = list_images(root, classes, class_list)
     _, rows = hold_out(whole, share, seed)
     return evaluation(whole.select(rows), metric, cache) if len(rows) else None
 
 
 def by_query(measured: Measured) -> dict[str, PerQuery]:
-    """The figures that a row keeps of a cell."""
+    """Select the figures that a row stores of a cell."""
     return {"cmc1": measured.cmc1, "cmc5": measured.cmc5, "map": measured.map}
 
 
@@ -179,14 +185,14 @@ def _hubness(queries: Floats, gallery: Floats, test: Evaluation) -> float:
 
 
 def _logged(stats: Path) -> dict[str, float]:
-    """The mean of what DMU logs about its weights."""
+    """Return the mean of the statistics that DMU logs about its weights."""
     lines = [json.loads(line) for line in stats.read_text("utf-8").splitlines()]
     spreads = [line["weight_spread"] for line in lines if "weight_spread" in line]
     return {"weight_spread": float(np.mean(spreads))} if spreads else {}
 
 
 def write_cells(path: Path, cells: Cells, key: str) -> None:
-    """Keep the cells, with a key that says what they were measured on."""
+    """Store cells with a key that identifies what they were measured on."""
     arrays = {
         f"{cell}:{name}": v for cell, part in cells.by_query.items() for name, v in part.items()
     }
@@ -199,8 +205,8 @@ def write_cells(path: Path, cells: Cells, key: str) -> None:
 
 
 def read_cells(path: Path, key: str | None = None) -> Cells | None:
-    """The kept cells; None where there are none, damaged ones, those of another key, or those of
-    an older version, which kept no classes."""
+    """Read stored cells; None if they are missing, damaged, of another key, or of an older version
+    without classes."""
     try:
         return _read_cells(path, key)
     except (OSError, EOFError, ValueError, KeyError, BadZipFile, zlib.error):
@@ -212,7 +218,7 @@ def _read_cells(path: Path, key: str | None) -> Cells | None:
     if key is not None and told["key"] != key:
         return None
     by_query: dict[str, dict[str, PerQuery]] = {}
-    # Opened here: numpy leaves a file open that is no archive.
+    # Opened here, because numpy does not close a file that is no archive.
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         classes = arrays[CLASSES]
         for name in arrays.files:
@@ -227,7 +233,7 @@ RANGED = ("new/new", "new/served")
 
 
 def known_to_old(row: MethodRow, tested: Listing) -> NDArray[np.bool_]:
-    """Of each tested image [n], whether the row's old model trained on its class."""
+    """Return for each tested image [n] whether the row's old model was trained on its class."""
     images, classes = row.old.values["images"], row.old.values["classes"]
     assert isinstance(images, Path) and (classes is None or isinstance(classes, int))
     names = set(list_images(images, classes).class_names)
@@ -235,10 +241,10 @@ def known_to_old(row: MethodRow, tested: Listing) -> NDArray[np.bool_]:
 
 
 def by_range(cells: Cells, known: NDArray[np.bool_]) -> Cells:
-    """The cells and, where both ranges are tested, `new/new, known classes` and so on.
+    """Add the cells by class range, such as `new/new, known classes`, if both ranges are tested.
 
-    A range's figures are NaN for queries of the other range, which leaves them out of means and
-    keeps them paired.
+    A range's figures are NaN for queries of the other range, which excludes them from means but
+    keeps figures paired.
     """
     if known.all() or not known.any():
         return cells

@@ -1,4 +1,4 @@
-"""What the papers claim, and what we do, of the rows of a comparison."""
+"""The claims of the papers, and ours, about the rows of a comparison."""
 
 from nobackfill.research.catalogue import BYTES, COMPATIBLE, DMU, OBJECTIVES, PAIRS, SIDE, VARIANTS
 from nobackfill.research.cells import KNOWN_CLASSES, NEW_CLASSES
@@ -12,7 +12,7 @@ BACKWARD = (
     *(*COMPATIBLE, Name.LWF_NEW_DATA, *DMU, *VARIANTS, Name.BCT_CHAIN, Name.DMU_CHAIN),
     *(Name.BT2, Name.LAMBDA_ORTHOGONAL),
 )
-# Whichever serves best: a rival of BCT is held to the best that BCT can do.
+# The row that serves best, so that rivals of BCT are compared with the best that BCT can do.
 BCT = (Name.BCT, Name.BCT_KD, Name.BCT_SYS)
 
 
@@ -21,7 +21,7 @@ def _criterion(row: str) -> Claim:
 
 
 SERVED = "new/served"
-# Those of UniBCT where the new training set is another than the old one.
+# Allocations whose new training set differs from the old one.
 _ALLOCATIONS = tuple(name for name in ALLOCATIONS if name != "identical-data")
 _SIDE, _OURS = (Name.FCT_SIMCLR, SERVED), (OURS, SERVED)
 CLAIMS = (

@@ -1,4 +1,4 @@
-"""`python training/compare.py`: every method on the same splits and metrics."""
+"""The command compare.py: train and measure every method on the same splits and metrics."""
 
 import os
 import platform
@@ -50,7 +50,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def machine() -> str:
-    """Processor, cores, accelerator and torch's version; never the machine's own name."""
+    """Describe processor, cores, accelerator and torch's version, without the machine's name."""
     told = _CPUINFO.read_text("utf-8") if _CPUINFO.is_file() else ""
     model = re.search(r"^model name\s*: (.+)$", told, re.MULTILINE)
     name = model[1].strip() if model else platform.machine()
@@ -59,19 +59,27 @@ def machine() -> str:
 
 
 _EPILOG = """
-Trains every model and measures every row of the table, --jobs of them at a time. What is done is
-kept below OUT and not done again, so an interrupted comparison goes on where it stopped; remove a
-folder to train it anew. OUT/NAME belongs to the images it was begun with; others are refused.
+Trains every model and measures every row of the table, --jobs of them at a time. Finished work is
+kept below OUT and skipped, so an interrupted comparison resumes; remove a folder to train it again.
+OUT/NAME belongs to the images of its first run; other images are refused.
 
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
 core_unseen, core_unseen_compatible, bct_family, dmu_family, variants, new_data, arcface,
 architectures, maps, transforms, chains, noise, allocations, long_chain, foreign, disjoint,
 side_information, sizes, parts, limits.
 
---development leaves the tables' test images and unseen classes alone: choose there, and fill a
-table with what was chosen. Its seeds are not the table's.
+--development uses neither the test images nor the unseen classes of the tables, and other seeds.
+Select methods and options with it, and fill a table with the selection.
 
---page writes the tables of a page, such as docs/methods.md, from results that exist.
+--page writes the tables of a page, such as docs/methods.md, from existing results.
+
+Examples:
+
+python training/compare.py --data digits --seeds 1 --methods core
+
+python training/compare.py --data cifar100 --images cifar100 --jobs 2
+
+python training/compare.py --page docs/methods.md
 
 Exit codes: 0 done, 1 a training diverged, 65 refused data, 73 cannot write, 75 another compare.py
 works in OUT, 78 wrong configuration.
@@ -81,36 +89,36 @@ works in OUT, 78 wrong configuration.
 def main(
     data: Annotated[
         str | None,
-        typer.Option(help="digits, cifar100-cpu, cifar100, or a folder of class folders"),
+        typer.Option(help="A data set: digits, cifar100-cpu, cifar100, or class folders."),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="number of seeds")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds.")] = 3,
     methods: Annotated[
         str | None,
-        typer.Option(help="groups and methods, with commas", show_default="those of the preset"),
+        typer.Option(help="Groups and methods, separated by commas.", show_default="the preset's"),
     ] = None,
     once: Annotated[
-        str | None, typer.Option(help="further groups and methods, for the first seed alone")
+        str | None, typer.Option(help="More groups and methods, only for the first seed.")
     ] = None,
     images: Annotated[
-        Path | None, typer.Option(help="folder with train and test, for cifar100 and cifar100-cpu")
+        Path | None, typer.Option(help="Folder with train and test, for cifar100 and cifar100-cpu.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder of the results")] = Path("build/compare"),
-    jobs: Annotated[int, typer.Option(min=1, help="processes")] = min(2, os.cpu_count() or 1),
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/compare"),
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = min(2, os.cpu_count() or 1),
     ray: Annotated[
         str | None,
         typer.Option(
-            help="do it on this Ray cluster: auto or HOST:PORT; its nodes share the folders"
+            help="Run on this Ray cluster: auto or HOST:PORT; its nodes must share the folders."
         ),
     ] = None,
     development: Annotated[
-        bool, typer.Option("--development", help="the images and classes to choose by")
+        bool, typer.Option("--development", help="Use the images and classes for selection.")
     ] = False,
     page: Annotated[
         list[Path] | None,
-        typer.Option(help="write this page's tables, or those of this JSON; train nothing"),
+        typer.Option(help="Write this page's tables, or those of this JSON; train no model."),
     ] = None,
 ) -> None:
-    """Train and evaluate the methods on the same splits; print the table and the claims."""
+    """Train and evaluate methods on the same splits; print the table and the claims."""
     if page:
         for one in page:
             for file in refresh(one):
@@ -153,7 +161,7 @@ def _write(out: Path, preset: Preset, results: Results) -> None:
 
 
 def _command(preset: Preset, seeds: int, methods: str | None, once: str | None) -> str:
-    """What was asked for, without the places of this machine."""
+    """Return the command line without paths of this machine."""
     named = preset.name if preset.name in PRESETS else "FOLDER"
     words = ["python training/compare.py", f"--data {named} --seeds {seeds}"]
     words += [f"--methods {methods}"] if methods else []
@@ -175,14 +183,26 @@ def compare(
     command: str = "compare()",
     cluster: str | None = None,
 ) -> Results:
-    """Train and measure the wanted groups and methods, the preset's own where None; those of `once`
-    with the first seed alone.
+    """Train and measure groups and methods.
 
-    `changes` replace keys of the preset's configurations, by kind. `jobs` and `cluster`: as do.
-    Raises BusyError where another compares in `out`, and what the parts raise.
+    Args:
+        preset: the comparison.
+        images: the images, unless the preset makes its own.
+        out: the folder of the results.
+        seeds: the seeds.
+        wanted: groups and methods; None: the preset's own.
+        jobs: the number of processes.
+        changes: keys that replace those of the preset's configurations, by kind.
+        once: more groups and methods, only for the first seed.
+        command: the command line to record.
+        cluster: the address of a Ray cluster, instead of processes.
+
+    Raises:
+        BusyError: another comparison works in `out`.
+        ConfigurationError, InvalidInputError, NotFoundError, DivergedError: from the parts.
     """
     if cluster is not None:
-        # Nodes work elsewhere.
+        # Nodes run in another working directory.
         out, images = out.resolve(), images and images.resolve()
     root = out / preset.title
     with _alone(root):
@@ -197,7 +217,7 @@ def compare(
         started = time.monotonic()
         do(planned, jobs, cluster)
         print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
-    # Of the first place: seeds and splits differ in weights, not in cost.
+    # Costs of the first place; they are equal for all seeds and splits.
     told, rows = costs(planned[0][1]), _collect(planned)
     made = Made(command=command, machine=machine(), configured=digest_of_rows(preset, rows))
     return summarise(preset.title, preset.metric, seeds, made, rows, CLAIMS, told)
@@ -205,7 +225,7 @@ def compare(
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Of two that train the same run one would write over what the other has finished."""
+    """Lock the folder: two comparisons would overwrite each other's runs."""
     with ExitStack() as held:
         try:
             held.enter_context(lock(root / "lock"))
@@ -243,10 +263,10 @@ def _place(
 
 
 def _collect(planned: Planned) -> dict[str, dict[str, MeasuredRow]]:
-    """By split and row, in the order of the first seed."""
+    """Return the measured rows by split and name, in the order of the first seed."""
     found: dict[str, dict[str, MeasuredRow]] = {}
     for place, of_place in planned:
-        # Rows share their old models and tests: each folder is read once.
+        # Rows share old models and tests, so read each folder once.
         known: dict[tuple[Path, str], NDArray[np.bool_]] = {}
         for row in of_place:
             cells = read_cells(cells_path(place, row))

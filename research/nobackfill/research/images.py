@@ -1,18 +1,16 @@
-"""The images of a comparison, as folders of class folders: train and test, the development split,
-and copies that are divided, spoiled or shifted.
+"""The images of a comparison, as class folders: train and test, the development split, and copies
+that are divided, mislabelled or shifted.
 
-Copies are links to the images where they lie. Every folder is made whole under another name and
-then renamed, so a folder that exists is complete.
+Copies are links to the original images. Every folder is made under another name and then renamed,
+so a folder that exists is complete.
 
-The development split is what hyper-parameters, weights and defaults are chosen on, and nothing of
-what the tables report. A table tests images that no partition of its seeds trains on, and classes
-that no model knows. The development split is made of the tables' training images of the classes
-that the tables' models know: divided anew, classes in another order, by each seed. Its seeds are
-not the tables' either.
+The development split serves to select hyper-parameters, weights and defaults, and uses nothing that
+the tables report. A table tests images that no model of its seeds was trained on, and classes that
+no model knows. The development split consists of the tables' training images of known classes,
+divided again, with the classes in another order for each seed. Its seeds differ from the tables'.
 
-Images of another domain are not photographs from elsewhere, as in FCT appendix B (ImageNet's models
-on Places): the comparison's own test images, shifted, so that it needs no second data set. Classes
-and pairs stay the same.
+Images of another domain are the comparison's own test images, shifted, so that no second data set
+is needed. (FCT appendix B uses real ones: ImageNet's models on Places.) Classes and pairs stay.
 """
 
 import hashlib
@@ -35,13 +33,13 @@ from nobackfill.training.data.folders import hold_out
 
 
 def write_digits(folder: Path) -> None:
-    """scikit-learn's 1,797 scanned digits (8 x 8, 17 greys) as FOLDER/DIGIT/NUMBER.png.
+    """Write scikit-learn's 1,797 scanned digits (8 x 8, 17 greys) as FOLDER/DIGIT/NUMBER.png.
 
-    Its 13 test writers are not labelled, so that no partition can keep writers apart.
+    The 13 writers of its test set are not labelled, so no partition can separate writers.
     """
     if folder.is_dir():
         return
-    # Imported where used: it takes seconds.
+    # Imported here: it takes seconds.
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -54,10 +52,9 @@ def write_digits(folder: Path) -> None:
 
 
 def train_and_test(images: Path, into: Path, share: float | None, seed: int) -> None:
-    """Make INTO/train and INTO/test: of each class `share` of the images, drawn by seed, are
-    tested.
+    """Make INTO/train and INTO/test; `share` of each class's images, drawn by the seed, is test.
 
-    With no share, IMAGES holds `train` and `test` itself. Raises NotFoundError where it does not.
+    Without a share, IMAGES must hold `train` and `test`. Raises NotFoundError if it does not.
     """
     listings = _listed(images, share)
     if share is not None:
@@ -71,7 +68,7 @@ _PARTS = ("train", "test")
 
 
 def _listed(images: Path, share: float | None) -> list[Listing]:
-    """All images; with no share, those of `train` and those of `test`."""
+    """List all images; without a share, those of `train` and of `test`."""
     if share is not None:
         return [list_images(images)]
     for part in _PARTS:
@@ -81,11 +78,10 @@ def _listed(images: Path, share: float | None) -> list[Listing]:
 
 
 def require_same_images(images: Path, share: float | None, root: Path) -> None:
-    """Raise ConfigurationError where ROOT is the comparison of other images than those of IMAGES,
-    whose links and results would pass for theirs; `share` and errors as in `train_and_test`.
+    """Raise ConfigurationError if ROOT belongs to other images than those of IMAGES.
 
-    ROOT/images.json says which they are; without it, as older versions left it, they are taken to
-    be these.
+    Its links and results would otherwise be used for them. ROOT/images.json identifies the images;
+    older versions wrote none, and then any images are accepted. Other errors as `train_and_test`.
     """
     note = root / "images.json"
     told = json.dumps([_identity(listing) for listing in _listed(images, share)], indent=1)
@@ -100,9 +96,10 @@ def require_same_images(images: Path, share: float | None, root: Path) -> None:
 
 
 def _identity(listing: Listing) -> dict[str, int | str]:
-    """Which images these are, wherever they lie: all names and lengths, and the content of one of
-    each class, as small images of equal length are common. Raises InvalidInputError for a file
-    that is not there.
+    """Identify images independently of their folder: all names and lengths, and one content per
+    class, because small images of equal length are common.
+
+    Raises InvalidInputError for a missing file.
     """
     known = hashlib.sha256()
     before = -1
@@ -123,7 +120,7 @@ def _identity(listing: Listing) -> dict[str, int | str]:
 
 
 def allocated(train: Path, name: str, into: Path, seed: int) -> None:
-    """Make INTO/old and INTO/new by one of UniBCT's allocations, INTO named after it."""
+    """Make INTO/old and INTO/new by UniBCT's allocation `name`."""
     listing = list_images(train)
     allocation = allocate(name, listing.labels, seed=seed)
     for part, rows in (("old", allocation.old), ("new", allocation.new)):
@@ -132,19 +129,19 @@ def allocated(train: Path, name: str, into: Path, seed: int) -> None:
 
 
 def with_label_noise(train: Path, into: Path, share: float, seed: int) -> None:
-    """A copy of TRAIN in which `share` of the images lie in a wrong class, drawn evenly."""
+    """Make a copy of TRAIN in which `share` of the images lie in a wrong class, drawn uniformly."""
     listing = list_images(train)
     rng = np.random.default_rng(seed)
     wrong = rng.permutation(len(listing))[: round(share * len(listing))]
     labels = listing.labels.copy()
     classes = len(listing.class_names)
-    # A shift by 1 to classes - 1: never the true class.
+    # A shift by 1 to classes - 1 never gives the true class.
     labels[wrong] = (labels[wrong] + rng.integers(1, classes, len(wrong))) % classes
     link(listing, [listing.class_names[label] for label in labels], into)
 
 
 def later_classes(images: Path, into: Path, first: int) -> None:
-    """A copy of IMAGES without its first `first` classes."""
+    """Make a copy of IMAGES without its first `first` classes."""
     listing = list_images(images)
     chosen = listing.select(np.flatnonzero(listing.labels >= first))
     link(chosen, _class_of(chosen), into)
@@ -167,7 +164,7 @@ def _class_of(listing: Listing) -> list[str]:
 
 
 def begin(folder: Path) -> Path:
-    """An empty folder beside FOLDER, to be renamed to it when it is whole."""
+    """Make an empty folder next to FOLDER, to be renamed to it when complete."""
     whole = folder.with_name(f"{folder.name}.part")
     if whole.exists():
         shutil.rmtree(whole)
@@ -176,29 +173,28 @@ def begin(folder: Path) -> Path:
 
 
 def check_classes(images: Path, needed: int) -> None:
-    """Raise InvalidInputError where there are fewer classes than a preset asks for."""
+    """Raise InvalidInputError if there are fewer classes than a preset needs."""
     found = len(list_images(images).class_names)
     if found < needed:
         raise InvalidInputError(f"{images}: expected {needed} class folders, got {found}")
 
 
-# Seeds from here on fill tables, those below it choose: results of seeds 0 to 9 were looked at
-# while methods were made.
+# Tables use seeds from here on. Lower seeds serve selection: methods were developed on 0 to 9.
 TABLE_SEEDS = 1000
-# Chooses the tables' test images where the data has no test folder: one partition for all seeds.
+# Seed of the tables' test images if the data has no test folder: one partition for all seeds.
 TABLE_PARTITION = 1000
 # Share of the tables' training images that the development split tests.
 TEST_SHARE = 0.3
 
 
 def seeds_of(preset: Preset, count: int) -> range:
-    """`count` seeds of a table, or of its development split."""
+    """Return `count` seeds of a table, or of its development split."""
     return range(count) if preset.development else range(TABLE_SEEDS, TABLE_SEEDS + count)
 
 
 def development_of(preset: Preset) -> Preset:
-    """The comparison on which choices for `preset` are made; rows and hyper-parameters as there."""
-    # The others are the tables' unseen ones.
+    """Return the comparison for selecting the options of `preset`; rows and configurations stay."""
+    # Further classes are the tables' unseen ones.
     known = min(split.new for split in preset.splits)
     unseen = max(2, known // 5)
     new = known - unseen
@@ -211,10 +207,10 @@ def development_of(preset: Preset) -> Preset:
 
 
 def development_images(train: Path, into: Path, classes: int, seed: int) -> None:
-    """Make INTO/train and INTO/test from TRAIN, a table's training images, its first `classes`.
+    """Make INTO/train and INTO/test from the first `classes` classes of TRAIN.
 
-    Classes are named by their place in an order drawn by `seed`, so that each seed has other old,
-    new and unseen classes.
+    TRAIN holds a table's training images. Class names start with their place in an order drawn by
+    `seed`, so that each seed has other old, new and unseen classes.
     """
     listing = list_images(train, classes)
     order = np.random.default_rng(seed).permutation(classes)
@@ -225,12 +221,12 @@ def development_images(train: Path, into: Path, classes: int, seed: int) -> None
 
 
 def known_names(classes: NDArray[np.str_]) -> NDArray[np.str_]:
-    """The names that the classes of `development_images` have in all seeds: without their place."""
+    """Return the class names of `development_images` without their place, equal for all seeds."""
     return np.array([name.partition("-")[2] for name in classes.tolist()])
 
 
 def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
-    """The folder below ROOT with the images of a seed, `train` and `test`, made where it is not.
+    """Return the folder below ROOT with a seed's `train` and `test`; make it first if needed.
 
     Errors are those of `train_and_test`.
     """
@@ -244,7 +240,7 @@ def place_images(preset: Preset, source: Path, root: Path, seed: int) -> Path:
 
 
 def blurred(image: Image.Image) -> Image.Image:
-    """Each pixel the mean of its neighbourhood: 3 x 3 up to 32 pixels, wider in larger images."""
+    """Average each pixel over its neighbourhood: 3 x 3 up to 32 pixels, wider in larger images."""
     return image.filter(ImageFilter.BoxBlur(max(1, image.width // 32)))
 
 
@@ -255,7 +251,7 @@ SHIFTS: Mapping[str, Callable[[Image.Image], Image.Image]] = {
 
 
 def write_foreign(test: Path, into: Path) -> None:
-    """Write the images of TEST, shifted as INTO's name says, as PNG in the same class folders."""
+    """Write the images of TEST as PNG in the same class folders, shifted as INTO's name says."""
     shift, listing = SHIFTS[into.name], list_images(test)
     whole = begin(into)
     for path in listing.paths:

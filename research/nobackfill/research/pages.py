@@ -1,10 +1,8 @@
-"""Results as Markdown: the whole table beside a file of results, and shortened tables in pages that
-people read.
+"""Results as Markdown: a full table next to the results file, and shorter tables in documents.
 
-A mark in a page is a comment of its own line, `<!-- results: PATH -->` or
-`<!-- results: PATH in brief -->`, PATH relative to the page; what follows it, up to
-`<!-- end of results -->`, is written by `refresh`. In brief: only the rows that are always shown,
-and no claims.
+A mark in a document is a comment on its own line, `<!-- results: PATH -->` or
+`<!-- results: PATH in brief -->`, with PATH relative to the document. `refresh` writes the text up
+to `<!-- end of results -->`. *In brief* means only the fixed rows, and no claims.
 """
 
 import re
@@ -38,7 +36,7 @@ FIGURE_NAMES = {"cmc1": "CMC-1", "map": "mAP"}
 
 
 def whole(results: Results) -> str:
-    """The page beside a JSON file."""
+    """Return the page next to a results file."""
     lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
     lines += _further(results)
     for split, part in results.splits.items():
@@ -48,12 +46,12 @@ def whole(results: Results) -> str:
 
 
 def head(*titles: str) -> list[str]:
-    """The first two lines of a table of methods."""
+    """Return the first two lines of a table of methods."""
     return [f"| {' | '.join(('method', *titles))} |", "|---" * (len(titles) + 1) + "|"]
 
 
 def pair(row: RowResult | None, cell: str) -> str:
-    """CMC-1 / mAP of a cell in percent, with mAP's deviation where there is one."""
+    """Format CMC-1 / mAP of a cell in percent, with mAP's deviation if there is one."""
     if row is None or cell not in row.cells:
         return "-"
     (cmc1, _), (map_, deviation) = (row.cells[cell][figure] for figure in FIGURES)
@@ -62,21 +60,21 @@ def pair(row: RowResult | None, cell: str) -> str:
 
 
 def kept(row: RowResult | None) -> str:
-    """What is kept of the best new/new, CMC-1 / mAP in percent."""
+    """Format the share kept of the best new/new, CMC-1 / mAP in percent."""
     if row is None or not row.held_to:
         return "-"
     return " / ".join(f"{100 * row.extras[f'kept_{figure}']:.1f}" for figure in FIGURES)
 
 
 def named(name: str, row: RowResult | None, results: Results) -> str:
-    """The row's name, with its seeds where they are fewer than the table's."""
+    """Return the row's name, with its number of seeds if that is smaller than the table's."""
     if row is None or row.seeds == len(results.seeds):
         return name
     return f"{name} ({row.seeds} seed{'s' if row.seeds > 1 else ''})"
 
 
 def seeds_line(results: Results) -> str:
-    """How many, and what one of them is worth."""
+    """Describe the seeds and the deviation."""
     count = len(results.seeds)
     if count < FEWEST_SEEDS:
         return f"One seed ({results.seeds[0]}): no deviation, and no claim is decided."
@@ -87,7 +85,7 @@ def seeds_line(results: Results) -> str:
 
 
 def bars(results: Results) -> str:
-    """What `kept` is held to in the rows that share the old model."""
+    """Describe the reference of `kept` for the rows that share the old model."""
     told = []
     for split, part in results.splits.items():
         row = next((r for r in part.rows.values() if r.shared and r.held_to), None)
@@ -115,7 +113,7 @@ def _about(results: Results) -> list[str]:
 
 
 def _limits(results: Results) -> str:
-    """What the bounds are, where there are any."""
+    """Explain the limits, if there are any."""
     if not any(name.startswith(f"{LIMIT}:") for name, _, _ in _both(results)):
         return ""
     return (
@@ -138,7 +136,7 @@ def _table(results: Results) -> list[str]:
 
 
 def _both(results: Results) -> list[tuple[str, RowResult | None, RowResult | None]]:
-    """Every row by name, on main and on unseen classes; a bound may be on the latter alone."""
+    """Return every row by name, on main and on unseen classes; a limit may lack the former."""
     main, other = results.main.rows, results.splits.get(UNSEEN)
     names = dict.fromkeys((*main, *(other.rows if other else ())))
     return [(name, main.get(name), results.unseen(name)) for name in names]
@@ -172,7 +170,7 @@ def _further(results: Results) -> list[str]:
 
 
 def _said_of(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
-    """Sentences that a reader of the claims must know first."""
+    """Return the sentences that precede the claims."""
     if is_withdrawn(claims):
         return [WITHDRAWN, ""]
     few = any(one.bounds is None for figures in claims.values() for one in figures.values())
@@ -180,13 +178,13 @@ def _said_of(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
 
 
 def is_withdrawn(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> bool:
-    """Whether the claims were judged before classes were drawn; see Outcome."""
+    """Return whether the claims were judged before classes were resampled; see ClaimOutcome."""
     outcomes = (one for figures in claims.values() for one in figures.values())
     return any(one.verdict == "withdrawn" for one in outcomes)
 
 
 def claims_table(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
-    """Each claim's verdict by CMC-1 and by mAP, with the difference in percentage points."""
+    """Format each claim's verdict by CMC-1 and by mAP, with the difference in percentage points."""
     lines = ["| claim | CMC-1 | difference | mAP | difference |", "|---|---|---|---|---|"]
     for text, figures in claims.items():
         fields = [field for figure in FIGURES for field in _outcome(figures.get(figure))]
@@ -215,7 +213,7 @@ def _percent(value: float | None) -> str:
 
 
 SERVED, ALONE = "new/served", "old/old"
-# Shown whatever they reach.
+# Rows that are always shown.
 SHOWN = (
     Name.INDEPENDENT,
     Name.BCT,
@@ -233,11 +231,14 @@ _MARKED = re.compile(rf"(?m)^<!-- results: (\S+)( in brief)? -->\n(?s:.*?)^{_END
 
 
 def refresh(page: Path) -> list[Path]:
-    """Write every marked table of a page anew, and the whole tables beside the results; or, of a
-    file of results, the table beside it.
+    """Rewrite every marked table of a document and the full tables, or that of a results file.
 
-    Returns the results' files. Raises NotFoundError for a page or a file that is not there,
-    InvalidInputError for a page without a mark and for a file of other things.
+    Returns:
+        The results files.
+
+    Raises:
+        NotFoundError: a document or results file does not exist.
+        InvalidInputError: the document has no mark, or a file has other content.
     """
     if not page.is_file():
         raise NotFoundError(f"{page}: no such page")
@@ -271,8 +272,8 @@ def _write_whole(file: Path) -> Results:
 
 
 def shortened(results: Results, link: str, *, brief: bool = False) -> list[str]:
-    """The rows that are always shown, and, but in brief, all that beat or tie ours in any
-    column; below them what was measured, and, but in brief, the claims."""
+    """Return a document's table: fixed rows and, unless in brief, rows that beat or tie ours; then
+    the notes and, unless in brief, the claims."""
     lines = head("served", "kept", "flips", "unseen served", "unseen kept")
     shown = rows_shown(results)
     chosen = [name for name in shown if name in SHOWN] if brief else shown
@@ -287,9 +288,8 @@ def shortened(results: Results, link: str, *, brief: bool = False) -> list[str]:
 
 
 def outdated(results: Results) -> bool:
-    """Whether rows were trained on other splits, or by other configurations, than today's. A
-    folder's are not known here.
-    """
+    """Return whether rows were trained on other splits or configurations than today's; unknown for
+    a folder."""
     if results.data not in PRESETS:
         return False
     rows = {split: tuple(part.rows) for split, part in results.splits.items()}
@@ -300,13 +300,13 @@ def outdated(results: Results) -> bool:
 
 
 def rows_shown(results: Results) -> list[str]:
-    """Names, in the table's order."""
+    """Return the names in the table's order."""
     chosen = {*SHOWN, *reaching(results)}
     return [name for name in results.main.rows if name in chosen]
 
 
 def reaching(results: Results) -> dict[str, list[str]]:
-    """By row, the columns in which it beats or, as it is shown, ties ours."""
+    """Return by row the columns in which it beats or, as rounded, ties ours."""
     if OURS not in results.main.rows:
         return {}
     ours = _columns(results, OURS)
@@ -322,7 +322,7 @@ def reaching(results: Results) -> dict[str, list[str]]:
 
 
 def _columns(results: Results, name: str) -> dict[str, float]:
-    """The columns as they are shown, larger = better; what is kept goes with what is served."""
+    """Return the displayed columns, larger = better; *kept* belongs to *served*."""
     told = {}
     for split, part in ((MAIN, results.main.rows[name]), (UNSEEN, results.unseen(name))):
         for figure in FIGURES if part else ():
@@ -375,7 +375,7 @@ def _wrapped(text: str, mark: str = "") -> str:
 
 
 def _claims(results: Results) -> list[str]:
-    """By split and figure, how many claims hold, and which fail; or that they are withdrawn."""
+    """Count the claims that hold by split and figure, and name those that fail."""
     if any(is_withdrawn(part.claims) for part in results.splits.values()):
         return [WITHDRAWN]
     lines = []

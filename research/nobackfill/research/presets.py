@@ -1,4 +1,4 @@
-"""The presets of a comparison: classes, rows and, from configs/, hyper-parameters."""
+"""Presets of comparisons: classes, rows, and hyper-parameters from configs/."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from nobackfill.metrics.distances import Metric
 from nobackfill.training.config import configs, load_config
 
 Values = Mapping[str, object]
-# What a row of the comparison decides: which models a training reads, on what, and where it lies.
+# Keys that a row determines: models and images of a training, and its place.
 _ROLE = {
     *("kind", "run_dir", "images", "classes", "seed"),
     *("old", "old_side", "new", "new_side", "side", "method"),
@@ -18,9 +18,10 @@ _ROLE = {
 
 @dataclass(frozen=True)
 class Split:
-    """Which classes the old and the new model learn (the first so many), and which are tested.
+    """How many first classes the old and the new model learn, and which classes are tested.
 
-    `first_of_chain` and `second_of_chain`: classes of two older models, for updates in a row.
+    `first_of_chain` and `second_of_chain` are the classes of two older models, for chains of
+    updates.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Branch:
-    """Epochs of the warm-up that all new models share, and of each one's own way after it."""
+    """Epochs of the common warm-up of all new models, and of each one's own training after it."""
 
     shared_epochs: int
     own_epochs: int
@@ -42,34 +43,34 @@ class Branch:
 
 @dataclass(frozen=True)
 class Preset:
-    """Everything that compare.py takes for granted about a data set."""
+    """The settings of a comparison on a data set."""
 
     name: str
-    # The folder of configs/ that holds the hyper-parameters.
+    # The folder of configs/ with the hyper-parameters.
     configs: str
     splits: tuple[Split, ...]
-    # Keys in which an autoencoder's training differs from the other side encoders'.
+    # Keys in which an autoencoder's training differs from other side encoders'.
     autoencoder: Values
-    # CPU threads of a training; None: torch's own choice.
+    # CPU threads of a training; None: torch's choice.
     threads: int | None
     # Width of DMU's psi; 1,024 in the paper.
     dmu_hidden_dim: int
-    # Groups of rows that are compared where --methods says nothing.
+    # Groups of rows to compare without --methods.
     groups: tuple[str, ...]
-    # The same for the split that tests unseen classes.
+    # The same for the split with unseen test classes.
     unseen_groups: tuple[str, ...]
-    # Images apart for the test, where the data has no test folder of its own.
+    # Share of images to test on, if the data has no test folder.
     test_share: float | None
     metric: Metric
-    # Where given, the independent and the compatible new models begin as one, which saves the half
-    # of their time and treats them alike.
+    # If given, all new models start from a common warm-up, which halves the time and treats them
+    # alike.
     branch: Branch | None = None
-    # Whether it chooses hyper-parameters (comparison/development.py) rather than fills a table.
+    # This is a development split for selecting options, and not a table.
     development: bool = False
 
     @property
     def title(self) -> str:
-        """What files and tables of this comparison are called."""
+        """The name of the comparison's files and tables."""
         return f"{self.name}-development" if self.development else self.name
 
     @cached_property
@@ -84,12 +85,12 @@ class Preset:
 
     @cached_property
     def upgrade(self) -> Values:
-        """Hyper-parameters of h and g, as in YAML, of every method but ours."""
+        """Hyper-parameters of h and g for all methods except ours, as in YAML."""
         return self._configured("upgrade-1-2-fct.yaml")
 
     @cached_property
     def ours(self) -> Values:
-        """Those of our h and g: the default recipe."""
+        """Hyper-parameters of h and g for our method, the default recipe."""
         return self._configured("upgrade-1-2.yaml")
 
     def _configured(self, file: str) -> Values:
@@ -153,14 +154,14 @@ CIFAR100_CPU = Preset(
     ),
     # FCT D.4.2.
     autoencoder={"optimizer": "adam", "lr": 3e-4, "weight_decay": 0.0},
-    # As many processes as cores, each with one thread: twice as fast here as sharing them.
+    # One process per core with one thread each: twice as fast here as several threads.
     threads=1,
     dmu_hidden_dim=1024,
     groups=("core",),
     unseen_groups=("core",),
     test_share=None,
     metric="cosine",
-    # The shared part is long: it is paid once, and leaves the independent model no weak bound.
+    # A long common part, so that the independent model is no weak bound; it is trained only once.
     branch=Branch(shared_epochs=8, own_epochs=5),
 )
 
@@ -178,9 +179,10 @@ PRESETS = {preset.name: preset for preset in (DIGITS, CIFAR100_CPU, CIFAR100)}
 
 
 def folder_preset(classes: int) -> Preset:
-    """The comparison of a folder of class folders of photographs: half of the classes -> all.
+    """Return the comparison of a folder of class folders: half of the classes -> all.
 
-    Raises InvalidInputError for fewer than 10 classes: old, new and unseen need 3, 3 and 3.
+    Raises:
+        InvalidInputError: there are fewer than 10 classes; old, new and unseen need 3 each.
     """
     if classes < 10:
         raise InvalidInputError(
@@ -202,7 +204,7 @@ def folder_preset(classes: int) -> Preset:
 
 
 def preset_named(name: str) -> Preset:
-    """Raises ConfigurationError for an unknown name, naming the known."""
+    """Return a preset by name. Raises ConfigurationError for an unknown name."""
     if name not in PRESETS:
         raise ConfigurationError(
             f"unknown data {name!r}; known: {', '.join(PRESETS)}, or a folder of class folders"

@@ -1,6 +1,6 @@
-"""The results of a comparison as a JSON file: all that its tables, claims and picture show.
+"""The results of a comparison as a JSON file, from which tables, claims and picture are made.
 
-The picture is mAP kept against bytes and microseconds an item, as one SVG.
+The picture (SVG) shows the mAP kept against bytes and microseconds per item.
 """
 
 import io
@@ -26,9 +26,7 @@ Figure = tuple[float, float | None]
 
 
 class Made(_ResultPart):
-    """How the results came about, so that a reader can have them again. `configured`: the digest
-    of configured.py.
-    """
+    """How to reproduce the results. `configured` is the digest of `catalogue.digest_of_rows`."""
 
     command: str
     machine: str
@@ -36,7 +34,7 @@ class Made(_ResultPart):
 
 
 class HeldTo(_ResultPart):
-    """The row whose new/new is the largest of all that learned the same, over the same seeds."""
+    """The row with the largest new/new of all that learned the same, over the same seeds."""
 
     row: str
     value: float
@@ -45,10 +43,12 @@ class HeldTo(_ResultPart):
 class RowResult(_ResultPart):
     """A row of one split.
 
-    `cells`: by query/gallery and figure (cmc1, cmc5, map). `held_to`: by figure; empty where no
-    row is there to be held to. `extras`: shares and gains of mAP unless their names say CMC-1, and
-    what cells.py measures. `shared`: it serves the vectors of the old model that the table's rows
-    share, on the split's own test, by what it learned elsewhere: it may be ranked with them.
+    Attributes:
+        cells: figures (cmc1, cmc5, map) by query/gallery.
+        held_to: the best new/new by figure; empty without one.
+        extras: what cells.py measures, and shares and gains of mAP unless a name says CMC-1.
+        shared: the row serves vectors of the table's old model, on the split's own test, without
+            having seen it; such rows may be ranked together.
     """
 
     seeds: int
@@ -58,17 +58,16 @@ class RowResult(_ResultPart):
     extras: dict[str, float]
 
     def mean(self, cell: str, figure: str) -> float | None:
-        """None where the row has no such cell."""
+        """Return a figure; None if the row has no such cell."""
         return self.cells[cell][figure][0] if cell in self.cells else None
 
 
 class ClaimOutcome(_ResultPart):
-    """One figure of a claim: the mean difference with the bounds of its interval over `classes`
-    classes, None where these are too few. `rival`: the row that a superlative ("the strongest
-    BCT") turned out to be.
+    """One figure of a claim: the mean difference, and the bounds of its interval over `classes`.
 
-    An outcome without `classes` was written before classes were drawn: its interval took queries
-    of one class as independent, so its verdict is withdrawn.
+    There are no bounds with too few classes. `rival` is the row that a superlative ("the strongest
+    BCT") refers to. An outcome without `classes` comes from a version that did not resample
+    classes: its interval treated queries of one class as independent, so its verdict is withdrawn.
     """
 
     rival: str | None = None
@@ -94,14 +93,14 @@ class SplitResult(_ResultPart):
 
 
 class CostResult(_ResultPart):
-    """Bytes stored and microseconds of transform an item."""
+    """Bytes stored and microseconds of transform, per item."""
 
     stored: float
     microseconds: float
 
 
 class Results(_ResultPart):
-    """`splits`: `main` and, where it was measured, `unseen`."""
+    """All results. `splits` has `main` and, if it was measured, `unseen`."""
 
     data: str
     metric: str
@@ -112,22 +111,22 @@ class Results(_ResultPart):
 
     @property
     def main(self) -> SplitResult:
-        """The split whose test holds every class."""
+        """The split that tests every class."""
         return self.splits[MAIN]
 
     def unseen(self, row: str) -> RowResult | None:
-        """The row where it is tested on classes that no model trained on."""
+        """Return the row's result on classes that no model was trained on; None without one."""
         split = self.splits.get(UNSEEN)
         return None if split is None else split.rows.get(row)
 
 
 def write_results(path: Path, results: Results) -> None:
-    """Write the JSON file whole or not at all."""
+    """Write the JSON file atomically."""
     write_file(path, (results.model_dump_json(indent=1) + "\n").encode(), 0o644)
 
 
 def read_results(path: Path) -> Results:
-    """Raises NotFoundError for no file, InvalidInputError for one that holds other things."""
+    """Read results. Raises NotFoundError, or InvalidInputError for a file with other content."""
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file; compare.py writes it as OUT/NAME.json")
     try:
@@ -142,7 +141,7 @@ def read_results(path: Path) -> Results:
 
 @dataclass(frozen=True)
 class CostPoint:
-    """A way to serve an old gallery. `kept`: its mAP over the best new/new, 0..1."""
+    """A way to serve an old gallery; `kept` is its mAP relative to the best new/new, 0..1."""
 
     name: str
     stored: float
@@ -151,7 +150,7 @@ class CostPoint:
 
 
 def points(results: Results) -> list[CostPoint]:
-    """The rows that serve the shared old model's vectors, all that have something to be held to."""
+    """List the rows that serve the shared old model's vectors and have a reference."""
     return [
         CostPoint(name, cost.stored, cost.microseconds, row.extras["kept_map"])
         for name, row in results.main.rows.items()
@@ -160,9 +159,7 @@ def points(results: Results) -> list[CostPoint]:
 
 
 def front(points: Sequence[CostPoint], cost: str) -> list[CostPoint]:
-    """Those that no other point beats: none costs as little and keeps more, or costs less and keeps
-    as much. Ascending by cost.
-    """
+    """Return the Pareto front, ascending by cost."""
     chosen: list[CostPoint] = []
     for point in sorted(points, key=lambda p: (getattr(p, cost), -p.kept)):
         if not chosen or point.kept > chosen[-1].kept:
@@ -177,8 +174,8 @@ _PANELS: Mapping[str, str] = {
 
 
 def draw(points: Sequence[CostPoint], title: str) -> bytes:
-    """All points in grey; those of the front are joined, coloured and named, the cheapest first."""
-    # Imported here: only compare.py's last step draws.
+    """Draw all points in grey, and the front joined, coloured and named; return an SVG."""
+    # Imported here: only the last step of compare.py draws.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -198,11 +195,11 @@ def draw(points: Sequence[CostPoint], title: str) -> bytes:
             axes.plot(*place([point]), "o", label=told)
         axes.legend(loc="lower right", fontsize=8)
         axes.set_xlabel(label)
-    # From 0, which a gallery searched as it is costs, over tenths to tens.
+    # symlog shows 0, the cost of direct search, and values from tenths to tens.
     panels[1].set_xscale("symlog", linthresh=0.1)
     panels[0].set_ylabel("mAP kept of embedding everything again, %")
     image = io.BytesIO()
-    # The same bytes for the same points.
+    # A fixed salt gives the same bytes for the same points.
     with rc_context({"svg.hashsalt": "nobackfill"}):
         figure.savefig(image, format="svg", metadata={"Date": None})
     return image.getvalue()

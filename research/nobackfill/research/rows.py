@@ -1,8 +1,8 @@
-"""The rows of a comparison's table: their names, and the trainings and models behind each.
+"""The rows of a comparison's table: their names, and the trainings and models behind them.
 
-All rows of a table share one old model; methods differ in nothing but what they are about. A
-training is described here (its configuration and its needs) and run by `ensure`. Rivals for one
-role have paired seeds.
+All rows of a table share one old model, and methods differ only in what they are. A training is
+described here (its configuration and its needs) and run by `ensure`. Methods that compete for one
+role use the same random seeds.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from nobackfill.training.loop.training import train
 
 
 class Name(StrEnum):
-    """A row's name in the table is its member's, in small letters."""
+    """Names of rows in the table: the member's name in small letters."""
 
     INDEPENDENT = auto()
     BCT = auto()
@@ -86,7 +86,7 @@ class Name(StrEnum):
     NOISY_UNIBCT_VANILLA = auto()
     LONG_CHAIN = auto()
     LONG_CHAIN_NONE = auto()
-    # Of UniBCT's allocations.
+    # Rows of UniBCT's allocations.
     VANILLA = auto()
     REFINED = auto()
 
@@ -96,11 +96,11 @@ OURS = Name.RESIDUAL_SIMCLR
 
 
 def within(setting: str, row: str | int) -> str:
-    """The name of a row in another domain, allocation or length of a chain."""
+    """Return the name of a row in another domain, allocation or chain length."""
     return f"{setting}:{row}"
 
 
-# The method that the default recipe trains.
+# The method of the default recipe.
 OUR_METHOD = "residual"
 # Roles of the models between the first and the last of a long chain of updates.
 STEPS = ("step1", "step2", "step3", "step4")
@@ -108,7 +108,7 @@ STEPS = ("step1", "step2", "step3", "step4")
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training: its configuration's values, and the trainings that it reads."""
+    """A training: the values of its configuration, and the trainings that it reads."""
 
     values: Values
     needs: tuple["TrainingRun", ...] = ()
@@ -123,14 +123,14 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class ComparisonPlace:
-    """One seed and split of a comparison: where its images and runs lie."""
+    """The place of one seed and split: where its images and runs lie."""
 
     preset: Preset
     split: Split
     seed: int
     images: Path
     runs: Path
-    # Keys that a test or a trial shortens, over those of the preset, by kind.
+    # Keys that replace those of the preset, by kind, for example shorter trainings in tests.
     changes: Mapping[str, Values] = field(default_factory=dict)
 
     def embedder(
@@ -144,9 +144,11 @@ class ComparisonPlace:
         images: Path | None = None,
         **values: Any,
     ) -> TrainingRun:
-        """An embedder. `role` sets its random seed: rivals for one role start alike, from the
-        weights of `begun` where that is given.
-        """
+        """Describe an embedder's training.
+
+        `role` determines the random seed: competing methods start alike, from the weights of
+        `begun`
+        if it is given."""
         chosen: dict[str, object] = {
             **self._common("embedder", self.preset.embedder, name, role),
             "images": images or self.images / "train",
@@ -158,7 +160,7 @@ class ComparisonPlace:
         return TrainingRun(chosen, tuple(run for run in (old, begun) if run))
 
     def side_encoder(self, name: str, *, classes: int, kind: str, **values: Any) -> TrainingRun:
-        """A side encoder of the old model's time, unless `classes` say otherwise."""
+        """Describe a side encoder's training; by default on the old model's classes."""
         base = _side_values(self.preset, kind)
         return TrainingRun(
             {
@@ -181,7 +183,7 @@ class ComparisonPlace:
         new_side: TrainingRun | None = None,
         **values: Any,
     ) -> TrainingRun:
-        """An upgrade on the new model's training images (FCT section 3.2: D_new only)."""
+        """Describe an upgrade's training on the new model's images (FCT section 3.2)."""
         needs = [old, new]
         base = self.preset.ours if values.get("method") == OUR_METHOD else self.preset.upgrade
         chosen: dict[str, object] = {
@@ -200,7 +202,7 @@ class ComparisonPlace:
         return TrainingRun({**chosen, **values}, tuple(needs))
 
     def _common(self, kind: str, base: Values, name: str, role: str) -> dict[str, object]:
-        # Append only: a role's place is part of its seed.
+        # Only append: a role's position is part of its seed.
         roles = ("old", "new", "side", "upgrade", "first", "second", "other", *STEPS)
         return {
             "kind": kind,
@@ -208,16 +210,17 @@ class ComparisonPlace:
             **self.changes.get(kind, {}),
             "run_dir": self.runs / name,
             "seed": 100 * self.seed + roles.index(role),
-            # One for all: models of a comparison hold out the same images.
+            # The same for all, so that all models hold out the same images.
             "split_seed": 0,
         }
 
 
 def _side_values(preset: Preset, kind: str) -> Values:
-    """How a psi is trained: an alternate old model as the old one was (FCT section 5.1), so that
-    nothing but its randomness, and mixup, is new; an autoencoder (D.4.2) and VICReg by their own
-    rates.
-    """
+    """Return the configuration of a psi by kind.
+
+    An alternate old model is trained like the old one (FCT section 5.1), so that only its
+    randomness,
+    and mixup, differ. An autoencoder (D.4.2) and VICReg have their own learning rates."""
     if kind in ("alternate", "mixup"):
         as_old = {key: value for key, value in preset.embedder.items() if key != "embedding_dim"}
         return {**as_old, "side_info_dim": preset.side_encoder["side_info_dim"]}
@@ -225,13 +228,13 @@ def _side_values(preset: Preset, kind: str) -> Values:
         views = {"augmentation": preset.embedder["augmentation"]}
         return {**preset.side_encoder, **views, **preset.autoencoder}
     if kind == "vicreg":
-        # Its terms weigh 25: by the rate of SimCLR's the first steps diverge.
+        # Its terms have weights of 25: with SimCLR's rate the first steps would diverge.
         return {**preset.side_encoder, "optimizer": "adam", "lr": 1e-3, "weight_decay": 0.0}
     return preset.side_encoder
 
 
 def ensure(run: TrainingRun, done: set[Path]) -> None:
-    """Train `run` and what it needs, where they are not trained yet."""
+    """Train `run` and what it needs, unless they are trained."""
     if run.folder in done:
         return
     for needed in run.needs:
@@ -245,12 +248,16 @@ TEST = "test"
 
 @dataclass(frozen=True)
 class MethodRow:
-    """`new` queries a gallery of `old`, as it is or carried along `route`.
+    """A row: `new` queries a gallery of `old`, directly or carried along `route`.
 
-    A step of the route is an upgrade, or an embedder whose own training made one (DMU's psi).
-    `side` made the side-information that is stored with the old embeddings. `int8`: through the
-    exported, quantised file. `tested`: the folder of the place's images that are query and gallery.
-    `limit`: its transform saw what is tested, so that it is a bound and not a method.
+    Attributes:
+        name: the name in the table.
+        old, new: the models.
+        route: upgrades, or embedders whose own training made one (DMU's psi).
+        side: made the side-information that is stored with the old embeddings.
+        int8: upgrade with the exported, quantised file.
+        tested: the folder of the place's images that are query and gallery.
+        limit: the transform has seen the tested images, so the row is a bound and not a method.
     """
 
     name: str
@@ -264,23 +271,23 @@ class MethodRow:
 
     @property
     def runs(self) -> tuple[TrainingRun, ...]:
-        """Everything that has to be trained for this row, each once."""
+        """The trainings that this row needs, each once."""
         sides = () if self.side is None else (self.side,)
         own = (self.old, self.new, *self.route, *sides)
         return tuple({run.folder: run for run in own}.values())
 
 
 def learned(row: MethodRow) -> tuple[object, ...]:
-    """What a row's new model saw and is tested on: rows that are equal in it share one upper bound.
+    """Return what determines a row's upper bound: data, test, and backbone of the new model.
 
-    Another backbone is another bound; another width of the embedding is a variant (BCT Table 3).
+    Another backbone has another bound; another width of the embedding is a variant (BCT Table 3).
     """
     new = row.new.values
     return row.tested, new["images"], new["classes"], new["backbone"], new.get("width")
 
 
 class Shared:
-    """The models that rows have in common, described, not yet trained."""
+    """Descriptions of the models that rows share."""
 
     def __init__(self, place: ComparisonPlace) -> None:
         self.place, self.split = place, place.split
@@ -292,12 +299,12 @@ class Shared:
 
     @cached_property
     def new(self) -> TrainingRun:
-        """phi_new*, trained without a thought for phi_old."""
+        """phi_new*, trained independently of phi_old."""
         return self._new("new")
 
     @cached_property
     def _begun(self) -> TrainingRun | None:
-        """The shared warm-up of the new models."""
+        """The common warm-up of the new models."""
         branch = self.place.preset.branch
         if branch is None:
             return None
@@ -320,26 +327,25 @@ class Shared:
         )
 
     def side(self, kind: str, width: int | None = None) -> TrainingRun:
-        """psi of the old model's time, of a kind of FCT section 5.1; `width` where not the
-        preset's.
-        """
+        """Describe psi of a kind of FCT section 5.1, on the old model's classes; `width` None: the
+        preset's."""
         name, size = f"side-{kind}", {}
         if width is not None:
             name, size = f"{name}-{width}", {"side_info_dim": width}
         return self.place.side_encoder(name, classes=self.split.old, kind=kind, **size)
 
     def compatible(self, name: str, method: str, **options: Any) -> TrainingRun:
-        """A new model trained by a compatible method on all new classes."""
+        """Describe a new model trained by a compatible method on all new classes."""
         if method == "dmu":
             options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
         return self._new(name, self.old, method=method, options=options)
 
     def adapted(self, name: str, method: str, **values: Any) -> TrainingRun:
-        """phi_new*, finished, as a method changes it to meet the old space."""
+        """Describe phi_new* after a method has adapted it to the old space."""
         return self._new(name, self.old, self.new, method=method, **values)
 
     def on_top(self, name: str, new: TrainingRun) -> MethodRow:
-        """Ours, from phi_old and SimCLR to a new model that was trained beside the old one."""
+        """Describe a row: our upgrade, with SimCLR, from phi_old to a compatible new model."""
         simclr = self.side("simclr")
         run = self.place.upgrade(
             f"upgrade-{name}", self.old, new, classes=self.split.new, side=simclr, method=OUR_METHOD
@@ -349,7 +355,7 @@ class Shared:
     def upgrade_row(
         self, name: str, method: str, side: TrainingRun | None = None, **values: Any
     ) -> MethodRow:
-        """An upgrade from phi_old, and psi where there is one, to phi_new*."""
+        """Describe a row: an upgrade from phi_old, and psi if given, to phi_new*."""
         run = self.place.upgrade(
             f"upgrade-{name}",
             self.old,

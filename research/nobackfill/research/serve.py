@@ -1,6 +1,6 @@
-"""A gallery of old vectors as a row serves it, as it is or carried along upgrades; and its cost.
+"""Serve a gallery of old vectors as a row does, directly or carried along upgrades; and its cost.
 
-The cost of an item is the bytes stored for it, and the time that its route takes.
+The cost of an item is the bytes that are stored for it, and the time of its route.
 """
 
 import tempfile
@@ -37,8 +37,9 @@ _EXAMPLES = 8
 def exported(
     step: UpgradeNetwork, old_dim: int, side_dim: int, *, int8: bool
 ) -> onnxruntime.InferenceSession:
-    """A session on one thread; inputs `embedding` [n,old_dim] and, where it is read, `side`
-    [n,side_dim].
+    """Export a step; return a session on one thread.
+
+    Its inputs are `embedding` [n,old_dim] and, if it is read, `side` [n,side_dim].
     """
     graph = UpgradeGraph(step)
     inputs = {"embedding": torch.randn(_EXAMPLES, old_dim)}
@@ -56,7 +57,7 @@ def exported(
         )
 
 
-# A row's models, as releases are numbered.
+# Numbers of a row's models, in the place of release numbers.
 OLD, NEW = 1, 2
 
 
@@ -71,17 +72,17 @@ class Trained(Embedded):
         vectors: Mapping[int, Vectors],
         side: Vectors | None,
     ) -> None:
-        """`vectors` by model [n,dim]; `side` [n,side_dim] is stored beside those of OLD."""
+        """Use vectors [n,dim] by model; `side` [n,side_dim] is stored with those of OLD."""
         super().__init__(listing)
         self._row, self._metric, self._vectors, self._side = row, metric, vectors, side
         self._served: dict[bool, Upgraded] = {}
 
     def native(self, release: int) -> Vectors:
-        """Of OLD or NEW."""
+        """Return the vectors of OLD or NEW."""
         return self._vectors[release]
 
     def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
-        """OLD's along the row's route; `int8`: through the exported, quantised files."""
+        """Return OLD's vectors carried along the row's route; `int8`: by quantised files."""
         if len(releases) == 1:
             return Upgraded(self.native(releases[0]), None, None)
         if int8 not in self._served:
@@ -89,12 +90,12 @@ class Trained(Embedded):
         return self._served[int8]
 
     def metric(self, release: int) -> Metric:
-        """One for all."""
+        """Return the metric, which is the same for all models."""
         return self._metric
 
 
 def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> Upgraded:
-    """Carry `old` [n,dim] with `side` along the row's route."""
+    """Carry `old` [n,dim] with `side` [n,side_dim] along the row's route."""
     embedding, stored = torch.from_numpy(old), None if side is None else torch.from_numpy(side)
     log_variance = None
     for step in map(step_of, row.route):
@@ -111,7 +112,7 @@ def serve(row: MethodRow, old: Vectors, side: Vectors | None, *, int8: bool) -> 
 
 
 def step_of(run: TrainingRun) -> UpgradeNetwork:
-    """A step of a route: an upgrade, or the one that an embedder's own training made."""
+    """Load a step of a route: an upgrade, or the one that an embedder's own training made."""
     if run.values["kind"] == "upgrade":
         return read_upgrade(run.folder)[0]
     encoder, checkpoint = load_encoder(run.folder)
@@ -128,7 +129,7 @@ def step_of(run: TrainingRun) -> UpgradeNetwork:
 def _quantised(
     step: UpgradeNetwork, embedding: Tensor, side: Tensor | None
 ) -> transform.UpgradeOutput:
-    """The step through its exported int8 file."""
+    """Run the step by its exported int8 file."""
     inputs = {"embedding": embedding.numpy()}
     if step.reads_side:
         assert side is not None
@@ -140,14 +141,18 @@ def _quantised(
 
 
 _BATCH, _REPEATS = 1024, 10
-# Of the numbers that Binarise writes: a bit each, where they are packed.
+# This kind of side-information can be packed into one bit per element.
 _BITS = "binary_simclr"
 
 
 @dataclass(frozen=True)
 class RowCost:
-    """`stored`: bytes of the old embedding (float32) and the side-information (float32, or a bit a
-    number). `microseconds` an item, in batches of 1,024 on one thread; 0 without a transform.
+    """The cost of an item.
+
+    Attributes:
+        stored: bytes of the old embedding (float32) and of the side-information (float32, or a bit
+            per element).
+        microseconds: time of the transform, in batches of 1,024 on one thread; 0 without one.
     """
 
     stored: float
@@ -156,7 +161,7 @@ class RowCost:
 
 @dataclass(frozen=True)
 class _RouteStep:
-    """One transform of a route, and what it reads."""
+    """One transform of a route, and the dimensions that it reads."""
 
     network: UpgradeNetwork
     old_dim: int
@@ -165,13 +170,13 @@ class _RouteStep:
 
     @property
     def form(self) -> object:
-        """Equal for networks of equal cost."""
+        """A key that is equal for networks of equal cost."""
         shapes = tuple((k, tuple(v.shape)) for k, v in self.network.state_dict().items())
         return type(self.network.h), shapes, self.int8
 
 
 def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
-    """By row. Transforms of one form are exported and timed once."""
+    """Measure costs by row; transforms of one form are exported and timed once."""
     known: dict[object, float] = {}
     found = {}
     for row in rows:
@@ -185,7 +190,7 @@ def costs(rows: Sequence[MethodRow]) -> dict[str, RowCost]:
 
 
 def stored(row: MethodRow) -> float:
-    """Bytes an item of the gallery keeps for a row."""
+    """Return the bytes that a gallery stores per item for a row."""
     dim = row.old.values["embedding_dim"]
     assert isinstance(dim, int)
     if row.side is None:
@@ -198,7 +203,7 @@ def stored(row: MethodRow) -> float:
 def _steps(row: MethodRow) -> list[_RouteStep]:
     steps = []
     for run in row.route:
-        # What a run reads first is its old model.
+        # The first training that a run reads is its old model.
         old_dim = run.needs[0].values["embedding_dim"]
         assert isinstance(old_dim, int)
         side_dim = read_finished(run.folder).facts.get("side_dim", 0)
@@ -207,7 +212,7 @@ def _steps(row: MethodRow) -> list[_RouteStep]:
 
 
 def _microseconds(step: _RouteStep) -> float:
-    """The least of some repeats: what the processor takes where nobody else uses it."""
+    """Return the least time of some repeats: the time without other load."""
     session = exported(step.network, step.old_dim, step.side_dim, int8=step.int8)
     rng = np.random.default_rng(0)
     inputs = {"embedding": rng.normal(size=(_BATCH, step.old_dim)).astype(np.float32)}

@@ -1,11 +1,11 @@
-"""Rows in settings of their own: updates in a row, wrong labels, UniBCT's allocations, other
-domains; and the limits of what the stored vectors could give.
+"""Rows in special settings: consecutive updates, wrong labels, UniBCT's allocations, other domains;
+and the limits of what stored vectors can give.
 
-Settings exist on the main split alone, whose `first_of_chain` says so.
+Settings exist only on the main split, which has `first_of_chain`.
 
-Limits are transforms that saw what is tested: bounds, and no methods. A gallery's classes are
-unseen because nobody had their images when h was trained. What h loses there may be lost in (old,
-psi), or for want of images; the limits tell which.
+Limits are transforms that have seen the tested items, so they are bounds and not methods. Classes
+of a gallery are unseen because their images were not available when h was trained. What h loses
+there is missing either in (old, psi) or in the training images; the limits distinguish the two.
 """
 
 from dataclasses import replace
@@ -31,15 +31,14 @@ from nobackfill.research.rows import (
 )
 from nobackfill.training.data.allocations import ALLOCATIONS, NEW_SHARES, SHARE
 
-# Folders of the images of tested classes, made on demand below the place's own.
+# Folders of images of tested classes, made on demand below the place's own.
 TESTED = "tested"
 LIMIT = "limit"
 
 
 def limits(shared: Shared) -> list[MethodRow]:
-    """An affine map of the tested items themselves, and, where the tested classes are unseen, ours
-    trained on other images of them.
-    """
+    """List the limits: an affine map fitted on the tested items, and, if the tested classes are
+    unseen, our method trained on other images of them."""
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
 
     def row(method: str, name: Name, part: str) -> MethodRow:
@@ -65,12 +64,12 @@ def limits(shared: Shared) -> list[MethodRow]:
 NOISE = 0.2
 # Folders of images that are made on demand, below the place's own.
 FOREIGN, DISJOINT = "foreign", "disjoint"
-# Updates of the long chain.
+# The number of updates of the long chain.
 HOPS = len(STEPS) + 1
 
 
 def chains(shared: Shared) -> list[MethodRow]:
-    """v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU one on the other."""
+    """List v1 -> v2 -> v3: FCT in two hops and directly (section 4.4), BCT and DMU in turn."""
     split = shared.split
     if split.first_of_chain is None or split.second_of_chain is None:
         return []
@@ -99,10 +98,8 @@ def chains(shared: Shared) -> list[MethodRow]:
 
 
 def _trained_in_a_row(shared: Shared, method: str, v1: TrainingRun) -> MethodRow:
-    """phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table 6).
-
-    DMU's gallery evolves with each of them, along psi_2 and then psi_3 (Figure 3).
-    """
+    """Describe phi_3, compatible with phi_2, which is compatible with phi_1 (BCT Table 4, DMU Table
+    6). DMU's gallery is carried along psi_2 and then psi_3 (Figure 3)."""
     place, split = shared.place, shared.split
     options = {"hidden_dim": place.preset.dmu_hidden_dim} if method == "dmu" else {}
 
@@ -117,8 +114,9 @@ def _trained_in_a_row(shared: Shared, method: str, v1: TrainingRun) -> MethodRow
 
 
 def long_chain(shared: Shared) -> list[MethodRow]:
-    """FCT appendix H: five small updates from the old to the new classes, h of h of h, with the
-    side-information that g carries along, and without. One row a number of updates.
+    """List FCT appendix H: five small updates from the old to the new classes, h of h of h.
+
+    With the side-information that g carries along, and without; one row per number of updates.
     """
     split, place = shared.split, shared.place
     if split.first_of_chain is None:
@@ -139,7 +137,7 @@ def long_chain(shared: Shared) -> list[MethodRow]:
     for hop in range(HOPS):
         old, new, count = models[hop], models[hop + 1], classes[hop + 1]
         name = f"upgrade-chain-{count}"
-        # The last side-information has no next update to serve.
+        # The last update needs no side-information for a next one.
         carried = {} if hop + 1 == HOPS else {"new_side": sides[hop + 1]}
         route += (place.upgrade(name, old, new, classes=count, side=sides[hop], **carried),)
         plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
@@ -151,7 +149,7 @@ def long_chain(shared: Shared) -> list[MethodRow]:
 
 
 def foreign(shared: Shared) -> list[MethodRow]:
-    """FCT appendix B: the models as they are, in domains that none of them trained on."""
+    """List FCT appendix B: the same models in domains that none of them was trained on."""
     if shared.split.first_of_chain is None:
         return []
     rows = [
@@ -171,7 +169,7 @@ def foreign(shared: Shared) -> list[MethodRow]:
 
 
 def disjoint(shared: Shared) -> list[MethodRow]:
-    """FCT appendix I: phi_new, h and the test know only classes that phi_old and psi never saw."""
+    """List FCT appendix I: phi_new, h and the test have only classes that phi_old never saw."""
     place, split = shared.place, shared.split
     if split.first_of_chain is None:
         return []
@@ -193,9 +191,9 @@ def disjoint(shared: Shared) -> list[MethodRow]:
 
 
 def new_data(shared: Shared) -> list[MethodRow]:
-    """LwF as BCT publishes it (Table 1): only the images of classes that phi_old does not know
-    train phi_new. Row `lwf` of the comparison has all images, as its rivals have.
-    """
+    """List LwF as in BCT Table 1: phi_new is trained only on images of classes new to phi_old.
+
+    Row `lwf` of the comparison uses all images, as the other methods do."""
     place, split = shared.place, shared.split
     if split.first_of_chain is None:
         return []
@@ -207,7 +205,7 @@ def new_data(shared: Shared) -> list[MethodRow]:
 
 
 def noise(shared: Shared) -> list[MethodRow]:
-    """UniBCT's prototypes where a fifth of the new training set's labels are wrong."""
+    """List UniBCT's prototypes with a fifth of wrong labels in the new training set."""
     if shared.split.first_of_chain is None:
         return []
     place = shared.place
@@ -229,10 +227,10 @@ def noise(shared: Shared) -> list[MethodRow]:
 
 
 def allocations(shared: Shared) -> list[MethodRow]:
-    """UniBCT Table 2: five allocations, each with its rivals; an old and an independent new model
-    of their own. Each takes as many steps as a training on all images would: a third of the images
-    is not a third of the training.
-    """
+    """List UniBCT Table 2: five allocations, each with its own old and independent new model.
+
+    Each training takes as many steps as one on all images would, so that fewer images do not mean
+    less training."""
     if shared.split.first_of_chain is None:
         return []
     place = shared.place
@@ -254,7 +252,7 @@ def allocations(shared: Shared) -> list[MethodRow]:
     for allocation in ALLOCATIONS:
         images = place.images / allocation
         kind = "class" if allocation.endswith("class") else "data"
-        # Allocations by data share their old training set, and so do those by class.
+        # Allocations by data share an old training set, and so do allocations by class.
         old = place.embedder(
             f"old-{kind}",
             classes=None,
@@ -278,7 +276,7 @@ def allocations(shared: Shared) -> list[MethodRow]:
 
 
 def prepare(place: ComparisonPlace, rows: list[MethodRow]) -> None:
-    """Make the images that `rows` train and are tested on and that are not there."""
+    """Make the missing images that `rows` are trained and tested on."""
     for row in rows:
         folders = [run.values["images"] for run in row.runs]
         for images in (*folders, place.images / row.tested):

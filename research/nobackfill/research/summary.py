@@ -1,10 +1,10 @@
-"""Results of a comparison from the cells of its rows: means over seeds, what is kept, and claims,
-which are judged by the paired bootstrap, by CMC-1 and by mAP, each on its own.
+"""Summarise a comparison from the cells of its rows: means over seeds, shares kept, and claims.
 
-A claim is that one figure is larger than another on the same queries of the same seeds. Verdicts:
-holds (the whole interval above 0; for a claim of >=, none of it below), fails (all of it below 0),
-undecided. Classes are drawn, as queries of one class are not independent; fewer than 10 decide
-nothing. Nor does one seed: its interval leaves the choice of weights out.
+A claim says that one figure is larger than another, on the same queries of the same seeds. It is
+judged by the paired bootstrap, separately for CMC-1 and mAP. It holds if the whole interval is
+above 0 (for >=: if none of it is below), fails if all of it is below 0, and else is undecided.
+Classes are resampled, because queries of one class are not independent. Fewer than 10 classes, or
+one seed, decide nothing; the interval of one seed does not contain the randomness of the weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,19 +36,17 @@ from nobackfill.research.rows import TEST, MethodRow, learned
 from nobackfill.research.serve import RowCost
 
 FIGURES = ("cmc1", "map")
-# Fewer leave the training's randomness out of the interval.
+# With fewer seeds the interval lacks the training's randomness.
 FEWEST_SEEDS = 2
 
 Rows = Mapping[str, Sequence[Cells]]
-# A row and a cell; of several rows, the one with the largest figure.
+# A row and a cell; of several rows, the one with the largest figure counts.
 Side = tuple[str | tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """`better` > `worse`, figure by figure and query by query; `better` >= `worse` with
-    `or_equal`.
-    """
+    """`better` > `worse` (or >= with `or_equal`), for each figure and paired by query."""
 
     text: str
     better: Side
@@ -58,9 +56,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class JudgedClaim:
-    """One figure of a claim: the difference that was found over `seeds`. `rival`: which of several
-    rows `worse` turned out to be.
-    """
+    """The measured difference of one figure of a claim over `seeds`.
+
+    `rival` is the row that counted if `worse` names several."""
 
     rival: str | None
     difference: Difference
@@ -69,7 +67,7 @@ class JudgedClaim:
 
     @property
     def verdict(self) -> Verdict:
-        """Holds, fails or undecided."""
+        """The verdict: holds, fails or undecided."""
         if self.seeds < FEWEST_SEEDS or self.difference.of_these_classes:
             return "undecided"
         if not self.or_equal:
@@ -80,10 +78,10 @@ class JudgedClaim:
 
 
 def judge(claims: Sequence[Claim], rows: Rows) -> dict[str, dict[str, JudgedClaim]]:
-    """Each claim whose rows are there, by its text and figure.
+    """Judge the claims whose rows exist, by text and figure.
 
-    `rows` holds a row's cells of each seed, the same seeds in the same order for all rows; a row of
-    fewer seeds is compared on those that it has.
+    `rows` has a row's cells by seed, in the same order of seeds for all rows. A row with fewer
+    seeds is compared on those it has.
     """
     judged = {claim.text: _judge(claim, rows) for claim in claims}
     return {text: figures for text, figures in judged.items() if figures}
@@ -105,7 +103,7 @@ def _judge(claim: Claim, rows: Rows) -> dict[str, JudgedClaim]:
 
 
 def _strongest(side: Side, rows: Rows, figure: str) -> tuple[str, list[PerQuery]]:
-    """The side's row with the largest mean, and its figures by seed; none where it has none."""
+    """Return the side's row with the largest mean, and its figures by seed; empty without one."""
     names, cell = side
     found: dict[str, list[PerQuery]] = {}
     for name in (names,) if isinstance(names, str) else names:
@@ -125,7 +123,7 @@ Figures = Mapping[str, Mapping[str, Figure]]
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A row with its cells, one entry a seed."""
+    """A row with its cells, one entry per seed."""
 
     row: MethodRow
     runs: list[Cells]
@@ -144,7 +142,7 @@ def summarise(
     claims: Sequence[Claim],
     costs: Mapping[str, RowCost],
 ) -> Results:
-    """All that is told of a comparison."""
+    """Summarise a comparison: rows, claims and costs."""
     return Results(
         data=data,
         metric=metric,
@@ -178,9 +176,10 @@ def _shares(row: MethodRow, first: MethodRow) -> bool:
 
 
 def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, HeldTo]:
-    """By figure, the best new/new among the rows whose new model learned the same images, over the
-    seeds of row `name` (BCT section 3.3: a compatible model that lost new/new must not look whole,
-    nor a transform into a weak one).
+    """Return, by figure, the best new/new among rows whose new model learned the same images.
+
+    The means use the seeds of row `name`. (BCT section 3.3: a compatible model that lost new/new
+    must not look perfect, nor must a transform into a weak one.)
     """
     own = rows[name]
     seeds = len(own.runs)
@@ -201,8 +200,10 @@ def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, HeldTo]:
 
 
 def kept_figures(cells: Figures, bars: Mapping[str, HeldTo]) -> dict[str, float]:
-    """Derived figures, from means over seeds: `kept_cmc1` and, of mAP, `kept_map`, `gap_closed`
-    (BCT's update gain, where that is defined), `degradation` and `upgrade_gain`.
+    """Derive figures from means over seeds.
+
+    They are `kept_cmc1` and, for mAP, `kept_map`, `gap_closed` (BCT's update gain, if defined),
+    `degradation` and `upgrade_gain`.
     """
     old, served, new = (cells[cell]["map"][0] for cell in ("old/old", "new/served", "new/new"))
     told: dict[str, float | None] = {"upgrade_gain": upgrade_gain(served, old)}
@@ -215,7 +216,7 @@ def kept_figures(cells: Figures, bars: Mapping[str, HeldTo]) -> dict[str, float]
 
 
 def outcomes(judged: Mapping[str, JudgedClaim]) -> dict[str, ClaimOutcome]:
-    """A judged claim as it is told; of too few classes without bounds."""
+    """Convert a judged claim for the results; with too few classes it has no bounds."""
     return {
         figure: ClaimOutcome(
             rival=one.rival,

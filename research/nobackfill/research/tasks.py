@@ -1,7 +1,7 @@
-"""What a comparison has to do: each training, shared features and each row's measurement, as tasks.
+"""The tasks of a comparison: trainings, shared features, and measurements of rows.
 
-Tasks name what they need. They are shared among processes, of this machine or of a Ray cluster:
-each begins once its needs are met.
+Tasks name what they need. They run in processes of this machine or of a Ray cluster; each starts
+when its needs are complete.
 """
 
 import multiprocessing
@@ -47,8 +47,8 @@ Planned = Sequence[tuple[ComparisonPlace, Sequence[MethodRow]]]
 
 @dataclass(frozen=True)
 class Views:
-    """Features of frozen models over the pictures that upgrades are trained on: `shown` says which,
-    `runs` below which folder they are kept."""
+    """Features of frozen models over the pictures that upgrades are trained on: `shown` identifies
+    the pictures, `runs` is the folder whose cache has the features."""
 
     runs: Path
     shown: str
@@ -56,8 +56,9 @@ class Views:
 
 @dataclass(frozen=True)
 class ComparisonTask:
-    """`work(*arguments)`, once what `needs` names is there; a training makes its folder, features
-    have names of their own."""
+    """A call `work(*arguments)` that can start once everything in `needs` is made.
+
+    `made` is what it makes: a training's folder, or features."""
 
     work: Callable[..., None]
     arguments: tuple[object, ...]
@@ -66,10 +67,10 @@ class ComparisonTask:
 
 
 def tasks(planned: Planned) -> list[ComparisonTask]:
-    """Every training once, after those that it reads, and then every row's measurement.
+    """List every training once, after those that it reads, and then every row's measurement.
 
-    Features are tasks of their own, between models and upgrades, one for all upgrades that read
-    the same pictures: each would compute what they share, and make the pictures.
+    Features are separate tasks between models and upgrades, one for all upgrades that read the same
+    pictures, so that the pictures and features are computed once.
     """
     depths: dict[Path, tuple[int, TrainingRun]] = {}
 
@@ -82,7 +83,7 @@ def tasks(planned: Planned) -> list[ComparisonTask]:
         for row in rows:
             for run in row.runs:
                 depth(run)
-    # Many trainings wait for those of little depth.
+    # Trainings of little depth come first, because many others wait for them.
     runs = [run for _, run in sorted(depths.values(), key=lambda found: found[0])]
     read = {run.folder: _views(run) for run in runs if run.values["kind"] == "upgrade"}
     networks = [run for run in runs if run.folder not in read]
@@ -127,9 +128,9 @@ def _folders(runs: Iterable[TrainingRun]) -> frozenset[Path | Views]:
 
 
 def _views(run: TrainingRun) -> Views:
-    """What an upgrade's frozen models look at."""
+    """Return the pictures that an upgrade's frozen models read."""
     config = _upgrade_config(run)
-    # Views are made at the largest size that a model reads.
+    # Views are made at the largest image size of the models.
     size = max(int(str(needed.values.get("image_size", 0))) for needed in run.needs)
     shown = " ".join([f"image_size={size}", *(f"{key}={getattr(config, key)}" for key in _VIEWS)])
     return Views(run.folder.parent, shown)
@@ -149,14 +150,13 @@ def _upgrade_config(run: TrainingRun) -> UpgradeConfig:
 
 
 def _one_thread() -> None:
-    """Of torch and of numpy, in a process a core, of a pool or a cluster's node: with more, those
-    of numpy wait by spinning."""
+    """Use one thread of torch and numpy per process; more threads would wait by spinning."""
     torch.set_num_threads(1)
     threadpool_limits(1)
 
 
 def make_features(runs: Sequence[TrainingRun]) -> None:
-    """What upgrades read of frozen models, all of the same pictures, into the cache."""
+    """Compute the features of upgrades that read the same pictures, into the cache."""
     _one_thread()
     keep_freed_memory()
     began = _clocks()
@@ -166,7 +166,7 @@ def make_features(runs: Sequence[TrainingRun]) -> None:
 
 
 def train_run(run: TrainingRun) -> None:
-    """One training, its needs being there."""
+    """Run one training whose needs are complete."""
     _one_thread()
     if (run.folder / CHECKPOINT).is_file():
         ensure(run, {needed.folder for needed in run.needs})
@@ -177,7 +177,7 @@ def train_run(run: TrainingRun) -> None:
 
 
 def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
-    """The cells of one row, unless they are kept from the same models."""
+    """Measure the cells of one row, unless they are stored for the same models."""
     _one_thread()
     path, key = cells_path(place, row), _key(row)
     if read_cells(path, key) is not None:
@@ -195,12 +195,12 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
 
 @lru_cache(maxsize=2)
 def _test(images: Path, tested: str, split: Split, metric: Metric, cache: Path) -> Evaluation:
-    """What a row is measured on: many rows on the same, one after the other."""
+    """Return the test images of rows, cached because consecutive rows share them."""
     return evaluation(_shown(images, tested, split), metric, cache)
 
 
 def images_of(place: ComparisonPlace, row: MethodRow) -> Listing:
-    """Queries and gallery of a row: the split's classes, or a folder of its own."""
+    """Return queries and gallery of a row: the split's classes, or the row's own folder."""
     return _shown(place.images, row.tested, place.split)
 
 
@@ -213,7 +213,7 @@ def _shown(images: Path, tested: str, split: Split) -> Listing:
 
 
 def cells_path(place: ComparisonPlace, row: MethodRow) -> Path:
-    """Where a row's cells are kept."""
+    """Return the file of a row's cells."""
     return place.runs / "cells" / f"{row.name.replace(':', '-')}.npz"
 
 
@@ -224,7 +224,7 @@ def _key(row: MethodRow) -> str:
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds by the clock and of this process' processor: beside other work they part."""
+    """Return wall-clock seconds and processor seconds of this process."""
     return time.monotonic(), time.process_time()
 
 
@@ -242,10 +242,17 @@ Submit = Callable[..., Future[None]]
 
 
 def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
-    """Make the images, train every run, measure every row. What is done is not done again.
+    """Make the images, train every run, and measure every row; finished work is skipped.
 
-    `cluster`: address of a Ray cluster whose nodes do it, in place of `jobs` processes; they have
-    the folders under the same paths. Raises UnavailableError where there is none.
+    Args:
+        planned: the rows by place.
+        jobs: the number of processes.
+        cluster: the address of a Ray cluster whose nodes run the tasks instead; they must have the
+            folders under the same paths.
+
+    Raises:
+        UnavailableError: no cluster answers.
+        NobackfillError: a process was killed.
     """
     for place, rows in planned:
         prepare(place, list(rows))
@@ -265,13 +272,13 @@ def do(planned: Planned, jobs: int, cluster: str | None = None) -> None:
                 _share(waiting, jobs, pool.submit, progress)
             except BrokenProcessPool as error:
                 raise NobackfillError(
-                    "a process of the comparison was ended: give the machine or its container more "
-                    "memory, or fewer --jobs; run it again, it goes on after what is kept"
+                    "a process of the comparison was killed: give the machine or its container "
+                    "more memory, or use fewer --jobs; run it again to resume"
                 ) from error
 
 
 class _Progress:
-    """Lines on stderr: how many tasks there are, and how many are done."""
+    """Prints the number of tasks and of finished tasks on stderr."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done = total, 0
@@ -279,7 +286,7 @@ class _Progress:
         self._print("trainings and measurements to do; finished ones are kept and skipped")
 
     def finish_one(self) -> None:
-        """Count a finished task, and print a line when the last one is old enough."""
+        """Count a finished task, and print a line if the last one is old enough."""
         self._done += 1
         now = time.monotonic()
         if now - self._printed >= _LINE_EVERY and self._done < self._total:
@@ -293,8 +300,9 @@ class _Progress:
 
 @contextmanager
 def _nodes(address: str) -> Iterator[tuple[Submit, int]]:
-    """What hands tasks to a cluster, and how many processors it has. A task whose node dies is done
-    again: it goes on from what is kept."""
+    """Yield a function that submits tasks to a cluster, and its number of processors.
+
+    Ray runs a task again if its node dies; the task then resumes."""
     with extra("ray"):
         import ray
     join(address)
@@ -310,10 +318,10 @@ def _nodes(address: str) -> Iterator[tuple[Submit, int]]:
 
 
 def _share(waiting: list[ComparisonTask], jobs: int, submit: Submit, progress: _Progress) -> None:
-    """Carry tasks out in `jobs` processes, the first that can begin first.
+    """Run tasks in `jobs` processes, in their order as far as their needs allow.
 
-    No more are handed out than processes, so that a failure is raised as soon as what is in hand
-    ends.
+    No more tasks are submitted than there are processes, so that a failure is raised as soon as the
+    running tasks end.
     """
     made: set[Path | Views] = set()
     running: dict[Future[None], ComparisonTask] = {}
