@@ -28,9 +28,9 @@ from nobackfill.training.cli import train
 from nobackfill.training.networks.weights import (
     download,
     normalisation,
+    public_name,
     read_file,
     read_weights,
-    shown,
 )
 from tests.support import hosts
 from tests.training.life import invoke
@@ -142,7 +142,7 @@ def test_what_a_manifest_says_of_weights_names_no_folder() -> None:
         "open_clip:ViT-B-32/openai": "open_clip:ViT-B-32/openai",
         "open_clip:ViT-B-32//home/me/clip.safetensors": "open_clip:ViT-B-32/clip.safetensors",
     }.items():  # fmt: skip
-        assert shown(name) == told
+        assert public_name(name) == told
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_several_networks_learn_apart_and_answer_together(tmp_path: Path) -> Non
         hooks.append(network.register_forward_hook(met))
     terms = made({k: v[:32] for k, v in features.rows(32, 1).items()})
     # One after the other, not all for each.
-    assert asked == [0, 1, 2] and h.alone is None
+    assert asked == [0, 1, 2] and h.active is None
     terms["distance"].backward()
     assert all(p.grad is not None for network in h.members for p in network.parameters())
     for hook in hooks:
@@ -207,9 +207,9 @@ def test_several_networks_learn_apart_and_answer_together(tmp_path: Path) -> Non
     rows = view(20)
     outputs = []
     for number in range(3):
-        h.alone = number
+        h.active = number
         outputs.append(h(rows["old"], rows["side"]))
-    h.alone = None
+    h.active = None
     together = h(rows["old"], rows["side"])
     torch.testing.assert_close(together, (outputs[0] + outputs[1] + outputs[2]) / 3)
     assert not torch.allclose(outputs[0], outputs[1], atol=1e-3)

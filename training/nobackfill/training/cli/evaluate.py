@@ -175,15 +175,15 @@ def main(
     if queries is None or gallery is None:
         raise typer.BadParameter("expected --queries and --gallery, or --protocol and --root")
     sets = _sets(queries, gallery, model_repo, manifests)
-    measured = evaluate_cells(names, *sets.sides, neighbours=neighbours, int8=int8)
-    criteria = criterion(measured, *sets.sides, independent)
-    print(matrix_table(measured, criteria))
+    matrix = evaluate_cells(names, *sets.sides, neighbours=neighbours, int8=int8)
+    criteria = criterion(matrix, *sets.sides, independent)
+    print(matrix_table(matrix, criteria))
     if picture is not None:
-        write_picture(measured, picture)
-    curves = _curves(measured, *sets.sides) if backfill else {}
+        write_picture(matrix, picture)
+    curves = _curves(matrix, *sets.sides) if backfill else {}
     if backfill:
         print(backfill_table(curves) if curves else _NO_CURVE)
-    _write(json_file, lambda: _report(sets, measured, criteria, neighbours > 0, curves))
+    _write(json_file, lambda: _report(sets, matrix, criteria, neighbours > 0, curves))
 
 
 def _points(
@@ -193,8 +193,8 @@ def _points(
     if protocol is None and (far or fpir):
         raise typer.BadParameter("--far and --fpir need --protocol ijbc")
     told = {"far": far, "fpir": fpir}
-    asked = {name: tuple(rates) for name, rates in told.items() if rates}
-    return OperatingPoints(**asked) if asked else None
+    query_images = {name: tuple(rates) for name, rates in told.items() if rates}
+    return OperatingPoints(**query_images) if query_images else None
 
 
 @dataclass(frozen=True)
@@ -209,32 +209,32 @@ class _Sets:
 def _sets(
     queries: Path, gallery: Path, model_repo: Path, manifests: Mapping[int, Manifest]
 ) -> _Sets:
-    asked, searched = list_images(queries), list_images(gallery)
-    relevance, own = same_class(asked, searched)
+    query_images, gallery_images = list_images(queries), list_images(gallery)
+    relevance, own = same_class(query_images, gallery_images)
     if own:
         print(
-            f"{own} of {len(asked)} queries are in the gallery too: their own picture is left "
-            "out of their answers",
+            f"{own} of {len(query_images)} queries are in the gallery too: their own picture is "
+            "left out of their answers",
             file=sys.stderr,
         )
-    embedded = Published(asked, model_repo, manifests)
+    embedded = Published(query_images, model_repo, manifests)
     if queries.resolve() == gallery.resolve():
         return _Sets((embedded, embedded, relevance), own)
-    return _Sets((embedded, Published(searched, model_repo, manifests), relevance), own)
+    return _Sets((embedded, Published(gallery_images, model_repo, manifests), relevance), own)
 
 
 def _report(
     sets: _Sets,
-    measured: Sequence[MatrixCell],
+    matrix: Sequence[MatrixCell],
     criteria: Mapping[str, object],
     neighbours: bool,
     curves: Curves,
 ) -> dict[str, object]:
-    asked, searched = (side.listing for side in sets.sides[:2])
+    query_images, gallery_images = (side.listing for side in sets.sides[:2])
     return {
         "left_out": sets.left_out,
         "cells": {
-            str(cell.name): {**cell.figures, "worst_class": cell.worst_class} for cell in measured
+            str(cell.name): {**cell.figures, "worst_class": cell.worst_class} for cell in matrix
         },
         "criterion": criteria,
         "backfill": {
@@ -242,8 +242,8 @@ def _report(
             for cell, orders in curves.items()
         },
         "neighbours": {
-            str(cell.name): dict(neighbour_paths(cell, asked, searched))
-            for cell in measured
+            str(cell.name): dict(neighbour_paths(cell, query_images, gallery_images))
+            for cell in matrix
             if neighbours
         },
     }

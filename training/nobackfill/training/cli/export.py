@@ -229,23 +229,25 @@ def main(
     with drafting(model_repo) as folder:
         published = read_publication(model_repo, folder / "trusted")
         keys, first = _keys(model_repo, targets_key), not published.manifests
-        _check_number(release, published, measured=bool(evaluate or eval_texts), force=force)
-        listing, learnt = _evaluation(evaluate, split_seed, runs.trained(), force=force)
-        asked = EvaluationData(
+        _check_number(release, published, has_evaluation=bool(evaluate or eval_texts), force=force)
+        listing, count_trained = _evaluation(evaluate, split_seed, runs.trained(), force=force)
+        evaluation = EvaluationData(
             listing, None if eval_texts is None else list_texts(eval_texts), split_seed
         )
         draft = Release(
             release, folder, published.manifests, model_repo, withdrawn=published.withdrawn
         )
-        _brought(draft, onnx, Pixels(mean, std, fit, shortest, interpolation), weights, vectors_of)
+        _add_foreign(
+            draft, onnx, Pixels(mean, std, fit, shortest, interpolation), weights, vectors_of
+        )
         add_runs(draft, runs, keep_side_encoder)
-        manifest, evidence = _measured(draft, published, asked, int8_loss)
-        manifest = _judged(manifest, evidence, learnt, force=force, first=first)
-        done = publish(model_repo, draft.finished(manifest), keys, dry_run, devices)
-    _report(manifest, evidence, done, as_json)
+        manifest, evidence = _measure(draft, published, evaluation, int8_loss)
+        manifest = _judge(manifest, evidence, count_trained, force=force, first=first)
+        result = publish(model_repo, draft.finished(manifest), keys, dry_run, devices)
+    _report(manifest, evidence, result, as_json)
 
 
-def _brought(
+def _add_foreign(
     draft: Release, onnx: Path | None, pixels: Pixels, weights: str | None, vectors_of: str | None
 ) -> None:
     """Add an embedder that was trained elsewhere, or the name of one that is not available."""
@@ -277,7 +279,9 @@ def _evaluation(
     return unseen(listing, runs, force=force)
 
 
-def _check_number(release: int, published: Publication, *, measured: bool, force: bool) -> None:
+def _check_number(
+    release: int, published: Publication, *, has_evaluation: bool, force: bool
+) -> None:
     """Refuse a bad release number before anything is exported."""
     newest = max(published.manifests, default=0)
     if release <= newest:
@@ -285,21 +289,21 @@ def _check_number(release: int, published: Publication, *, measured: bool, force
             f"--release {release}: expected a number above {newest}, the newest release; "
             "releases are immutable and numbers only grow"
         )
-    if newest and not measured and not force:
+    if newest and not has_evaluation and not force:
         raise GateFailedError(
             f"release {release} has predecessors, so the gate must measure it: give --eval FOLDER "
             "of images that no run was trained on (or publish unmeasured with --force)"
         )
 
 
-def _measured(
-    draft: Release, published: Publication, asked: EvaluationData, int8_loss: float
+def _measure(
+    draft: Release, published: Publication, evaluation: EvaluationData, int8_loss: float
 ) -> tuple[Manifest, Evidence | None]:
     """Return the manifest with probes and, if there are images, with calibration and evidence."""
     manifest = draft.manifest(make_probes(draft))
     for sentence in plain_trouble(manifest, draft.all_files()):
         print(f"release {draft.number}: {sentence}", file=sys.stderr)
-    listing = asked.listing()
+    listing = evaluation.listing()
     if listing is None:
         print(
             f"release {draft.number}: warning: without evaluation data, hits have no score (None) "
@@ -309,15 +313,15 @@ def _measured(
         # Unmeasured quantised files are not published.
         bare = tuple(u.model_copy(update={"int8_file": None}) for u in manifest.upgrades)
         return manifest.model_copy(update={"upgrades": bare}), None
-    asked.check({**published.manifests, manifest.release: manifest})
+    evaluation.check({**published.manifests, manifest.release: manifest})
     manifest, evidence = measure_release(
         manifest,
         published,
         draft.all_files(),
         listing,
-        seed=asked.seed,
+        seed=evaluation.seed,
         int8_loss=int8_loss / 100,
-        texts=asked.for_images(),
+        texts=evaluation.for_images(),
     )
     update = {
         "evidence": evidence.cells,
@@ -329,8 +333,8 @@ def _measured(
     return manifest.model_copy(update=update), evidence
 
 
-def _judged(
-    manifest: Manifest, evidence: Evidence | None, learnt: int, *, force: bool, first: bool
+def _judge(
+    manifest: Manifest, evidence: Evidence | None, count_trained: int, *, force: bool, first: bool
 ) -> Manifest:
     """Return the manifest with the gate's verdict.
 
@@ -350,41 +354,41 @@ def _judged(
                 "images, or publish with --force\n" + gate_table(evidence)
             )
         verdict = verdict.model_copy(update={"forced": True})
-    if learnt:
-        detail = f"{verdict.detail}; measured on {learnt} training images".removeprefix("; ")
+    if count_trained:
+        detail = f"{verdict.detail}; measured on {count_trained} training images".removeprefix("; ")
         verdict = verdict.model_copy(update={"forced": True, "detail": detail})
     return Manifest.model_validate(manifest.model_copy(update={"gate": verdict}).model_dump())
 
 
 def _report(
-    manifest: Manifest, evidence: Evidence | None, done: PublishedRelease, as_json: bool
+    manifest: Manifest, evidence: Evidence | None, result: PublishedRelease, as_json: bool
 ) -> None:
-    if done.new_keys is not None:
+    if result.new_keys is not None:
         print(
-            f"DEVELOPMENT KEYS made in {done.new_keys}: whoever holds them can sign releases. Move "
-            "root and targets keys offline before real devices trust them",
+            f"DEVELOPMENT KEYS made in {result.new_keys}: whoever holds them can sign releases. "
+            "Move root and targets keys offline before real devices trust them",
             file=sys.stderr,
         )
     if as_json:
         summary = {
             "release": manifest.release,
             "space": manifest.space,
-            "written": done.written,
+            "written": result.written,
             "gate": manifest.gate.model_dump(),
             "cells": [cell.model_dump() for cell in manifest.evidence],
             "unlabelled": [cell.model_dump() for cell in manifest.unlabelled],
             "routes": [route.model_dump() for route in manifest.routes],
-            "files": dict(done.files),
+            "files": dict(result.files),
         }
         print(json.dumps(summary))
         return
     if evidence is not None:
         print(gate_table(evidence))
-    verb = "published" if done.written else "would be published (dry run)"
+    verb = "published" if result.written else "would be published (dry run)"
     forced = ", FORCED" if manifest.gate.forced else ""
     print(
         f"release {manifest.release} {verb}: gate {manifest.gate.verdict}{forced}, "
-        f"{len(done.files)} files, {sum(done.files.values()) / 2**20:.1f} MiB"
+        f"{len(result.files)} files, {sum(result.files.values()) / 2**20:.1f} MiB"
     )
 
 

@@ -42,8 +42,8 @@ def _without_labels(cell: Unlabelled) -> str:
         "R@1 of the very item": (cell.stayed_recall1, cell.recall1),
         "MRR": (cell.stayed_mrr, cell.mrr),
     }
-    told = (f"{name} {100 * old:.1f} to {100 * new:.1f}" for name, (old, new) in pairs.items())
-    return f"{cell.name} without labels, {cell.queries} queries: {', '.join(told)}"
+    texts = (f"{name} {100 * old:.1f} to {100 * new:.1f}" for name, (old, new) in pairs.items())
+    return f"{cell.name} without labels, {cell.queries} queries: {', '.join(texts)}"
 
 
 # Keys of shares in quality/criterion.py, with their column titles.
@@ -68,14 +68,14 @@ def matrix_table(
     table = Table("cell", "CMC-1", "CMC-5", "mAP", *titles)
     for cell in cells:
         figures = (f"{100 * cell.figures[name]:.2f}" for name in ("cmc1", "cmc5", "map"))
-        told = criteria.get(str(cell.name))
-        if told is None:
+        texts = criteria.get(str(cell.name))
+        if texts is None:
             table.add_row(str(cell.name), *figures)
             continue
-        shares = (_percent(told[name]) for name in _SHARES)
-        strict = "/".join(_percent(told[f"strict_{kind}"]) for kind in ("apart", "together"))
+        shares = (_percent(texts[name]) for name in _SHARES)
+        strict = "/".join(_percent(texts[f"strict_{kind}"]) for kind in ("apart", "together"))
         # Compares means on these images; this is not a claim about other images.
-        met = "met" if told["compatible"] else "not met"
+        met = "met" if texts["compatible"] else "not met"
         table.add_row(str(cell.name), *figures, *shares, strict, met)
     return render(table)
 
@@ -119,5 +119,5 @@ def _gains(row: GainRow | None) -> list[str]:
     gains = [row.cmc1_gain, row.map_gain]
     if row.agreement_gain is not None:
         gains.append(row.agreement_gain)
-    told = [f"{100 * g.mean:+.2f} [{100 * g.low:+.2f}, {100 * g.high:+.2f}]" for g in gains]
-    return [*told, "passed" if row.passed else "FAILED"]
+    texts = [f"{100 * g.mean:+.2f} [{100 * g.low:+.2f}, {100 * g.high:+.2f}]" for g in gains]
+    return [*texts, "passed" if row.passed else "FAILED"]

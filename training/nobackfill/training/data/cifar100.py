@@ -45,18 +45,18 @@ def write_folders(folder: Path, dataset: type[CIFAR100] = CIFAR100) -> None:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             for part in missing:
-                images = _load(dataset, beside, part)
-                _write(images, Path(beside) / part)
-                (Path(beside) / part).rename(folder / part)
+                images = _load(dataset, scratch, part)
+                _write(images, Path(scratch) / part)
+                (Path(scratch) / part).rename(folder / part)
     except OSError as error:
         raise CannotWriteError(f"{folder}: cannot be written ({error})") from error
 
 
-def _load(dataset: type[CIFAR100], beside: str, part: str) -> CIFAR100:
+def _load(dataset: type[CIFAR100], scratch: str, part: str) -> CIFAR100:
     try:
-        return dataset(beside, train=part == "train", download=True)
+        return dataset(scratch, train=part == "train", download=True)
     except urllib.error.URLError as error:
         raise UnavailableError(
             f"{dataset.url}: cannot be downloaded ({error}); without a network, copy the images to "

@@ -91,7 +91,7 @@ def _checksum(pixels: memoryview) -> bytes:
 
 
 @dataclass(frozen=True)
-class Refused:
+class UnreadableBatch:
     """A batch that could not be read. Not an exception, which a DataLoader would wrap."""
 
     why: str
@@ -122,14 +122,14 @@ class ImageFiles(Dataset[Tensor]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __getitems__(self, rows: list[int]) -> Tensor | Refused:
+    def __getitems__(self, rows: list[int]) -> Tensor | UnreadableBatch:
         """Return images uint8 [n,size,size,3] of `rows`, or Refused."""
         images = np.empty((len(rows), self.size, self.size, 3), np.uint8)
         try:
             for place, row in enumerate(rows):
                 images[place] = self._read(self.root / self.path(row))
         except InvalidInputError as error:
-            return Refused(f"{error}; remove it and run this again")
+            return UnreadableBatch(f"{error}; remove it and run this again")
         return torch.from_numpy(images)
 
     def path(self, row: int) -> str:

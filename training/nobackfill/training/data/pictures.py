@@ -23,7 +23,13 @@ from nobackfill.class_folders import Listing, decode
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.training.config import Config
 from nobackfill.training.data.folders import identity
-from nobackfill.training.data.image_files import DECODER, ImageFiles, PixelCache, Refused, processes
+from nobackfill.training.data.image_files import (
+    DECODER,
+    ImageFiles,
+    PixelCache,
+    UnreadableBatch,
+    processes,
+)
 
 # Images that are embedded at a time.
 CHUNK = 256
@@ -71,7 +77,7 @@ class Pictures:
         self._order.rows, self._order.batches = self._rows, batches
         try:
             for found in self._loader:
-                if isinstance(found, Refused):
+                if isinstance(found, UnreadableBatch):
                     raise InvalidInputError(found.why)
                 yield found
         except (RuntimeError, EOFError, OSError) as error:
@@ -201,11 +207,11 @@ def _bytes(listing: Listing, size: int) -> int:
     return len(listing) * size * size * 3
 
 
-def _say_room(cache: PixelCache, wanted: int) -> None:
+def _say_room(cache: PixelCache, needed_bytes: int) -> None:
     room = cache.room_bytes()
-    if room < wanted:
+    if room < needed_bytes:
         print(
-            f"{cache.folder}: room for {room / 2**30:.1f} of {wanted / 2**30:.1f} GiB of resized "
-            "images; the others are decoded every time",
+            f"{cache.folder}: room for {room / 2**30:.1f} of {needed_bytes / 2**30:.1f} GiB of "
+            "resized images; the others are decoded every time",
             file=sys.stderr,
         )

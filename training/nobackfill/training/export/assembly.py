@@ -31,7 +31,7 @@ from nobackfill.training.loop.upgrade import read_upgrade
 from nobackfill.training.method import UpgradeShape
 from nobackfill.training.methods import embedder_method
 from nobackfill.training.networks.frozen import load_encoder
-from nobackfill.training.networks.weights import shown
+from nobackfill.training.networks.weights import public_name
 
 # Up to this share of evaluation images are accidental copies and left out; more are a wrong folder.
 _CHANCE = 0.01
@@ -273,7 +273,7 @@ def _flat(prefix: str, values: Mapping[str, object]) -> Recipe:
         if key in _PRIVATE:
             continue
         if key in _WEIGHTS and isinstance(value, str):
-            value = shown(value)
+            value = public_name(value)
         if isinstance(value, Mapping):
             flat |= _flat(f"{prefix}.{key}", value)
         elif isinstance(value, str | int | float | bool) or value is None:

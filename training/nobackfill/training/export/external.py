@@ -41,7 +41,7 @@ from nobackfill.training.export.probes import source_probes
 from nobackfill.training.networks.backbones import AUXILIARY, linear_layers, replace_layer
 from nobackfill.training.networks.embedder import ImageEncoder
 from nobackfill.training.networks.public_models import PublicModel, is_public, open_public, unknown
-from nobackfill.training.networks.weights import of_torchvision, read_weights, shown
+from nobackfill.training.networks.weights import of_torchvision, public_name, read_weights
 
 Channels = tuple[float, float, float]
 
@@ -260,7 +260,7 @@ def add_public_embedder(release: Release, name: str) -> None:
     framed = {"fit": pixels.fit, "shortest": pixels.shortest, "interpolation": pixels.interpolation}
     release.embedder = release.embedder.model_copy(update=framed)
     release.method = "brought"
-    release.recipe["weights"] = shown(name) if is_public(name) else name
+    release.recipe["weights"] = public_name(name) if is_public(name) else name
 
 
 SUFFIX = ".onnx"
@@ -284,7 +284,7 @@ def add_onnx_upgrade(release: Release, source: Path) -> None:
     facts = {one.key: one.value for one in model.metadata_props}
     dims = _dims(model, source)
     space = space_of(release.embedder, release.text_encoder)
-    made = _named(space, release.embedder, release.recipe, facts.get("new_model"))
+    made = _model_name(space, release.embedder, release.recipe, facts.get("new_model"))
     if made is not None and facts.get("new_model", made) != made:
         raise ConfigurationError(
             f"--upgrade {source}: was fitted on vectors of another new model than the one being "
@@ -345,7 +345,7 @@ def _dims(model: onnx.ModelProto, source: Path) -> tuple[int, int]:
     return shapes[0][1], shapes[1][1]
 
 
-def _named(
+def _model_name(
     space: str, embedder: PublishedEmbedder, recipe: Recipe, model: str | None
 ) -> str | None:
     """Return a release's own name of the model of its vectors, in the form of `model`.
@@ -363,7 +363,7 @@ def _source(release: Release, path: Path, model: str | None, dim: int) -> Manife
     if model is not None:
         named = [one for one in found if model in (one.space, one.recipe.get(TEXT_MODEL))]
         found = named or [
-            one for one in found if _named(one.space, one.embedder, one.recipe, model) is None
+            one for one in found if _model_name(one.space, one.embedder, one.recipe, model) is None
         ]
     fitting = [one for one in found if one.embedder.dim == dim]
     if not fitting:

@@ -128,19 +128,19 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
     """Append pooling; return the name of a value float32 [n,dim]."""
     graph = model.graph
     outputs = [value.name.removeprefix(_THEIRS) for value in graph.output]
-    wanted = declared.output or outputs[0]
-    if wanted not in outputs:
-        raise InvalidInputError(f"expected the output {wanted!r}, but the model has {outputs}")
-    axes = _axes(model, _THEIRS + wanted)
+    output_name = declared.output or outputs[0]
+    if output_name not in outputs:
+        raise InvalidInputError(f"expected the output {output_name!r}, but the model has {outputs}")
+    axes = _axes(model, _THEIRS + output_name)
     graph.node.append(
-        helper.make_node("Cast", [_THEIRS + wanted], ["tokens_float"], to=TensorProto.FLOAT)
+        helper.make_node("Cast", [_THEIRS + output_name], ["tokens_float"], to=TensorProto.FLOAT)
     )
     if axes == 2:
         return "tokens_float"
     if axes != 3 or declared.pooling == "none":
         raise InvalidInputError(
-            f"output {wanted!r}: expected [n, dim], or [n, tokens, dim] with pooling mean or cls, "
-            f'got {axes} axes with pooling {declared.pooling}; declare another one as "output"'
+            f"output {output_name!r}: expected [n, dim], or [n, tokens, dim] with pooling mean or "
+            f'cls, got {axes} axes with pooling {declared.pooling}; declare another one as "output"'
         )
     if declared.pooling == "cls":
         _add(graph, "first_token", 0)
@@ -156,13 +156,13 @@ def _pooled(model: onnx.ModelProto, declared: Declaration) -> str:
     return "pooled"
 
 
-def _axes(model: onnx.ModelProto, wanted: str) -> int:
+def _axes(model: onnx.ModelProto, output_name: str) -> int:
     """Return the number of axes of an output, as declared or as inferred from the graph."""
     for graph in (model.graph, shape_inference.infer_shapes(model).graph):
-        value = next(value for value in graph.output if value.name == wanted)
+        value = next(value for value in graph.output if value.name == output_name)
         if axes := len(value.type.tensor_type.shape.dim):
             return axes
-    raise InvalidInputError(f"output {wanted!r}: its shape is unknown; export it with shapes")
+    raise InvalidInputError(f"output {output_name!r}: its shape is unknown; export it with shapes")
 
 
 def _add(graph: onnx.GraphProto, name: str, value: int | Sequence[int]) -> None:
@@ -200,11 +200,11 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
         "pooling": declared.pooling,
     }
     if queries is not None:
-        asking = _put(release, queries, "--query-encoder", query_encoder_path(release.number))
-        _check_asking(asking, made)
+        query_model = _put(release, queries, "--query-encoder", query_encoder_path(release.number))
+        _check_asking(query_model, made)
         said["query_file"] = release.file(query_encoder_path(release.number))
-        said["query_prefix"] = asking.declared.prefix_of_queries
-        release.recipe["query_encoder_sha256"] = digest(asking.weights)
+        said["query_prefix"] = query_model.declared.prefix_of_queries
+        release.recipe["query_encoder_sha256"] = digest(query_model.weights)
     release.local(tokenizer_path(release.number)).write_bytes(made.tokenizer.read_bytes())
     said["tokenizer"] = release.file(tokenizer_path(release.number))
     release.text_encoder = TextEncoder.model_validate(said)
@@ -212,7 +212,7 @@ def add_text_encoder(release: Release, source: Path, queries: Path | None = None
     release.recipe[TEXT_MODEL] = fingerprint(made.weights, declared, made.tokenizer)
 
 
-class _Made(NamedTuple):
+class _ForeignModel(NamedTuple):
     """A foreign model as the release's graph, and its vectors of the probes."""
 
     file: Path
@@ -223,8 +223,8 @@ class _Made(NamedTuple):
     vectors: Vectors
 
 
-def _put(release: Release, source: Path, option: str, published: str) -> _Made:
-    file = _found(source, option)
+def _put(release: Release, source: Path, option: str, published: str) -> _ForeignModel:
+    file = _onnx_file(source, option)
     path, weights = release.local(published), weight_files(file)
     try:
         model = onnx.load(file)
@@ -244,21 +244,21 @@ def _put(release: Release, source: Path, option: str, published: str) -> _Made:
         raise InvalidInputError(f"{option} {file}: {error}") from error
     if told := guess(file, declared):
         print(visible(told), file=sys.stderr)
-    return _Made(file, weights, declared, tokenizer, inputs, vectors)
+    return _ForeignModel(file, weights, declared, tokenizer, inputs, vectors)
 
 
-def _check_asking(asking: _Made, made: _Made) -> None:
+def _check_asking(query_model: _ForeignModel, made: _ForeignModel) -> None:
     """Raise InvalidInputError if query model and text model do not fit each other."""
     for what, one, other in (
-        ("inputs", asking.inputs, made.inputs),
-        ("max_length", asking.declared.max_length, made.declared.max_length),
-        ("tokenizer", sha256_file(asking.tokenizer), sha256_file(made.tokenizer)),
-        ("dimension and norm", _kind(asking.vectors), _kind(made.vectors)),
+        ("inputs", query_model.inputs, made.inputs),
+        ("max_length", query_model.declared.max_length, made.declared.max_length),
+        ("tokenizer", sha256_file(query_model.tokenizer), sha256_file(made.tokenizer)),
+        ("dimension and norm", _kind(query_model.vectors), _kind(made.vectors)),
     ):
         if one != other:
             raise InvalidInputError(
-                f"--query-encoder {asking.file}: expected the {what} of --text-encoder, {other}; "
-                f"got {one}"
+                f"--query-encoder {query_model.file}: expected the {what} of --text-encoder, "
+                f"{other}; got {one}"
             )
 
 
@@ -267,7 +267,7 @@ def _kind(vectors: Vectors) -> tuple[int, bool]:
     return vectors.shape[1], bool((np.abs(np.linalg.norm(vectors, axis=1) - 1) < 1e-3).all())
 
 
-def _found(source: Path, option: str) -> Path:
+def _onnx_file(source: Path, option: str) -> Path:
     """Return the ONNX file: given itself, or in a folder as exporters lay it out."""
     places = [source, source / _MODEL, source / "onnx" / _MODEL]
     file = next((place for place in places if place.is_file()), None)

@@ -174,8 +174,8 @@ def fit(
                 _set_lr(optimizer, learning_rate(config, step / steps))
                 terms = model(batch)
                 loss = torch.stack([term.float() for term in terms.values()]).sum()
-                told = _over_devices(fabric, terms)
-                _check_finite(told, step, config)
+                figures = _over_devices(fabric, terms)
+                _check_finite(figures, step, config)
                 fabric.backward(loss)
                 if config.gradient_clip is not None:
                     fabric.clip_gradients(model, optimizer, max_norm=config.gradient_clip)
@@ -183,7 +183,7 @@ def fit(
                 optimizer.zero_grad(set_to_none=True)
                 if step % config.log_every == 0 and fabric.is_global_zero:
                     lr = learning_rate(config, step / steps)
-                    _log(config, epoch, step, lr, told | objective.statistics)
+                    _log(config, epoch, step, lr, figures | objective.statistics)
                 step += 1
             last = epoch + 1 == config.epochs
             if last:
@@ -195,7 +195,7 @@ def fit(
                 )
                 if fabric.is_global_zero:
                     write_checkpoint(config.run_dir, checkpoint)
-            advance(told["loss"])
+            advance(figures["loss"])
     assert checkpoint is not None
     return checkpoint
 
@@ -309,19 +309,19 @@ def _over_devices(
     return {"loss": float(whole.sum()), **dict(zip(terms, whole.tolist(), strict=True))}
 
 
-def _check_finite(told: Mapping[str, float], step: int, config: Config) -> None:
-    if math.isfinite(told["loss"]):
+def _check_finite(figures: Mapping[str, float], step: int, config: Config) -> None:
+    if math.isfinite(figures["loss"]):
         return
-    bad = [name for name, value in told.items() if name != "loss" and not math.isfinite(value)]
+    bad = [name for name, value in figures.items() if name != "loss" and not math.isfinite(value)]
     raise DivergedError(
-        f"{config.run_dir}: the loss was {told['loss']} at step {step} "
+        f"{config.run_dir}: the loss was {figures['loss']} at step {step} "
         f"(term: {', '.join(bad)}); the last checkpoint stays. Try a lower lr, a longer warm-up "
         "or gradient_clip"
     )
 
 
-def _log(config: Config, epoch: int, step: int, lr: float, told: Mapping[str, float]) -> None:
-    line = {"epoch": epoch, "step": step, "lr": lr, **told}
+def _log(config: Config, epoch: int, step: int, lr: float, figures: Mapping[str, float]) -> None:
+    line = {"epoch": epoch, "step": step, "lr": lr, **figures}
     append(config.run_dir / STATS, (json.dumps(line) + "\n").encode())
 
 

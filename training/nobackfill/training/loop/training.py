@@ -49,14 +49,14 @@ def train(config: Config, progress: ProgressBars) -> Checkpoint:
     done = resumable(config)
     if done is not None and done.finished:
         return done
-    with _alone(config.run_dir):
+    with _run_lock(config.run_dir):
         if isinstance(config, UpgradeConfig):
             return train_upgrade(config, chosen, held_out, progress)
         return _train_network(config, chosen, progress)
 
 
 @contextmanager
-def _alone(run_dir: Path) -> Iterator[None]:
+def _run_lock(run_dir: Path) -> Iterator[None]:
     """Lock the run folder: two trainings in it would overwrite each other's files."""
     path = run_dir / "lock"
     with ExitStack() as held:

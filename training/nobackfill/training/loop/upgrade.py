@@ -78,9 +78,9 @@ def check_choices(method: UpgradeMethod, config: UpgradeConfig) -> None:
     """Raise ConfigurationError for an option in `choose` that cannot be selected, or is set."""
     for name in config.choose:
         if name not in method.choices:
-            known = ", ".join(method.choices) or "none"
+            names = ", ".join(method.choices) or "none"
             raise ConfigurationError(
-                f"choose: method {config.method} has no option {name!r} to choose; it has {known}"
+                f"choose: method {config.method} has no option {name!r} to choose; it has {names}"
             )
         if name in config.options or config.choose.count(name) > 1:
             raise ConfigurationError(f"choose: {name} is named twice, or set in options, too")
@@ -317,7 +317,10 @@ def keep_features(configs: Sequence[UpgradeConfig], train: Listing, held_out: Li
 
 
 def repeat_unseen(
-    rows: Mapping[str, Tensor], class_names: Sequence[str], known: Collection[str], copies: int
+    rows: Mapping[str, Tensor],
+    class_names: Sequence[str],
+    old_classes: Collection[str],
+    copies: int,
 ) -> dict[str, Tensor]:
     """Repeat the rows of classes that the old model was not trained on.
 
@@ -327,13 +330,13 @@ def repeat_unseen(
     Args:
         rows: tensors of equal length, with `labels`.
         class_names: names of the labels.
-        known: names of the old model's training classes.
+        old_classes: names of the old model's training classes.
         copies: how often to repeat a row.
 
     Raises:
         ConfigurationError: the old model was trained on every class.
     """
-    unseen = torch.tensor([name not in known for name in class_names])
+    unseen = torch.tensor([name not in old_classes for name in class_names])
     if not unseen.any():
         raise ConfigurationError(
             "unseen_copies: the old model trained on every class of the images; leave the key out"
@@ -403,8 +406,8 @@ def train_upgrade(
         )
     if config.unseen_copies > 1:
         assert isinstance(config.old, Path)
-        known = load_classifier(config.old).class_names
-        rows = repeat_unseen(rows, train.class_names, known, config.unseen_copies)
+        old_classes = load_classifier(config.old).class_names
+        rows = repeat_unseen(rows, train.class_names, old_classes, config.unseen_copies)
         inputs = replace(inputs, rows=rows)
     return fit_upgrade(inputs, progress, digests)
 

@@ -60,10 +60,10 @@ class AdaptedLayer(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         # Autocast would round the map to bf16, and the result would not be orthogonal.
         with torch.autocast(features.device.type, enabled=False):
-            output: Tensor = self.map(self._beside(features.float()))
+            output: Tensor = self.map(self._concatenate(features.float()))
         return output
 
-    def _beside(self, features: Tensor) -> Tensor:
+    def _concatenate(self, features: Tensor) -> Tensor:
         own: Tensor = self.own(features)
         return own if self.further is None else torch.cat((own, self.further(features)), 1)
 
@@ -177,14 +177,14 @@ class AdaptedObjective(CompatibleObjective):
         apart = cosine_regression(self.as_old(embedding), self.old_embedding(pixels))
         # In bf16 an orthogonal map would not be orthogonal.
         with torch.autocast(embedding.device.type, enabled=False):
-            keeping = self.keeping(embedding)
+            preservation = self.preservation(embedding)
         return {
             "influence": self.options.weight * influence.mean(),
             "cosine": self.options.cosine * apart.mean(),
-            **keeping,
+            **preservation,
         }
 
-    def keeping(self, embedding: Tensor) -> Terms:
+    def preservation(self, embedding: Tensor) -> Terms:
         """Return weighted terms that hold new vectors [b,dim] close to the independent model's."""
         raise NotImplementedError
 
@@ -231,7 +231,7 @@ class Bt2Objective(AdaptedObjective):
         with nn.utils.parametrize.cached():
             return super().forward(batch)
 
-    def keeping(self, embedding: Tensor) -> Terms:
+    def preservation(self, embedding: Tensor) -> Terms:
         layer = self.layer
         before = F.normalize(embedding) @ layer.map.weight
         share = before[:, : layer.own.out_features].norm(dim=1)
@@ -271,7 +271,7 @@ class LambdaObjective(AdaptedObjective):
                 f"embedding_dim: {own_dim}, got {dim}"
             )
 
-    def keeping(self, embedding: Tensor) -> Terms:
+    def preservation(self, embedding: Tensor) -> Terms:
         weight = self.layer.map.weight
         excess = (weight.t() @ weight - torch.eye(len(weight), device=weight.device)).norm()
         self.statistics["from_orthogonal"] = float(excess.detach())

@@ -28,7 +28,7 @@ def input_shape(config: UpgradeConfig, shape: UpgradeShape) -> InputShape:
     return InputShape(shape.old_dim if config.reads_embedding else 0, shape.side_dim)
 
 
-def joined(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Tensor:
+def concatenate(embedding: Tensor, side: Tensor | None, reads: InputShape) -> Tensor:
     """Concatenate the inputs that are read: [n, embedding + side]."""
     if not reads.side:
         return embedding
@@ -52,7 +52,7 @@ class LinearMap(nn.Module):
         self.up = nn.Linear(rank if rank is not None else total, dim)
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        x = joined(embedding, side, self.reads)
+        x = concatenate(embedding, side, self.reads)
         if self.down is not None:
             x = self.down(x)
         output: Tensor = self.up(x)
@@ -96,7 +96,7 @@ def solve_affine(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
 def training_inputs(rows: Mapping[str, Tensor], reads: InputShape) -> Tensor:
     """Return a map's inputs for the training rows: [n * v, embedding + side]."""
     side = flat(rows, "side") if reads.side else None
-    return joined(flat(rows, "old"), side, reads)
+    return concatenate(flat(rows, "old"), side, reads)
 
 
 def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwork:

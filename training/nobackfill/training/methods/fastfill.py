@@ -13,7 +13,7 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Terms
 from nobackfill.training.losses.gaussian import attenuated, gaussian_nll, variance_factor
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
-from nobackfill.training.methods.cheap_maps import InputShape, input_shape, joined
+from nobackfill.training.methods.cheap_maps import InputShape, concatenate, input_shape
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import build_fct
 from nobackfill.training.methods.forward import ForwardObjective
@@ -50,7 +50,7 @@ class VarianceHead(nn.Module):
         self.register_buffer("offset", torch.zeros(()))
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
-        output: Tensor = self.layers(joined(embedding, side, self.reads))
+        output: Tensor = self.layers(concatenate(embedding, side, self.reads))
         return output[:, 0] + self.offset
 
 

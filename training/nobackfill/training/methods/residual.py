@@ -95,7 +95,7 @@ class ResidualMap(nn.Module):
         self.residual = _network(total, inner_dim, dim)
         self.others = nn.ModuleList(_network(total, inner_dim, dim) for _ in range(members - 1))
         # The index of the network that is being trained; None: use all.
-        self.alone: int | None = None
+        self.active: int | None = None
 
     @property
     def members(self) -> list[nn.Sequential]:
@@ -104,7 +104,7 @@ class ResidualMap(nn.Module):
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         white = self.whitened(embedding, side)
-        asked = self.members if self.alone is None else [self.members[self.alone]]
+        asked = self.members if self.active is None else [self.members[self.active]]
         output: Tensor = asked[0](white)
         if len(asked) > 1:
             output = torch.stack([output, *(network(white) for network in asked[1:])]).mean(0)
@@ -182,10 +182,10 @@ class ResidualObjective(FastFillObjective):
         assert isinstance(h, ResidualMap)
         total: Terms = {}
         for number in range(len(h.members)):
-            h.alone = number
+            h.active = number
             for name, term in super().forward(batch).items():
                 total[name] = total.get(name, 0) + term / len(h.members)
-        h.alone = None
+        h.active = None
         return total
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:

@@ -15,7 +15,7 @@ from nobackfill.training.config import UpgradeConfig
 from nobackfill.training.loop.objective import Batch, Objective, Terms
 from nobackfill.training.losses.prototypes import by_class, class_average
 from nobackfill.training.method import UpgradeInputs, UpgradeMethod, UpgradeShape
-from nobackfill.training.methods.cheap_maps import InputShape, flat, input_shape, joined
+from nobackfill.training.methods.cheap_maps import InputShape, concatenate, flat, input_shape
 from nobackfill.training.methods.compatible import Options, read_options
 from nobackfill.training.methods.fct import draw_view
 from nobackfill.training.networks.transform import UpgradeNetwork
@@ -43,7 +43,7 @@ class SoftPrototypes(nn.Module):
 
     def logits(self, embedding: Tensor, side: Tensor | None) -> Tensor:
         """Return the linear classifier's logits [n,c]."""
-        output: Tensor = self.classifier(joined(embedding, side, self.reads))
+        output: Tensor = self.classifier(concatenate(embedding, side, self.reads))
         return output
 
     def forward(self, embedding: Tensor, side: Tensor | None) -> Tensor:

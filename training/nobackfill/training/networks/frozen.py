@@ -158,7 +158,7 @@ def _features(
         path = cache / f"{key.hexdigest()[:32]}.npy"
         paths.append(path)
         shape = (len(images), encoder.dim)
-        found = _kept(path, shape)
+        found = _read_features(path, shape)
         if found is None:
             computed[path] = (run, np.empty(shape, np.float32))
         else:
@@ -177,7 +177,7 @@ def _features(
     return [kept[path] if path in kept else computed[path][1] for path in paths]
 
 
-def _kept(path: Path, shape: tuple[int, int]) -> Floats | None:
+def _read_features(path: Path, shape: tuple[int, int]) -> Floats | None:
     """Read a feature file; None if it is missing or damaged, for example by a full disk."""
     try:
         with path.open("rb") as file:
@@ -312,9 +312,9 @@ def _square(manifest: Manifest) -> tuple[int, str]:
 def _chunked(
     run: Callable[[NDArray[np.uint8]], Vectors],
 ) -> Callable[[NDArray[np.uint8]], Vectors]:
-    def whole(images: NDArray[np.uint8]) -> Vectors:
+    def run_in_chunks(images: NDArray[np.uint8]) -> Vectors:
         return np.concatenate(
             [run(images[start : start + _CHUNK]) for start in range(0, len(images), _CHUNK)]
         )
 
-    return whole
+    return run_in_chunks

@@ -60,14 +60,14 @@ def open_public(name: str, *, weights: bool = True) -> PublicModel:
 def _timm(name: str, weights: bool) -> PublicModel:
     with _package(name, "timm", "timm"):
         import timm
-    wanted = name.removeprefix(TIMM)
-    if not wanted.startswith(_BY_PLACE):
-        architecture, _, tag = wanted.partition(".")
+    model_name = name.removeprefix(TIMM)
+    if not model_name.startswith(_BY_PLACE):
+        architecture, _, tag = model_name.partition(".")
         if architecture not in timm.list_models():
-            raise unknown(name, "timm", wanted, [*timm.list_models(), *timm.list_pretrained()])
-        if tag and wanted not in (known := timm.list_pretrained(f"{architecture}.*")):
-            raise unknown(name, "timm", wanted, known)
-    network = _made(name, lambda: timm.create_model(wanted, pretrained=weights, num_classes=0))
+            raise unknown(name, "timm", model_name, [*timm.list_models(), *timm.list_pretrained()])
+        if tag and model_name not in (names := timm.list_pretrained(f"{architecture}.*")):
+            raise unknown(name, "timm", model_name, names)
+    network = _build(name, lambda: timm.create_model(model_name, pretrained=weights, num_classes=0))
     pixels = _read(name, lambda: read_timm(dict(timm.data.resolve_model_data_config(network))))
     return PublicModel(name, network.eval(), int(network.num_features), pixels)
 
@@ -75,19 +75,19 @@ def _timm(name: str, weights: bool) -> PublicModel:
 def _open_clip(name: str, weights: bool) -> PublicModel:
     with _package(name, "open_clip", "open_clip_torch"):
         import open_clip
-    wanted, tag = name.removeprefix(OPEN_CLIP), ""
-    if not wanted.startswith(_BY_PLACE):
-        wanted, _, tag = wanted.partition("/")
-        if wanted not in open_clip.list_models():
-            raise unknown(name, "open_clip", wanted, open_clip.list_models())
-        known = open_clip.list_pretrained_tags_by_model(wanted)
-        if not tag or (tag not in known and "/" not in tag and "." not in tag):
-            tags = [f"{wanted}/{one}" for one in known]
-            raise unknown(name, "open_clip", f"{wanted}/{tag}", tags)
-    model = _made(
+    model_name, tag = name.removeprefix(OPEN_CLIP), ""
+    if not model_name.startswith(_BY_PLACE):
+        model_name, _, tag = model_name.partition("/")
+        if model_name not in open_clip.list_models():
+            raise unknown(name, "open_clip", model_name, open_clip.list_models())
+        names = open_clip.list_pretrained_tags_by_model(model_name)
+        if not tag or (tag not in names and "/" not in tag and "." not in tag):
+            tags = [f"{model_name}/{one}" for one in names]
+            raise unknown(name, "open_clip", f"{model_name}/{tag}", tags)
+    model = _build(
         name,
         lambda: open_clip.create_model(
-            wanted, pretrained=tag or None, load_weights=weights, require_pretrained=weights,
+            model_name, pretrained=tag or None, load_weights=weights, require_pretrained=weights,
             pretrained_text=False,
         ),
     )  # fmt: skip
@@ -108,15 +108,15 @@ def _package(name: str, package: str, install: str) -> Iterator[None]:
         ) from error
 
 
-def unknown(name: str, package: str, wanted: str, known: list[str]) -> ConfigurationError:
+def unknown(name: str, package: str, model_name: str, names: list[str]) -> ConfigurationError:
     """Make the error of an unknown name, which lists similar names."""
-    near = difflib.get_close_matches(wanted, known, 5, 0.4) or known[:5]
+    near = difflib.get_close_matches(model_name, names, 5, 0.4) or names[:5]
     return ConfigurationError(
-        f"{name}: {package} has no {wanted}; near: {', '.join(near) or 'none'}"
+        f"{name}: {package} has no {model_name}; near: {', '.join(near) or 'none'}"
     )
 
 
-def _made(name: str, make: Callable[[], Any]) -> Any:
+def _build(name: str, make: Callable[[], Any]) -> Any:
     """Build a model, without the package's log messages."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)

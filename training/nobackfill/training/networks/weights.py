@@ -71,7 +71,7 @@ def is_file(name: str) -> bool:
     return not is_public(name) and ("/" in name or Path(name).suffix in FILES)
 
 
-def shown(name: str) -> str:
+def public_name(name: str) -> str:
     """Return `name` without paths of this machine, for a manifest."""
     if is_file(name):
         return Path(name).name
@@ -148,10 +148,10 @@ def download(url: str) -> Path:
             ) from error
         except OSError as error:
             raise CannotWriteError(f"{path}: cannot be written ({error})") from error
-    found = sha256_file(path)
-    if not found.startswith(expected):
+    stored = sha256_file(path)
+    if not stored.startswith(expected):
         raise VerificationError(
-            f"{path}: expected a SHA-256 that begins with {expected}, got {found[:12]}; delete it"
+            f"{path}: expected a SHA-256 that begins with {expected}, got {stored[:12]}; delete it"
         )
     return path
 
@@ -235,20 +235,20 @@ def load_pretrained(
         ConfigurationError: a tensor is missing, superfluous or of another shape.
     """
     network = bare_backbone(encoder, config)
-    wanted = network.state_dict()
-    prefix = _prefix(weights.tensors, wanted)
-    found = {k.removeprefix(prefix): v for k, v in weights.tensors.items() if k.startswith(prefix)}
+    expected = network.state_dict()
+    prefix = _prefix(weights.tensors, expected)
+    stored = {k.removeprefix(prefix): v for k, v in weights.tensors.items() if k.startswith(prefix)}
     last, _ = linear_layers(network)[-1]
-    anew = _anew(found, wanted, last, classifier=not is_file(weights.name))
-    if problems := _problems(found, wanted, anew, last):
+    anew = _anew(stored, expected, last, classifier=not is_file(weights.name))
+    if problems := _problems(stored, expected, anew, last):
         small_stem = config.image_size <= 64 and problems[0].startswith("conv1.weight")
         raise ConfigurationError(
             f"{weights.name} does not fit {config.backbone}: {few(problems)}"
             + (_STEM if small_stem else "")
         )
     with torch.no_grad():
-        for key in wanted.keys() - anew:
-            wanted[key].copy_(found[key])
+        for key in expected.keys() - anew:
+            expected[key].copy_(stored[key])
         left = len(class_names)
         if head is not None and not any(key.startswith(f"{last}.") for key in anew):
             left -= _keep_classes(head, weights, class_names)
@@ -263,48 +263,50 @@ def load_pretrained(
 _STEM = "; at image_size 64 and below resnets have a stem of 3 x 3, pretrained ones have 7 x 7"
 
 
-def _prefix(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
+def _prefix(stored: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
     """Return the prefix of the backbone's names: DataParallel's, a wrapper's, or our runs'."""
-    first = next(iter(wanted))
-    before = {key.removesuffix(first) for key in found if key.endswith(first)}
+    first = next(iter(expected))
+    before = {key.removesuffix(first) for key in stored if key.endswith(first)}
     prefixes = [p for p in before if not p or p.endswith(".")]
-    fits = {p: sum(p + key in found for key in wanted) for p in sorted(prefixes)}
+    fits = {p: sum(p + key in stored for key in expected) for p in sorted(prefixes)}
     return max(fits, key=lambda p: fits[p], default="")
 
 
 def _anew(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], last: str, *, classifier: bool
+    stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], last: str, *, classifier: bool
 ) -> set[str]:
     """Return the tensors that are not loaded.
 
     These are the embedding layer if the file has a classifier or another shape there, GeM's
     exponent,
     and counters that old files lack."""
-    layer = {key for key in wanted if key.startswith(f"{last}.")}
-    differs = {key for key in layer if key not in found or found[key].shape != wanted[key].shape}
+    layer = {key for key in expected if key.startswith(f"{last}.")}
+    differs = {
+        key for key in layer if key not in stored or stored[key].shape != expected[key].shape
+    }
     rest = {
         key
-        for key in wanted.keys() - found.keys()
+        for key in expected.keys() - stored.keys()
         if key.endswith(("pool.p", ".num_batches_tracked"))
     }
     return (layer if classifier or differs else set()) | rest
 
 
 def _problems(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], anew: set[str], last: str
+    stored: Mapping[str, Tensor], expected: Mapping[str, Tensor], anew: set[str], last: str
 ) -> list[str]:
     problems = [
-        f"{key}: expected shape {list(wanted[key].shape)}, got {list(found[key].shape)}"
-        for key in wanted
-        if key in found and key not in anew and found[key].shape != wanted[key].shape
+        f"{key}: expected shape {list(expected[key].shape)}, got {list(stored[key].shape)}"
+        for key in expected
+        if key in stored and key not in anew and stored[key].shape != expected[key].shape
     ]
-    problems += [f"{key} is missing" for key in wanted if key not in found and key not in anew]
+    problems += [f"{key} is missing" for key in expected if key not in stored and key not in anew]
     # Classifiers, heads and auxiliary classifiers are not part of an embedder.
     others = ("head.", "AuxLogits.", "aux1.", "aux2.", "optimizer.", f"{last}.")
     return problems + [
-        f"{key} {list(found[key].shape)} is not expected"
-        for key in found
-        if key not in wanted and not key.startswith(others)
+        f"{key} {list(stored[key].shape)} is not expected"
+        for key in stored
+        if key not in expected and not key.startswith(others)
     ]
 
 

@@ -174,8 +174,8 @@ def read_revisited(path: Path, difficulty: Difficulty) -> Revisited:
         boxes = tuple(_box(truth["bbx"]) for truth in truths)
         positive, ignored = _SETUPS[difficulty]
         relevance = Relevance(
-            [_joined(truth, positive, len(gallery)) for truth in truths],
-            [_joined(truth, ignored, len(gallery)) for truth in truths],
+            [_positions(truth, positive, len(gallery)) for truth in truths],
+            [_positions(truth, ignored, len(gallery)) for truth in truths],
         )
     except (KeyError, TypeError) as error:
         raise InvalidInputError(
@@ -237,10 +237,10 @@ def _protocol(root: Path, truth: str, scratch: Path) -> Protocol:
     cut = images(scratch, [f"{number}.png" for number in range(len(asked))])
     gallery = images(root / "jpg", _paths(root / "jpg", read.gallery))
 
-    def figures(queries: Vectors, stored: Vectors, metric: Metric) -> Figures:
+    def figures(queries: Vectors, gallery_vectors: Vectors, metric: Metric) -> Figures:
         found = {}
         for difficulty, setup in setups.items():
-            ranking = rank(queries, stored, setup.relevance, metric)
+            ranking = rank(queries, gallery_vectors, setup.relevance, metric)
             found[f"map_{difficulty}"] = mean(trapezoid_average_precision(ranking))
             found[f"mp_at_{PRECISION_AT}_{difficulty}"] = mean(precision_at(ranking, PRECISION_AT))
         return found
@@ -268,7 +268,7 @@ def _write_cut(image: Path, box: tuple[float, float, float, float], to: Path) ->
         raise InvalidInputError(f"{image}: cannot be cut to {box}: {error}") from error
 
 
-def _joined(truth: Mapping[str, object], kinds: tuple[str, ...], size: int) -> Ints:
+def _positions(truth: Mapping[str, object], kinds: tuple[str, ...], size: int) -> Ints:
     parts = [np.asarray(truth[kind], np.int64).reshape(-1) for kind in kinds]
     positions = np.unique(np.concatenate(parts))
     if len(positions) and not 0 <= positions[0] <= positions[-1] < size:

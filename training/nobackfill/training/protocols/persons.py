@@ -134,9 +134,9 @@ def pool(faces: Faces, vectors: Floats) -> Templates:
         )
     keys = np.stack((faces.templates, faces.media), 1)
     media, place = np.unique(keys, axis=0, return_inverse=True)
-    of_media = _means(vectors, place.reshape(-1), len(media))
+    of_media = _group_means(vectors, place.reshape(-1), len(media))
     ids, place = np.unique(media[:, 0], return_inverse=True)
-    return Templates(ids, unit(_means(of_media, place.reshape(-1), len(ids))))
+    return Templates(ids, unit(_group_means(of_media, place.reshape(-1), len(ids))))
 
 
 def verify_templates(
@@ -203,9 +203,9 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
     galleries = [read_enrolled(meta / f"ijbc_1N_gallery_G{number}.csv") for number in (1, 2)]
     listing = images(root / "loose_crop", faces.names)
 
-    def figures(queries: Vectors, stored: Vectors, _metric: Metric) -> Figures:
+    def figures(queries: Vectors, gallery_vectors: Vectors, _metric: Metric) -> Figures:
         # Templates are unit vectors, which both metrics rank equally.
-        first, second = pool(faces, queries), pool(faces, stored)
+        first, second = pool(faces, queries), pool(faces, gallery_vectors)
         verified = verify_templates(pairs, first, second, points.far)
         accepted = {f"tar@far={rate:g}": share for rate, share in verified.items()}
         return accepted | dict(search_templates(probes, galleries, first, second, points.fpir))
@@ -213,7 +213,7 @@ def ijbc(root: Path, _scratch: Path, points: OperatingPoints = OperatingPoints()
     return Protocol(listing, listing, figures)
 
 
-def _means(vectors: Floats, place: Ints, groups: int) -> Floats:
+def _group_means(vectors: Floats, place: Ints, groups: int) -> Floats:
     sums = np.zeros((groups, vectors.shape[1]))
     np.add.at(sums, place, vectors)
     means: Floats = sums / np.bincount(place, minlength=groups)[:, None]
