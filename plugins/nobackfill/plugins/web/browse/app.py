@@ -411,7 +411,7 @@ class SearchPages:
             changed = self._items.compared(before, answer)
         return self._site.show(
             request,
-            "answer.html.j2",
+            "found.html.j2",
             hits=self._items.tiles(answer),
             beyond=answer.beyond_calibration,
             changed=changed,
