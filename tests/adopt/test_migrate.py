@@ -204,17 +204,20 @@ def test_a_worse_model_leaves_the_table_untouched(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, connection, folder = documents
+    connection.execute('ALTER TABLE t ADD COLUMN "other.v" vector(3)')
     text_model(folder / "worse", 9, dim=2)
     with (folder / "queries.jsonl").open("w") as file:
         for number in range(0, COUNT, 2):
             file.write(json.dumps({"id": str(number), "text": text_of(number)}) + "\n")
     words = ("--new", "worse/model.onnx", "--column", "body", "-n", "300")
     asked = ("--old", "old/model.onnx", "--queries", "queries.jsonl")
-    assert run(source, *words, *asked, "--yes") == 0
+    assert run(source, *words, *asked, "--yes") == 65
+    assert "name one with --vector" in capsys.readouterr().err
+    assert run(source, *words, *asked, "--yes", "--vector", "v") == 0
     shown = capsys.readouterr().out
     assert re.search("verdict: stay", shown)
     assert "nothing was written: stay with the old model" in shown
-    assert columns(connection) == {"id", "body", "v"}
+    assert columns(connection) == {"id", "body", "v", "other.v"}
 
 
 def test_another_store_or_another_question_is_refused_by_name(

@@ -627,6 +627,7 @@ def start(
     yes: Annotated[bool, typer.Option("--yes", help="Do what the verdict says, unasked.")] = False,
     work: Work = _WORK,
     key: Key = None,
+    vector: Vector = None,
 ) -> None:
     """Decide whether to re-embed, then do it and flip; or leave the table untouched.
 
@@ -638,7 +639,7 @@ def start(
     if (queries is None) != (old is None):
         raise InvalidInputError("expected --queries and --old together: both models embed them")
     plan = Plan(
-        source, new, key, column=column, items=items, items_gone=items_gone, old=old,
+        source, new, key, vector, column=column, items=items, items_gone=items_gone, old=old,
         queries=queries, new_name=new_name, old_name=old_name, count=count, price=price,
     )  # fmt: skip
     migration = Migration(work)

@@ -56,7 +56,7 @@ class Plan:
         source: Address of the table.
         new: The new model, as `embed --with` takes it.
         key: Column of unique keys; None for the primary key.
-        vector: Column of the old vectors.
+        vector: Column of the old vectors; None for the only one.
         column: Column of the texts; None where `items` says where the originals are.
         items: Folder of images or FILE.jsonl with the ids of the table.
         items_gone: The originals are gone, but for the sample.
@@ -165,7 +165,7 @@ class Migration:
                 if found.state in ("writing", "decided") and self._verdict.is_file():
                     return self._verdict.read_text("utf-8").splitlines()
             source = self._source(request)
-            vector = source.facts().name.rpartition(".")[2]
+            vector = source.vector
             plan = replace(request, vector=vector, to=f"{vector}_new", state="deciding")
             self._save(plan)
             lines = self._judge(plan, source, tell)
@@ -326,7 +326,9 @@ class Migration:
         only = set(ids.read_text("utf-8").split("\n")) - {""}
         tell(f"embedding {len(only)} items by {plan.new}")
         where = plan.items or plan.source
-        items = read_items(where, column=plan.column or "text", key=plan.key, only=only)
+        items = read_items(
+            where, column=plan.column or "text", key=plan.key, vector=plan.vector, only=only
+        )
         embed_into(self._new, items, open_embedder(plan.new, name=plan.new_name))
         by_old = by_new = None
         if plan.queries is not None and plan.old is not None:

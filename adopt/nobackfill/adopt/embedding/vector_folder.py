@@ -49,7 +49,12 @@ class ItemList:
 
 
 def read_items(
-    address: str, *, column: str, key: str | None = None, only: Collection[str] | None = None
+    address: str,
+    *,
+    column: str,
+    key: str | None = None,
+    vector: str | None = None,
+    only: Collection[str] | None = None,
 ) -> ItemList:
     """What is to be embedded; `only`: ids that are wanted.
 
@@ -67,7 +72,7 @@ def read_items(
         images = _wanted("image", names, files, only, address)
         return replace(images, others=len(every) - len(files))
     else:
-        source = _source(address, key)
+        source = _source(address, key, vector)
         found = []
         for window in source.windows(_WINDOW):
             values = source.column(window, column)
@@ -80,9 +85,9 @@ def _is_picture(file: Path, folder: Path) -> bool:
     return is_picture(file.name) and not any(map(is_clutter, below)) and file.is_file()
 
 
-def _source(address: str, key: str | None) -> Source:
+def _source(address: str, key: str | None, vector: str | None) -> Source:
     try:
-        return open_source(address, key=key)
+        return open_source(address, key=key, vector=vector)
     except NotFoundError as error:
         if not Path(address).is_dir():
             raise

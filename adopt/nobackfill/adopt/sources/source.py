@@ -199,7 +199,12 @@ class WarningSource(Source, Protocol):
 
 @runtime_checkable
 class Reversible(Source, Protocol):
-    """A source whose store keeps the old vectors after a flip and can give them their name back."""
+    """A source whose store keeps the old vectors after a flip and can give them their name back.
+
+    `vector`: the column of its vectors.
+    """
+
+    vector: str
 
     def filled(self, column: str) -> int:
         """Count the rows that have a vector in a column; 0 where there is no such column."""
