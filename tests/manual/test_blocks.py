@@ -64,6 +64,9 @@ def test_commands_that_are_named_have_these_words_and_options(name: str) -> None
         while application.commands and words:
             # A global option's value may stand before it.
             found = [word for word in words if word in application.commands]
+            if not found and "start" in application.commands:
+                # `migrate SOURCE` is `migrate start SOURCE`.
+                found, words = ["start"], ["start", *words]
             assert found or rest.split()[0].startswith("-"), f"{command} {rest}"
             if not found:
                 break
