@@ -152,7 +152,7 @@ def test_a_gateway_that_stays_silent_is_given_up_and_what_came_is_kept(
     part.parent.mkdir(parents=True)
     part.write_bytes((setting.repo / MODEL).read_bytes()[:1234])
     wishes = SyncOptions(source=f"grpc://{address}")
-    with pytest.raises(UnavailableError, match=r"nothing came for 0\.3 s"):
+    with pytest.raises(UnavailableError, match=r"no bytes arrived for 0\.3 s"):
         edge.follow(setting.gallery, wishes)
     assert {origin for origin, _ in edge.contents(setting.gallery).values()} == {"native"}
     assert part.stat().st_size == 1234

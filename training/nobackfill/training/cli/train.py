@@ -19,9 +19,10 @@ step). After an interruption run the same command again: it resumes from the las
 the same result.
 
 --weights overrides the key `weights`. It is a name that torchvision has for the backbone (DEFAULT,
-IMAGENET1K_V2), which is downloaded and verified, a file (.safetensors, .pt, .pth), or
-timm:NAME.TAG or open_clip:NAME/TAG, which also selects the backbone (extra public-models). The
-classifier is kept only for classes that both name. Layers that do not fit are listed.
+IMAGENET1K_V2), which is downloaded and verified, a file (.safetensors, .pt, .pth), or a public
+model, which also selects the backbone: timm:NAME.TAG or open_clip:NAME/TAG. Public models need the
+extra public-models. The classifier is kept only for classes that both name. Layers that do not fit
+are listed.
 
 Examples:
 
