@@ -186,8 +186,8 @@ def test_rescue_saves_all_but_the_damaged_rows(large: Setting, tmp_path: Path, h
     with Device(gallery) as device:
         queue = VaultQueue(device.store)
         for number, item in enumerate(("made-1", "made-600")):
-            blob = f"{number:064x}"
-            queue.seal(VaultEntry(blob, item, "0" * 64, "0" * 64, 9, ".png", "stored", None))
+            name = f"{number:064x}"
+            queue.seal(VaultEntry(name, item, "0" * 64, "0" * 64, 9, ".png", "stored", None))
         space = device.store.active()
         with device.store.reading() as connection:
             query = "SELECT label FROM items WHERE id = 'made-600'"
