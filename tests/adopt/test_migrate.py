@@ -220,6 +220,25 @@ def test_a_worse_model_leaves_the_table_untouched(
     assert columns(connection) == {"id", "body", "v", "other.v"}
 
 
+def test_the_same_model_in_half_precision_is_named_and_nothing_is_written(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    table = np.load(folder / "old.table.npy").astype(np.float16).astype(np.float32)
+    half = text_model(folder / "half", 0, table=table)
+    connection.execute("COMMENT ON COLUMN t.v IS 'of the owner'")
+    before = vectors(connection)
+    assert run(source, "--new", "half/model.onnx", "--column", "body", "-n", "120", "--yes") == 0
+    shown = capsys.readouterr().out
+    assert "verdict: switch" in shown and "no vector was written" in shown
+    assert vectors(connection) == before
+    assert columns(connection) == {"id", "body", "v"}
+    found = connection.execute("SELECT col_description('t'::regclass, 3)").fetchall()
+    owners, ours = found[0][0].split("\n")
+    assert owners == "of the owner"
+    assert json.loads(ours)["model"] == open_embedder(str(half)).fingerprint
+
+
 def test_another_store_or_another_question_is_refused_by_name(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,6 +63,33 @@ def test_map_where_the_new_space_is_the_old_one_turned() -> None:
     assert figures(found, "map")["MRR"] == pytest.approx(again, abs=0.01)
 
 
+def test_switch_where_both_models_have_one_space() -> None:
+    made = world()
+    rng = np.random.default_rng(2)
+
+    def rounded(vectors: Vectors, noise: float) -> Vectors:
+        return vectors + noise * rng.normal(size=vectors.shape).astype(np.float32)
+
+    def exported(noise: float) -> Verdict:
+        again = World(
+            made.new, rounded(made.new, noise), made.queries_new,
+            rounded(made.queries_new, noise), made.answers,
+        )  # fmt: skip
+        return decide(again.pairs, SLOW, again.queries)
+
+    found = exported(0.01)
+    assert found.way == "switch"
+    assert [way.name for way in found.ways][:2] == ["stay", "switch"]
+    assert figures(found, "switch")["R@1"] == pytest.approx(figures(found, "stay")["R@1"], abs=0.02)
+    # Another model of the same dimension, and a copy that is too coarse, are none of one space.
+    assert exported(0.2).way != "switch"
+    turn = np.linalg.qr(rng.normal(size=(32, 32)))[0].astype(np.float32)
+    turned = World(
+        made.new, made.new @ turn, made.queries_new, made.queries_new @ turn, made.answers
+    )
+    assert decide(turned.pairs, SLOW, turned.queries).way != "switch"
+
+
 def test_stay_where_the_new_model_is_worse() -> None:
     made = world()
     swapped = World(made.new, made.old, made.queries_new, made.queries_old, made.answers)

@@ -659,6 +659,9 @@ def start(
             return
     done = migration.write(_tell)
     after = migration.plan()
+    if way == "switch":
+        print("no vector was written: the new model serves the stored vectors; switch your queries")
+        return
     print(f"{done.total} rows have a new vector, {done.written} of them written by this run")
     if after.state == "flipped":
         print(f"flipped: {after.vector} holds the new vectors, {after.vector}_before the old ones")

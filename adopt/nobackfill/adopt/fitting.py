@@ -117,7 +117,8 @@ def fit_and_judge(
     new_source = open_items(new, "--new")
     matched = match(old_source, new_source)
     pairs = matched.pairs
-    if np.array_equal(pairs.old, pairs.new):
+    embedded = new_source.facts().model
+    if np.array_equal(pairs.old, pairs.new) and embedded in (None, old_source.facts().model):
         raise InvalidInputError(
             "--new: expected the items' vectors by the new model, got the vectors of --old"
         )
@@ -229,8 +230,8 @@ def _write_files(
 
 
 def _steps(way: str, files: FitFiles) -> list[str]:
-    """List the next commands of the recommended way; none for "stay" and "re-embed"."""
-    if way in ("stay", "re-embed"):
+    """List the next commands of the recommended way; none for "stay", "switch" and "re-embed"."""
+    if way in ("stay", "switch", "re-embed"):
         return []
     steps = [f"next: nobackfill carry SOURCE --map {files.out} --to NAME"]
     if way == "map":

@@ -384,6 +384,15 @@ def judge(
     return Judgement(by_way, joining, HealingCurves(scale.curves, raw))
 
 
+def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
+    """Measure the figures of the new model's queries in the old model's vectors.
+
+    Both models must have one dimension.
+    """
+    figures, _ = measure_figures(blocked(queries.new, pairs.new, queries.metric), queries)
+    return figures(blocked(queries.new, pairs.old, queries.metric))
+
+
 def judge_fusion(
     gallery: Gallery, queries: Queries, joining: Joining, migrated: Block | None = None
 ) -> dict[str, Figures]:

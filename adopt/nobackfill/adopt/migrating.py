@@ -179,14 +179,18 @@ class Migration:
             tell: Called with a line of progress about once a second.
 
         Returns:
-            What was written. The plan is then "flipped", or "untouched" for the verdict to stay.
+            What was written. The plan is then "flipped", or "untouched" for the verdicts "stay"
+            and "switch"; "switch" notes the new model in the column's comment.
 
         Raises:
             BusyError: Another process works in this folder, or `pause` was called.
         """
         with self._locked():
             plan = self.plan()
-            if plan.way == "stay":
+            if plan.way in ("stay", "switch"):
+                if plan.way == "switch":
+                    model = open_embedder(plan.new, name=plan.new_name).fingerprint
+                    self._source(plan).name_model(model)
                 self._save(replace(plan, state="untouched"))
                 return CarryResult(0, 0, [])
             self._pausing.unlink(missing_ok=True)

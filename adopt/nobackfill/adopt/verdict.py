@@ -36,6 +36,7 @@ from nobackfill.adopt.pairs import Pairs
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.ridge import Moments, in_blocks
 from nobackfill.serving.fusion import HITS, Joining
+from nobackfill.vectors import normalise
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,13 @@ SOON_SECONDS = 600.0
 CURVE = (0.125, 0.25, 0.5, 1.0)
 # Cheapest first: of ways that are as good, the first is recommended.
 WAYS = ("stay", "map", "both", "lazily", "re-embed")
+# A sixth way where both models have one space: the same model on another host, in another
+# precision, or exported again. It goes before the others.
+SWITCH = "switch"
+# Models of one space agree so well on all but 1 % of the items and queries, as a cosine.
+ONE_SPACE = 0.95
+# And on so many of the ten neighbours of an item, where no query says more.
+ONE_SPACE_NEIGHBOURS = 0.8
 NEEDS_ITEMS = ("lazily", "re-embed")
 
 
@@ -157,7 +165,7 @@ class Way:
     """One way to go on with the gallery.
 
     Attributes:
-        name: One of WAYS.
+        name: One of WAYS, or SWITCH.
         figures: Mean of each figure, 0 to 1.
         worse: Figures in which it is measurably below staying.
         better: Figures in which it is measurably above staying.
@@ -186,7 +194,7 @@ class Verdict:
     """What `nobackfill fit` advises, with the figures behind it.
 
     Attributes:
-        way: The recommended way, one of WAYS.
+        way: The recommended way, one of WAYS, or SWITCH.
         words: Why.
         search: The kind of search that the verdict holds for.
         judged_by: The figure that decides: "MRR" or "agreement@10".
@@ -255,6 +263,11 @@ def decide(
             figures[name]["agreement@10"] = one["agreement@10"]
     ways = [_way(name, figures, cost, judged_by) for name in WAYS]
     way, words = choose_way(ways, judged_by, items_available)
+    switch = _switch(pairs, judged_queries, similar, figures, cost, judged_by)
+    if switch is not None:
+        ways.insert(1, switch)
+        way = SWITCH
+        words = "the new model finds as much in the stored vectors as in its own: one space"
     mapping = choice.fit(pairs, converter)
     joining = replace(judged.joining, mark=mapping.digest)
     curve = _learning_curve(pairs, judged_queries, choice, judged_by, converter)
@@ -270,6 +283,37 @@ def decide(
         way, words, search, judged_by, ways, choice.figures, mapping, joining, curve,
         judged.healing, len(pairs), notes,
     )  # fmt: skip
+
+
+def _switch(
+    pairs: Pairs,
+    queries: Queries,
+    similar: Queries,
+    figures: Mapping[str, Figures],
+    cost: Cost,
+    judged_by: str,
+) -> Way | None:
+    """Judge the way to use the new model on the stored vectors; None where the models differ."""
+    if pairs.old.shape[1] != pairs.new.shape[1]:
+        return None
+    for old, new in ((pairs.old, pairs.new), (queries.old, queries.new)):
+        cosines = (normalise(old) * normalise(new)).sum(1)
+        if np.quantile(cosines, 0.01) < ONE_SPACE:
+            return None
+    found = judgement.judge_switch(pairs, queries)
+    found["agreement@10"] = judgement.judge_switch(pairs, similar)["agreement@10"]
+    way = _way(SWITCH, {**figures, SWITCH: found}, cost, judged_by)
+    if way.figures["agreement@10"] < ONE_SPACE_NEIGHBOURS:
+        return None
+    if not queries.own:
+        below = (
+            paired_bootstrap([figures["re-embed"][one]], [found[one]])
+            for one in found
+            if one != "agreement@10"
+        )
+        if way.worse or any(one.verdict == "holds" for one in below):
+            return None
+    return way
 
 
 def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) -> Way:
@@ -289,11 +333,14 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     query = new if cost.new_query_seconds is None else cost.new_query_seconds
     both = None if old is None or query is None else old + query
     hits = None if both is None or new is None else both + HITS * new
-    query_seconds = {"stay": old, "map": query, "both": both, "lazily": hits, "re-embed": query}
+    query_seconds = {
+        "stay": old, SWITCH: query, "map": query, "both": both, "lazily": hits, "re-embed": query
+    }  # fmt: skip
     reembed = None if new is None else items * new
     migrate = None if cost.carry_seconds is None else items * cost.carry_seconds
     all_seconds = {
         "stay": 0.0,
+        SWITCH: 0.0,
         "map": migrate,
         "both": migrate,
         "lazily": None if migrate is None or reembed is None else migrate + reembed,

@@ -335,6 +335,16 @@ class PgvectorSource:
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
         return True
 
+    def name_model(self, model: str) -> None:
+        """See Reversible."""
+        said = self._table.said(self.vector) | {"model": model}
+        with self._table.changing() as changes:
+            changes.run(
+                "COMMENT ON COLUMN {table}.{old} IS {said}",
+                said=note(self._table.comment(self.vector), **said),
+                old=sql.Identifier(self.vector),
+            )
+
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished"]:
         """See Reversible."""
         if self._table.said(self.vector).get("carried") != mark:

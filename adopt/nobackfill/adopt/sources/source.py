@@ -209,6 +209,9 @@ class Reversible(Source, Protocol):
     def filled(self, column: str) -> int:
         """Count the rows that have a vector in a column; 0 where there is no such column."""
 
+    def name_model(self, model: str) -> None:
+        """Note the fingerprint of the model in whose space the vectors are."""
+
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished"]:
         """Tell whose vectors have the source's name: the old ones; those with the digest `mark`,
         while the old ones are there (flipped) or after they were dropped (finished)."""
