@@ -11,7 +11,7 @@ from nobackfill.research.compare import app
 from nobackfill.research.pages import refresh, rows_shown, shortened
 from nobackfill.research.results import (
     ClaimOutcome,
-    Made,
+    Provenance,
     Results,
     RowResult,
     SplitResult,
@@ -39,7 +39,7 @@ def results(**rows: RowResult) -> Results:
         data="folder",
         metric="cosine",
         seeds=(100, 101),
-        made=Made(command="a command", machine="a machine", configured=""),
+        made=Provenance(command="a command", machine="a machine", configured=""),
         splits={"main": SplitResult(rows=rows, claims=claims)},
         costs={},
     )

@@ -15,7 +15,7 @@ from nobackfill.research.catalogue import PAIRS, rows_of
 from nobackfill.research.cells import evaluation, read_cells
 from nobackfill.research.images import SHIFTS, train_and_test, write_digits, write_foreign
 from nobackfill.research.presets import DIGITS
-from nobackfill.research.results import Made
+from nobackfill.research.results import Provenance
 from nobackfill.research.rows import ComparisonPlace, TrainingRun
 from nobackfill.research.serve import costs
 from nobackfill.research.summary import MeasuredRow, summarise
@@ -29,7 +29,7 @@ SHORT = {
     "upgrade": {"epochs": 3, "batch_size": 32, "views": 2},
 }
 
-MADE = Made(command="", machine="", configured="")
+MADE = Provenance(command="", machine="", configured="")
 
 
 @pytest.fixture(scope="module")
@@ -241,15 +241,15 @@ def test_a_limit_saw_what_is_tested_and_is_ranked_with_nobody(
     own, other = rows["limit:affine_simclr"], rows["limit:residual_simclr"]
     do([(unseen, [*rows.values()])], 1)
     tested = {Path(path).name for path in images_of(unseen, own).paths}
-    learned = {}
+    learning_of = {}
     for name, row in (("own", own), ("other", other)):
         images = row.route[0].values["images"]
         assert isinstance(images, Path)
         listing = list_images(images)
         assert listing.class_names == ("7", "8", "9")
-        learned[name] = {path.split("__")[-1] for path in listing.paths}
-    assert learned["own"] == {name.split("__")[-1] for name in tested}
-    assert learned["other"].isdisjoint(learned["own"])
+        learning_of[name] = {path.split("__")[-1] for path in listing.paths}
+    assert learning_of["own"] == {name.split("__")[-1] for name in tested}
+    assert learning_of["other"].isdisjoint(learning_of["own"])
     cells = {
         name: read_cells(unseen.runs / "cells" / f"{name.replace(':', '-')}.npz") for name in rows
     }

@@ -10,7 +10,7 @@ from nobackfill.metrics.bootstrap import Difference
 from nobackfill.research.cells import Cells
 from nobackfill.research.claims import CLAIMS
 from nobackfill.research.pages import claims_table
-from nobackfill.research.results import ClaimOutcome, Made, read_results
+from nobackfill.research.results import ClaimOutcome, Provenance, read_results
 from nobackfill.research.rows import MethodRow, TrainingRun
 from nobackfill.research.summary import Claim, JudgedClaim, MeasuredRow, judge, summarise
 
@@ -96,7 +96,7 @@ def summary(gains: NDArray[np.float64], classes: NDArray[np.str_]) -> ClaimOutco
         cells = Cells(dict.fromkeys(("old/old", "new/new", "new/served"), figures), {}, classes)
         measured[name] = MeasuredRow(MethodRow(name, model, model), [cells] * 10)
     claim = Claim("a > b", ("a", "new/served"), ("b", "new/served"))
-    made = Made(command="", machine="", configured="")
+    made = Provenance(command="", machine="", configured="")
     found = summarise("few", "cosine", range(10), made, {"main": measured}, [claim], {})
     return found.main.claims["a > b"]["map"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.research.presets import Preset, Values
-from nobackfill.research.rows import ComparisonPlace, MethodRow, Name, Shared, TrainingRun, within
+from nobackfill.research.rows import ComparisonPlace, MethodRow, Name, Shared, TrainingRun, row_in
 from nobackfill.research.settings import (
     allocations,
     chains,
@@ -165,13 +165,13 @@ def _pair(shared: Shared, pair: str) -> list[MethodRow]:
         run = place.upgrade(
             f"upgrade-{pair}-{name}", old, own, classes=split.new, side=simclr, method=method
         )
-        return MethodRow(within(pair, name), old, own, (run,), simclr)
+        return MethodRow(row_in(pair, name), old, own, (run,), simclr)
 
     dmu = compatible("dmu", hidden_dim=place.preset.dmu_hidden_dim)
     return [
-        MethodRow(within(pair, Name.INDEPENDENT), old, own),
-        MethodRow(within(pair, Name.BCT_SYS), old, compatible("bct_sys")),
-        MethodRow(within(pair, Name.DMU), old, dmu, (dmu,)),
+        MethodRow(row_in(pair, Name.INDEPENDENT), old, own),
+        MethodRow(row_in(pair, Name.BCT_SYS), old, compatible("bct_sys")),
+        MethodRow(row_in(pair, Name.DMU), old, dmu, (dmu,)),
         carried(Name.AFFINE_SIMCLR, "affine"),
         carried(Name.FCT_SIMCLR, "fct"),
         carried(Name.RESIDUAL_SIMCLR, "residual"),
@@ -218,9 +218,9 @@ def side_information(shared: Shared) -> list[MethodRow]:
     differ by the content of psi and not by the training of a network.
     """
     return [
-        _row(shared, within(SIDE, "none")),
+        _row(shared, row_in(SIDE, "none")),
         *(
-            _row(shared, within(SIDE, f"{kind}_{stored}"), kind, round(stored / size))
+            _row(shared, row_in(SIDE, f"{kind}_{stored}"), kind, round(stored / size))
             for kind, size in OBJECTIVES.items()
             for stored in BYTES
         ),
@@ -302,10 +302,10 @@ def arcface(shared: Shared) -> list[MethodRow]:
         run = place.upgrade(
             f"upgrade-arcface-{name}", old, new, classes=split.new, side=simclr, method=method
         )
-        return MethodRow(within("arcface", name), old, new, (run,), simclr)
+        return MethodRow(row_in("arcface", name), old, new, (run,), simclr)
 
     return [
-        MethodRow(within("arcface", Name.INDEPENDENT), old, new),
+        MethodRow(row_in("arcface", Name.INDEPENDENT), old, new),
         row(Name.AFFINE_SIMCLR, "affine"),
         row(Name.FCT_SIMCLR, "fct"),
         row(Name.RESIDUAL_SIMCLR, "residual"),

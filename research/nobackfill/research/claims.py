@@ -3,7 +3,7 @@
 from nobackfill.research.catalogue import BYTES, COMPATIBLE, DMU, OBJECTIVES, PAIRS, SIDE, VARIANTS
 from nobackfill.research.cells import KNOWN_CLASSES, NEW_CLASSES
 from nobackfill.research.images import SHIFTS
-from nobackfill.research.rows import OURS, Name, within
+from nobackfill.research.rows import OURS, Name, row_in
 from nobackfill.research.settings import DISJOINT, HOPS
 from nobackfill.research.summary import Claim
 from nobackfill.training.data.allocations import ALLOCATIONS
@@ -51,8 +51,8 @@ CLAIMS = (
     *(
         Claim(
             f"{text}, {pair.replace('_', ' ')}",
-            (within(pair, better), better_cell),
-            (within(pair, worse), worse_cell),
+            (row_in(pair, better), better_cell),
+            (row_in(pair, worse), worse_cell),
         )
         for pair in PAIRS
         for text, better, better_cell, worse, worse_cell in (
@@ -90,8 +90,8 @@ CLAIMS = (
     *(
         Claim(
             f"SimCLR > {rival} in {stored} bytes, by an affine map",
-            (within(SIDE, f"simclr_{stored}"), SERVED),
-            (within(SIDE, f"{rival}_{stored}"), SERVED),
+            (row_in(SIDE, f"simclr_{stored}"), SERVED),
+            (row_in(SIDE, f"{rival}_{stored}"), SERVED),
         )
         for stored in BYTES
         for rival in OBJECTIVES
@@ -210,31 +210,31 @@ CLAIMS = (
     *(
         Claim(f"{text} > the old model", (row, SERVED), (row, "old/old"))
         for text, row in (
-            ("five small updates with side-information", within(Name.LONG_CHAIN, HOPS)),
-            ("five small updates without side-information", within(Name.LONG_CHAIN_NONE, HOPS)),
-            ("FCT with SimCLR, disjoint objectives", within(DISJOINT, Name.FCT_SIMCLR)),
+            ("five small updates with side-information", row_in(Name.LONG_CHAIN, HOPS)),
+            ("five small updates without side-information", row_in(Name.LONG_CHAIN_NONE, HOPS)),
+            ("FCT with SimCLR, disjoint objectives", row_in(DISJOINT, Name.FCT_SIMCLR)),
             *(
-                (f"FCT with SimCLR, {domain} images", within(domain, Name.FCT_SIMCLR))
+                (f"FCT with SimCLR, {domain} images", row_in(domain, Name.FCT_SIMCLR))
                 for domain in SHIFTS
             ),
         )
     ),
-    Claim("direct > five small updates", _SIDE, (within(Name.LONG_CHAIN, HOPS), SERVED)),
+    Claim("direct > five small updates", _SIDE, (row_in(Name.LONG_CHAIN, HOPS), SERVED)),
     Claim(
         "five small updates with side-information > without",
-        (within(Name.LONG_CHAIN, HOPS), SERVED),
-        (within(Name.LONG_CHAIN_NONE, HOPS), SERVED),
+        (row_in(Name.LONG_CHAIN, HOPS), SERVED),
+        (row_in(Name.LONG_CHAIN_NONE, HOPS), SERVED),
     ),
     Claim(
         "side-information > none, disjoint objectives",
-        (within(DISJOINT, Name.FCT_SIMCLR), SERVED),
-        (within(DISJOINT, Name.FCT_NONE), SERVED),
+        (row_in(DISJOINT, Name.FCT_SIMCLR), SERVED),
+        (row_in(DISJOINT, Name.FCT_NONE), SERVED),
     ),
     *(
         Claim(
             f"{text}, {domain} images",
-            (within(domain, better), SERVED),
-            (within(domain, worse), SERVED),
+            (row_in(domain, better), SERVED),
+            (row_in(domain, worse), SERVED),
         )
         for domain in SHIFTS
         for text, better, worse in (
@@ -254,16 +254,16 @@ CLAIMS = (
     *(
         Claim(
             f"refined > vanilla prototypes, {allocation}",
-            (within(allocation, Name.REFINED), "new/old"),
-            (within(allocation, Name.VANILLA), "new/old"),
+            (row_in(allocation, Name.REFINED), "new/old"),
+            (row_in(allocation, Name.VANILLA), "new/old"),
         )
         for allocation in _ALLOCATIONS
     ),
     *(
         Claim(
             f"UniBCT meets the criterion, {allocation}",
-            (within(allocation, Name.REFINED), "new/old"),
-            (within(allocation, Name.REFINED), "old/old"),
+            (row_in(allocation, Name.REFINED), "new/old"),
+            (row_in(allocation, Name.REFINED), "old/old"),
         )
         for allocation in _ALLOCATIONS
     ),

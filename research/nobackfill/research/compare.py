@@ -39,7 +39,7 @@ from nobackfill.research.presets import (
     folder_preset,
     preset_named,
 )
-from nobackfill.research.results import MAIN, Made, Results, draw, points, write_results
+from nobackfill.research.results import MAIN, Provenance, Results, draw, points, write_results
 from nobackfill.research.rows import ComparisonPlace
 from nobackfill.research.serve import costs
 from nobackfill.research.summary import MeasuredRow, summarise
@@ -205,7 +205,7 @@ def compare(
         # Nodes run in another working directory.
         out, images = out.resolve(), images and images.resolve()
     root = out / preset.title
-    with _alone(root):
+    with _output_lock(root):
         source = _source(preset, images, root)
         planned = []
         for seed in seeds:
@@ -219,12 +219,12 @@ def compare(
         print(f"compare.py: {time.monotonic() - started:.0f} s", file=sys.stderr)
     # Costs of the first place; they are equal for all seeds and splits.
     told, rows = costs(planned[0][1]), _collect(planned)
-    made = Made(command=command, machine=machine(), configured=digest_of_rows(preset, rows))
+    made = Provenance(command=command, machine=machine(), configured=digest_of_rows(preset, rows))
     return summarise(preset.title, preset.metric, seeds, made, rows, CLAIMS, told)
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[None]:
+def _output_lock(root: Path) -> Iterator[None]:
     """Lock the folder: two comparisons would overwrite each other's runs."""
     with ExitStack() as held:
         try:

@@ -25,7 +25,7 @@ class _ResultPart(BaseModel):
 Figure = tuple[float, float | None]
 
 
-class Made(_ResultPart):
+class Provenance(_ResultPart):
     """How to reproduce the results. `configured` is the digest of `catalogue.digest_of_rows`."""
 
     command: str
@@ -79,10 +79,10 @@ class ClaimOutcome(_ResultPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _withdrawn(cls, told: dict[str, Any]) -> dict[str, Any]:
-        if told.get("classes") is None:
-            return {**told, "bounds": None, "verdict": "withdrawn"}
-        return told
+    def _withdrawn(cls, notes: dict[str, Any]) -> dict[str, Any]:
+        if notes.get("classes") is None:
+            return {**notes, "bounds": None, "verdict": "withdrawn"}
+        return notes
 
 
 class SplitResult(_ResultPart):
@@ -105,7 +105,7 @@ class Results(_ResultPart):
     data: str
     metric: str
     seeds: tuple[int, ...]
-    made: Made
+    made: Provenance
     splits: dict[str, SplitResult]
     costs: dict[str, CostResult]
 
@@ -184,15 +184,17 @@ def draw(points: Sequence[CostPoint], title: str) -> bytes:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (cost, label) in zip(panels, _PANELS.items(), strict=True):
 
-        def place(shown: Sequence[CostPoint], cost: str = cost) -> tuple[list[float], list[float]]:
-            return [getattr(p, cost) for p in shown], [100 * p.kept for p in shown]
+        def place(
+            displayed: Sequence[CostPoint], cost: str = cost
+        ) -> tuple[list[float], list[float]]:
+            return [getattr(p, cost) for p in displayed], [100 * p.kept for p in displayed]
 
         best = front(points, cost)
         axes.plot(*place(points), ".", color="#c8ccd0")
         axes.plot(*place(best), drawstyle="steps-post", color="#c8ccd0", zorder=1)
         for point in best:
-            told = f"{point.name}: {getattr(point, cost):.3g}, {100 * point.kept:.1f} %"
-            axes.plot(*place([point]), "o", label=told)
+            notes = f"{point.name}: {getattr(point, cost):.3g}, {100 * point.kept:.1f} %"
+            axes.plot(*place([point]), "o", label=notes)
         axes.legend(loc="lower right", fontsize=8)
         axes.set_xlabel(label)
     # symlog shows 0, the cost of direct search, and values from tenths to tens.

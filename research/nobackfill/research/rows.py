@@ -95,7 +95,7 @@ class Name(StrEnum):
 OURS = Name.RESIDUAL_SIMCLR
 
 
-def within(setting: str, row: str | int) -> str:
+def row_in(setting: str, row: str | int) -> str:
     """Return the name of a row in another domain, allocation or chain length."""
     return f"{setting}:{row}"
 
@@ -277,7 +277,7 @@ class MethodRow:
         return tuple({run.folder: run for run in own}.values())
 
 
-def learned(row: MethodRow) -> tuple[object, ...]:
+def learning_of(row: MethodRow) -> tuple[object, ...]:
     """Return what determines a row's upper bound: data, test, and backbone of the new model.
 
     Another backbone has another bound; another width of the embedding is a variant (BCT Table 3).

@@ -27,7 +27,7 @@ from nobackfill.research.rows import (
     Name,
     Shared,
     TrainingRun,
-    within,
+    row_in,
 )
 from nobackfill.training.data.allocations import ALLOCATIONS, NEW_SHARES, SHARE
 
@@ -53,7 +53,7 @@ def limits(shared: Shared) -> list[MethodRow]:
             images=folder / part,
             held_out=0.0,
         )
-        return MethodRow(within(LIMIT, name), shared.old, shared.new, (run,), simclr, limit=True)
+        return MethodRow(row_in(LIMIT, name), shared.old, shared.new, (run,), simclr, limit=True)
 
     own = row("affine", Name.AFFINE_SIMCLR, TEST)
     if not split.tested_first:
@@ -142,8 +142,8 @@ def long_chain(shared: Shared) -> list[MethodRow]:
         route += (place.upgrade(name, old, new, classes=count, side=sides[hop], **carried),)
         plain += (place.upgrade(f"{name}-none", old, new, classes=count),)
         rows += [
-            MethodRow(within(Name.LONG_CHAIN, hop + 1), shared.old, new, route, sides[0]),
-            MethodRow(within(Name.LONG_CHAIN_NONE, hop + 1), shared.old, new, plain),
+            MethodRow(row_in(Name.LONG_CHAIN, hop + 1), shared.old, new, route, sides[0]),
+            MethodRow(row_in(Name.LONG_CHAIN_NONE, hop + 1), shared.old, new, plain),
         ]
     return rows
 
@@ -162,7 +162,7 @@ def foreign(shared: Shared) -> list[MethodRow]:
         shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", shared.side("simclr")),
     ]
     return [
-        replace(row, name=within(domain, row.name), tested=f"{FOREIGN}/{domain}")
+        replace(row, name=row_in(domain, row.name), tested=f"{FOREIGN}/{domain}")
         for domain in SHIFTS
         for row in rows
     ]
@@ -181,11 +181,11 @@ def disjoint(shared: Shared) -> list[MethodRow]:
             f"upgrade-disjoint-{name}", shared.old, new, classes=None, side=side, images=images
         )
         return MethodRow(
-            within(DISJOINT, name), shared.old, new, (run,), side, tested=f"{DISJOINT}/{TEST}"
+            row_in(DISJOINT, name), shared.old, new, (run,), side, tested=f"{DISJOINT}/{TEST}"
         )
 
     alone = MethodRow(
-        within(DISJOINT, Name.INDEPENDENT), shared.old, new, tested=f"{DISJOINT}/{TEST}"
+        row_in(DISJOINT, Name.INDEPENDENT), shared.old, new, tested=f"{DISJOINT}/{TEST}"
     )
     return [alone, row(Name.FCT_NONE, None), row(Name.FCT_SIMCLR, shared.side("simclr"))]
 
@@ -271,7 +271,7 @@ def allocations(shared: Shared) -> list[MethodRow]:
                 options=options,
                 **steps(NEW_SHARES[allocation]),
             )
-            rows.append(MethodRow(within(allocation, name), old, new))
+            rows.append(MethodRow(row_in(allocation, name), old, new))
     return rows
 
 

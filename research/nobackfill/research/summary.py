@@ -27,12 +27,12 @@ from nobackfill.research.results import (
     CostResult,
     Figure,
     HeldTo,
-    Made,
+    Provenance,
     Results,
     RowResult,
     SplitResult,
 )
-from nobackfill.research.rows import TEST, MethodRow, learned
+from nobackfill.research.rows import TEST, MethodRow, learning_of
 from nobackfill.research.serve import RowCost
 
 FIGURES = ("cmc1", "map")
@@ -137,7 +137,7 @@ def summarise(
     data: str,
     metric: str,
     seeds: Sequence[int],
-    made: Made,
+    made: Provenance,
     splits: Splits,
     claims: Sequence[Claim],
     costs: Mapping[str, RowCost],
@@ -186,7 +186,7 @@ def held_to(name: str, rows: Mapping[str, MeasuredRow]) -> dict[str, HeldTo]:
     rivals = {
         rival: one.runs[:seeds]
         for rival, one in rows.items()
-        if learned(one.row) == learned(own.row) and len(one.runs) >= seeds
+        if learning_of(one.row) == learning_of(own.row) and len(one.runs) >= seeds
     }
     found = {}
     for figure in FIGURES:

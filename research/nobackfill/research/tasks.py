@@ -196,15 +196,15 @@ def measure_row(place: ComparisonPlace, row: MethodRow) -> None:
 @lru_cache(maxsize=2)
 def _test(images: Path, tested: str, split: Split, metric: Metric, cache: Path) -> Evaluation:
     """Return the test images of rows, cached because consecutive rows share them."""
-    return evaluation(_shown(images, tested, split), metric, cache)
+    return evaluation(_listing(images, tested, split), metric, cache)
 
 
 def images_of(place: ComparisonPlace, row: MethodRow) -> Listing:
     """Return queries and gallery of a row: the split's classes, or the row's own folder."""
-    return _shown(place.images, row.tested, place.split)
+    return _listing(place.images, row.tested, place.split)
 
 
-def _shown(images: Path, tested: str, split: Split) -> Listing:
+def _listing(images: Path, tested: str, split: Split) -> Listing:
     listing = list_images(images / tested)
     if tested != TEST:
         return listing
