@@ -75,7 +75,7 @@ def test_a_download_is_verified_and_kept(
     (tmp_path / "host" / name).unlink()
     assert torch.equal(read_file(download(f"{host}/{name}")).tensors["fc.bias"], resnet["fc.bias"])
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(VerificationError, match=r"begins with .* remove it"):
+    with pytest.raises(VerificationError, match=r"begins with .* delete it"):
         download(f"{host}/{name}")
 
 
