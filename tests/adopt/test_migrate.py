@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psycopg
 import pytest
 
 from nobackfill.adopt.cli import main
@@ -258,3 +259,116 @@ def test_another_store_or_another_question_is_refused_by_name(
     assert "for other stores use `fit`, then `carry`" in capsys.readouterr().err
     assert run("status", "--work", "nowhere") == 66
     assert "no migration is here" in capsys.readouterr().err
+
+
+def set_plan(folder: Path, **parts: object) -> None:
+    """Change the saved plan, as a kill between the table's change and its note leaves it."""
+    file = folder / "nobackfill-migration" / "migration.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | parts))
+
+
+def state_of(capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert run("status", "--json") == 0
+    return str(json.loads(capsys.readouterr().out)["state"])
+
+
+def test_a_kill_before_the_note_of_a_flip_or_its_reverse_misleads_no_command(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    before = vectors(connection)
+    assert run(source, *START, "--yes") == 0
+    set_plan(folder, state="writing")
+    assert state_of(capsys) == "flipped"
+    connection.execute("ALTER TABLE t ADD v_new_mapped vector(24)")
+    assert run("back") == 0
+    # The column is the owner's own.
+    assert columns(connection) == {"id", "body", "v", "v_new_mapped"}
+    assert vectors(connection) == before
+    # Killed before the note, `back` has done its work: there is nothing to finish.
+    set_plan(folder, state="flipped")
+    assert state_of(capsys) == "taken back"
+    assert run("finish") != 0
+    assert "nothing was dropped" in capsys.readouterr().err
+    assert run("back") == 0
+    connection.execute("ALTER TABLE t DROP v_new_mapped")
+    assert run(source, *START, "--yes") == 0
+    set_plan(folder, state="writing")
+    assert run("finish") == 0
+    set_plan(folder, state="flipped")
+    # Killed before its note, `finish` has dropped the old vectors: `back` claims nothing else.
+    assert state_of(capsys) == "finished"
+    assert run("back") != 0
+    assert "the old vectors are dropped" in capsys.readouterr().err
+    assert run(source, *START, "--yes") != 0
+    assert "finished; start another one in a folder of its own" in capsys.readouterr().err
+    same(vectors(connection), folder / "new", connection)
+
+
+def test_a_lost_comment_is_named_and_nothing_is_said_to_be_taken_back(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, _ = documents
+    before = vectors(connection)
+    assert run(source, *START, "--yes") == 0
+    connection.execute("COMMENT ON COLUMN t.v IS 'what users search'")
+    for command in ("back", "finish", "status"):
+        capsys.readouterr()
+        assert run(command) != 0
+        error = capsys.readouterr().err
+        assert "its comment does not name this migration any more" in error
+    assert columns(connection) == {"id", "body", "v", "v_before"}
+    connection.execute(error[error.index("COMMENT ON") :].strip().encode())
+    assert run("back") == 0
+    assert vectors(connection) == before
+
+
+def test_back_does_not_lose_rows_that_policies_hide(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, _ = documents
+    role = f"owner_{id(object())}"
+    connection.execute(
+        f"CREATE ROLE {role}; GRANT CREATE ON SCHEMA public TO {role};"
+        f"ALTER TABLE t OWNER TO {role}; ALTER VIEW seen OWNER TO {role};"
+        "ALTER TABLE t ALTER v DROP NOT NULL".encode()
+    )
+    try:
+        source = source.replace("#t", f"&options=-c%20role%3D{role}#t")
+        assert run(source, *START, "--yes") == 0
+        connection.execute("INSERT INTO t (id, body, v) SELECT 900, body, v FROM t WHERE id = 1")
+        connection.execute(
+            "ALTER TABLE t ENABLE ROW LEVEL SECURITY; ALTER TABLE t FORCE ROW LEVEL SECURITY;"
+            "CREATE POLICY few ON t USING (id < 900)"
+        )
+        assert run("back") == 77
+        assert "row-level security may hide rows" in capsys.readouterr().err
+        assert 900 in vectors(connection)
+    finally:
+        connection.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER".encode())
+        connection.execute(f"DROP OWNED BY {role}; DROP ROLE {role}".encode())
+
+
+def test_back_removes_no_column_that_carry_has_made(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, _ = documents
+    connection.execute("ALTER TABLE t ADD v_new vector(24)")
+    connection.execute('COMMENT ON COLUMN t.v_new IS \'{"nobackfill": "of another map"}\'')
+    assert run(source, *START, "--yes") == 73
+    assert run("back") == 0
+    assert columns(connection) == {"id", "body", "v", "v_new"}
+
+
+def test_a_busy_table_is_not_called_another_migration(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, _ = documents
+    connection.execute("DROP VIEW seen; ALTER TABLE t RENAME TO blocks")
+    source = source.replace("#t", "#blocks")
+    with psycopg.connect(source.partition("#")[0]) as other:
+        other.execute("SELECT count(*) FROM blocks")
+        assert run(source, *START, "--yes") == 75
+    assert "another process works on this migration" not in capsys.readouterr().err
+    assert run(source, *START, "--yes") == 0

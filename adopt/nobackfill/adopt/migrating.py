@@ -12,7 +12,7 @@ migration goes on from there, and every step may be repeated.
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -157,10 +157,16 @@ class Migration:
                         f"{self._folder}: holds another migration ({', '.join(different)} differ); "
                         "give this one a folder of its own with --work"
                     )
-                if found.state in ("flipped", "finished"):
+                state = self._state(found, self._source(found))
+                if state == "finished":
                     raise PreconditionError(
-                        f"{self._folder}: this migration is {found.state}; `migrate finish` drops "
-                        "the old vectors, `migrate back` gives them back"
+                        f"{self._folder}: this migration is finished; start another one in a "
+                        "folder of its own with --work"
+                    )
+                if found.state == state == "flipped":
+                    raise PreconditionError(
+                        f"{self._folder}: this migration is flipped; `migrate finish` drops the "
+                        "old vectors, `migrate back` gives them back"
                     )
                 if found.state in ("writing", "decided") and self._verdict.is_file():
                     return self._verdict.read_text("utf-8").splitlines()
@@ -251,7 +257,7 @@ class Migration:
     def _has_flipped(self, plan: Plan, source: Reversible, target: Target) -> bool:
         """Note what is being written; whether an earlier run was killed after its flip."""
         self._save(replace(plan, state="writing", mark=target.mark))
-        return source.flip_state(target.mark) != "old"
+        return source.flip_state(target.mark) in ("flipped", "finished")
 
     @staticmethod
     def _maps(plan: Plan) -> bool:
@@ -270,9 +276,12 @@ class Migration:
     def status(self) -> Progress:
         """Return how far the migration is, from the table itself."""
         plan = self.plan()
-        if plan.state not in ("writing", "decided"):
+        if plan.state not in ("writing", "decided", "flipped"):
             return Progress(plan, 0, 0)
         source = self._source(plan)
+        plan = replace(plan, state=self._state(plan, source))
+        if plan.state not in ("writing", "decided"):
+            return Progress(plan, 0, 0)
         return Progress(plan, source.filled(plan.to), source.count())
 
     def pause(self) -> None:
@@ -289,36 +298,67 @@ class Migration:
         Returns:
             How many rows have no vector any more.
         """
+        self.plan()
         with self._locked():
             plan = self.plan()
-            if plan.state == "finished":
+            source = self._source(plan)
+            state = self._state(plan, source)
+            if state == "finished":
                 raise PreconditionError(
                     f"{self._folder}: finished: the old vectors are dropped, so nothing can be "
                     "taken back"
                 )
-            source = self._source(plan)
-            lost = 0
-            if plan.mark and source.flip_state(plan.mark) == "flipped":
-                lost = source.flip_back(plan.to, lose=lose)
-            else:
-                for name in (plan.to, plan.to + _MAPPED):
-                    source.rollback(name)
+            lost = source.flip_back(plan.to, lose=lose) if state == "flipped" else 0
+            self._remove(plan, source, plan.to, plan.to + _MAPPED)
             self._save(replace(plan, state="taken back"))
             return lost
 
     def finish(self) -> None:
         """Drop the old vectors after the flip. Nothing can be taken back then."""
+        self.plan()
         with self._locked():
             plan = self.plan()
-            if plan.state != "flipped":
-                raise PreconditionError(
-                    f"{self._folder}: expected a flipped migration, found one that is "
-                    f"{plan.state}; nothing was dropped"
-                )
             source = self._source(plan)
-            if source.flip_state(plan.mark) == "flipped":
+            state = self._state(plan, source)
+            if state not in ("flipped", "finished"):
+                raise PreconditionError(
+                    f"{self._folder}: expected a flipped migration, found one that is {state}; "
+                    "nothing was dropped"
+                )
+            self._remove(plan, source, plan.to + _MAPPED)
+            if state == "flipped":
                 source.drop_old()
             self._save(replace(plan, state="finished"))
+
+    def _state(self, plan: Plan, source: Reversible) -> State:
+        """Return the state that the table shows: a kill may have come before it was saved.
+
+        Raises PreconditionError where a flip is saved of which the table says nothing.
+        """
+        if plan.state not in ("writing", "flipped"):
+            return plan.state
+        found = source.flip_state(plan.mark)
+        if found in ("flipped", "finished"):
+            return found
+        if plan.state == "writing":
+            return "writing"
+        if found == "old":
+            return "taken back"
+        name = source.facts().name
+        raise PreconditionError(
+            f"{name}: its comment does not name this migration any more, so nothing was changed; "
+            "if its vectors are still those of this migration, write it again: COMMENT ON COLUMN "
+            f"{name} IS {json.dumps({'carried': plan.mark})!r}"
+        )
+
+    def _remove(self, plan: Plan, source: Reversible, *columns: str) -> None:
+        """Remove new columns, but none that another migration or `carry` has made."""
+        ours = {plan.mark} if plan.mark else set[str]()
+        if ours and self._map.is_file():
+            ours.add(load_map(self._map).digest)
+        for column in columns:
+            if source.mark_of(column) in ours:
+                source.rollback(column)
 
     def _judge(self, plan: Plan, source: Reversible, tell: Callable[[str], None]) -> list[str]:
         tell(f"sampling {plan.count} of {source.count()} items")
@@ -371,16 +411,15 @@ class Migration:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        try:
-            with durable.lock(self._folder / "lock"):
-                yield
-        except BusyError as error:
-            if "lock" not in str(error):
-                raise
-            raise BusyError(
-                f"{self._folder}: another process works on this migration; stop it with "
-                "`nobackfill migrate pause`, or wait"
-            ) from error
+        with ExitStack() as locks:
+            try:
+                locks.enter_context(durable.lock(self._folder / "lock"))
+            except BusyError as error:
+                raise BusyError(
+                    f"{self._folder}: another process works on this migration; stop it with "
+                    "`nobackfill migrate pause`, or wait"
+                ) from error
+            yield
 
     def _save(self, plan: Plan) -> None:
         durable.write_file(self._file, json.dumps(asdict(plan), indent=1).encode(), 0o600)

@@ -345,11 +345,16 @@ class PgvectorSource:
                 old=sql.Identifier(self.vector),
             )
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished"]:
+    def mark_of(self, column: str) -> str | None:
         """See Reversible."""
+        return self._table.mark(column)
+
+    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+        """See Reversible."""
+        kept = before(self.vector) in self._table.columns
         if self._table.said(self.vector).get("carried") != mark:
-            return "old"
-        return "flipped" if before(self.vector) in self._table.columns else "finished"
+            return "unknown" if kept else "old"
+        return "flipped" if kept else "finished"
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         """See Reversible."""
@@ -357,6 +362,8 @@ class PgvectorSource:
         names = self._names(old) | {"name": sql.Identifier(to)}
         if old not in table.columns:
             raise NotFoundError(f"{table.name}: no column {old!r}: nothing was flipped")
+        # A row that is hidden would lose its only vector, uncounted.
+        table.every_row_is_seen()
         states = table.triggers(names["function"]).states
         if not states or set(states) != {"A"}:
             raise InvalidInputError(

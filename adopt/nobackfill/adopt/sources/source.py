@@ -212,9 +212,13 @@ class Reversible(Source, Protocol):
     def name_model(self, model: str) -> None:
         """Note the fingerprint of the model in whose space the vectors are."""
 
-    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished"]:
+    def mark_of(self, column: str) -> str | None:
+        """Return the digest of what wrote new vectors into a column; None for another column."""
+
+    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """Tell whose vectors have the source's name: the old ones; those with the digest `mark`,
-        while the old ones are there (flipped) or after they were dropped (finished)."""
+        while the old ones are there (flipped) or after they were dropped (finished); unknown where
+        the old vectors of a flip are there, and the others have another digest or none."""
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         """Give the old vectors their name back and drop the new ones.
