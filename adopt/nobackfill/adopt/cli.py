@@ -27,7 +27,7 @@ FitOption = Annotated[
     Fit | None,
     typer.Option(
         "--fit",
-        help="Pictures of another aspect: sides scaled by themselves, the middle, or all on black.",
+        help="How a picture becomes square: stretch it, crop its middle, or pad it with black.",
         show_default="as the model's files say, else stretch",
     ),
 ]
@@ -36,7 +36,7 @@ Size = Annotated[
     typer.Option(
         min=1,
         max=4096,
-        help="Pixels a side, where the graph leaves it open.",
+        help="Side of the model's input in pixels, if the ONNX graph does not fix it.",
         show_default="as the model's files say",
     ),
 ]
@@ -45,7 +45,7 @@ Shortest = Annotated[
     typer.Option(
         min=1,
         max=4096,
-        help="With --fit crop: the shortest side before.",
+        help="With --fit crop: pixels of the shorter side before the crop.",
         show_default="as the model's files say, else the longer side of --size",
     ),
 ]
@@ -60,14 +60,14 @@ Interpolating = Annotated[
 Mean = Annotated[
     tuple[float, float, float] | None,
     typer.Option(
-        help="Taken off pixels of 0 to 1.",
+        help="Mean to subtract from each channel of pixels of 0 to 1.",
         show_default="as the model's files say, else 0.485 0.456 0.406",
     ),
 ]
 Std = Annotated[
     tuple[float, float, float] | None,
     typer.Option(
-        help="What that is divided by.",
+        help="Standard deviation to divide each channel by.",
         show_default="as the model's files say, else 0.229 0.224 0.225",
     ),
 ]
@@ -89,7 +89,7 @@ nobackfill embed $S --column body --only sample.txt --with new.onnx --out new/
 nobackfill fit --old $S --new new/ --out map.npz --report verdict.html
 nobackfill carry $S --map map.npz --to embedding_new
 
-Where somebody has published a map of the two models, without pairs of one's own:
+If somebody has published a map of the two models, you need no pairs:
 
 \b
 nobackfill carry $S --release https://HOST/maps --root 1.root.json --to embedding_new
@@ -129,26 +129,29 @@ Root = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-# What `fit` and the commands of `converter` fit by, and write.
+# Options that `fit` and the commands of `converter` share.
 Old = Annotated[str, typer.Option(help="SOURCE of the old vectors.")]
 New = Annotated[str, typer.Option(help="The same items' vectors by the new model.")]
 MapFile = Annotated[Path, typer.Option(help="File for the map.")]
 OnnxFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The map for `export.py --upgrade`, too.")
+    Path | None, typer.Option(metavar="FILE", help="Also write the map for `export.py --upgrade`.")
 ]
 JoiningFile = Annotated[
-    Path | None, typer.Option(help="File of what `both` and `lazily` are served by.")
+    Path | None, typer.Option(help="File for the rank fusion that serves `both` and `lazily`.")
 ]
 ReportFile = Annotated[Path | None, typer.Option(help="HTML page of the verdict.")]
 QueriesOld = Annotated[
-    str | None, typer.Option(help="Queries by the old model; id = the item to find.")
+    str | None, typer.Option(help="SOURCE of queries by the old model; the id is the item to find.")
 ]
-QueriesNew = Annotated[str | None, typer.Option(help="The same by the new model.")]
+QueriesNew = Annotated[
+    str | None, typer.Option(help="SOURCE of the same queries by the new model.")
+]
 ItemsGone = Annotated[bool, typer.Option("--items-gone", help="Items cannot be embedded any more.")]
 Also = Annotated[
     str | None,
     typer.Option(
-        metavar="MODULE:FUNCTION", help="A function that trains one more map; takes minutes."
+        metavar="MODULE:FUNCTION",
+        help="Function that trains one more candidate map; takes minutes.",
     ),
 ]
 
@@ -173,15 +176,19 @@ def inspect(
 @app.command()
 def sample(
     source: SourceArgument,
-    count: Annotated[int, typer.Option("-n", min=1, help="How many items, or all.")] = 2000,
+    count: Annotated[
+        int, typer.Option("-n", min=1, help="Number of items; all if there are fewer.")
+    ] = 2000,
     out: Annotated[
         Path | None, typer.Option(help="File of ids, one a line.", show_default="stdout")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Draws the same items again.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed; the same seed draws the same items.")
+    ] = 0,
     key: Key = None,
     vector: Vector = None,
 ) -> None:
-    """Choose the items to embed again for `fit`, spread over the old model's space."""
+    """Choose the items to re-embed for `fit`, spread over the old model's space."""
     from nobackfill.adopt import pairs
     from nobackfill.adopt.pairs import read_all
     from nobackfill.adopt.sources.opening import open_items
@@ -199,7 +206,7 @@ def sample(
     else:
         write_file(out, text.encode())
         print(visible(f"{len(ids)} of {len(rows)} ids in {out}"))
-    # Beside the ids, which may go into a pipe.
+    # Not on stdout with the ids, which may go into a pipe.
     print(pairs.covered(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
 
 
@@ -211,7 +218,7 @@ def embed(
     model: Annotated[
         str, typer.Option("--with", help="FILE.onnx, module:function, or an https:// endpoint.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the vectors; what is there is kept.")],
+    out: Annotated[Path, typer.Option(help="Folder for the vectors; it continues an earlier run.")],
     column: Annotated[str, typer.Option(help="Column, or JSON field, of the texts.")] = "text",
     only: Annotated[
         Path | None, typer.Option(help="File of ids, from `sample`.", show_default="all items")
@@ -223,17 +230,21 @@ def embed(
     batch: Annotated[int, typer.Option(min=1, help="Items at a time.")] = 32,
     queries: Annotated[
         bool,
-        typer.Option("--queries", help="These texts ask: some models read such otherwise."),
+        typer.Option(
+            "--queries", help="The texts are queries: some models embed these in another way."
+        ),
     ] = False,
     query_encoder: Annotated[
         str | None,
         typer.Option(
-            help="What reads them, where that is a model of its own.", show_default="that of --with"
+            help="Model of the queries, if it is another one.", show_default="that of --with"
         ),
     ] = None,
     query_model_name: Annotated[
         str | None,
-        typer.Option(help="Its name at an endpoint.", show_default="that of --model-name"),
+        typer.Option(
+            help="The name of --query-encoder at an endpoint.", show_default="that of --model-name"
+        ),
     ] = None,
     fit: FitOption = None,
     size: Size = None,
@@ -245,13 +256,13 @@ def embed(
 ) -> None:
     """Embed items by a model.
 
-    Run again after a failure, it embeds what is missing.
+    After a failure or Ctrl-C, run it again: it embeds only the missing items.
 
-    Items that the model does not take are named and left out, and the command ends with exit code
-    65. What was finished is kept, also after Ctrl-C.
+    Items that the model refuses are named and skipped, and the command ends with exit code 65.
 
-    How an ONNX file wants pictures is read from FILE.json beside it, or from what transformers,
-    open_clip or timm exported there, and told; --fit and what follows say it otherwise.
+    The preprocessing of pictures for FILE.onnx is read from FILE.json in the same folder, or from
+    the files that transformers, open_clip or timm exported there, and printed. --fit and the
+    options after it override it.
     """
     from nobackfill.adopt.embedding.embedder import QueryEmbedder, open_embedder, reading_of
     from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
@@ -311,7 +322,7 @@ def fit(
 ) -> None:
     """Decide how to move to the new model, and write the map of its vectors.
 
-    It fits maps, judges five ways to go on against staying, and says which one is best.
+    It fits maps, compares five ways to go on, one of which is to stay, and names the best one.
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
@@ -420,7 +431,7 @@ def improve(
 @converter_commands.command()
 def withdraw(
     number: Annotated[int, typer.Argument(help="Number of the converter.")],
-    reason: Annotated[str, typer.Option(help="Why; users who ask for it are shown it.")],
+    reason: Annotated[str, typer.Option(help="Reason that users of this map are shown.")],
     model_repo: Annotated[Path, typer.Option(help="The publication folder.")] = Path("model_repo"),
     targets_key: Annotated[
         Path | None,
@@ -429,7 +440,7 @@ def withdraw(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and report only.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Take a published map back: nobody carries by it from then on."""
+    """Withdraw a published map, so that nobody can use it any more."""
     from nobackfill.release.publishing import renew
     from nobackfill.release.publishing.metadata import Keys
 
@@ -448,11 +459,11 @@ def carry(
     source: SourceArgument,
     to: Annotated[str, typer.Option(help="Name of the new vectors; PostgreSQL: also table:NAME.")],
     mapping: Annotated[
-        Path | None, typer.Option("--map", help="What `nobackfill fit` wrote.")
+        Path | None, typer.Option("--map", help="The map that `nobackfill fit` wrote.")
     ] = None,
     release: Annotated[
         str | None,
-        typer.Option(help="Or a published map: N, FOLDER or URL, both with #N for one of several."),
+        typer.Option(help="Or a published map: N, FOLDER or URL; #N after these chooses one."),
     ] = None,
     root: Root = None,
     model: Annotated[
@@ -501,10 +512,10 @@ def carry(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Write new vectors beside the old ones, in the same store.
+    """Write new vectors into the store of the old ones.
 
-    No old vector is changed. Run again after a kill, it goes on. Others may write to the store
-    meanwhile. In PostgreSQL a new column has every row updated, which fires the table's UPDATE
+    No old vector changes. After an interruption, run it again to continue. Others may write to the
+    store meanwhile. In PostgreSQL, a new column updates every row, which fires the table's UPDATE
     triggers; table:NAME updates none.
     """
     from nobackfill.adopt.converters import mapping_for
@@ -738,7 +749,7 @@ def _ids(path: Path) -> set[str]:
 
 
 def _progress(total: int) -> Callable[[int], None]:
-    """A line on the terminal that counts up; nothing where nobody looks."""
+    """Return a function that shows a count on stderr, if that is a terminal."""
 
     def show(done: int) -> None:
         if sys.stderr.isatty():

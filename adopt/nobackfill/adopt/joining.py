@@ -1,4 +1,4 @@
-"""How a gallery is ranked by two models, fitted on relevance, and the file that keeps it."""
+"""Fit the line of a rank fusion to matches, and save and load the file of a rank fusion."""
 
 import io
 import json
@@ -14,34 +14,44 @@ from nobackfill.metrics.distances import Metric
 from nobackfill.serving.fusion import Block, Joining, OddsLine
 from nobackfill.vectors import check_vectors
 
-# Formats of the file: format 2 keeps no share, format 4 names another metric than cosine.
-FORMAT, OTHERWISE, FORMATS = 3, 4, (2, 3, 4)
-# Values of the many that are no match on which a line is fitted.
+# Formats of the file: 2 has no share, 4 names a metric other than cosine.
+FORMAT, OTHER_METRIC_FORMAT, FORMATS = 3, 4, (2, 3, 4)
+# Most items that are no match that a line is fitted on.
 _MOST_OTHERS = 200_000
 _ROUNDS = 30
 
 
-def fit_line(matches: Block, rest: Block, seed: int = 0) -> OddsLine:
-    """Logistic regression on the nearness of matches [m, 1] and of all else [n, 1], by Newton's
-    method; [m, 2] and [n, 2] with their nearness as carried items.
+def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
+    """Fit log-odds of a match to nearness: logistic regression by Newton's method.
 
-    Among all items, so that lines of two origins speak of the same odds; of the rest, 200,000 drawn
-    by `seed` stand for all.
+    The odds are those among all items, so that lines of two origins are comparable.
+
+    Args:
+        matches: Nearness of matches [m, 1]; or [m, 2], with their nearness as migrated items.
+        others: The same of all items that are no match [n, 1] or [n, 2]. Of more than 200,000 a
+            sample is fitted on, weighted to stand for all.
+        seed: Of the sample.
+
+    Returns:
+        A line whose slope is above 0 and whose share is 0 or more; the identity if `matches` or
+        `others` is empty.
     """
     count = matches.shape[1]
-    if not len(matches) or not len(rest):
+    if not len(matches) or not len(others):
         return OddsLine()
-    weight, others = 1.0, rest
-    if len(rest) > _MOST_OTHERS:
-        weight = len(rest) / _MOST_OTHERS
-        others = rest[np.random.default_rng(seed).choice(len(rest), _MOST_OTHERS, replace=False)]
-    x = np.concatenate([matches, others]).astype(np.float64)
+    weight, sample = 1.0, others
+    if len(others) > _MOST_OTHERS:
+        weight = len(others) / _MOST_OTHERS
+        numbers = np.random.default_rng(seed).choice(len(others), _MOST_OTHERS, replace=False)
+        sample = others[numbers]
+    x = np.concatenate([matches, sample]).astype(np.float64)
     rows = np.concatenate([x, np.ones((len(x), 1))], 1)
     truth = np.arange(len(x)) < len(matches)
     weights = np.where(truth, 1.0, weight)
-    # A slope of 1 is expected with a deviation of 10: perfect separation has no other end.
+    # A prior slope of 1 with a deviation of 10: without it the slope is unbounded where a threshold
+    # separates all matches.
     prior, precision = np.eye(count + 1)[0], np.array([*[0.01] * count, 1e-9])
-    line = prior + np.eye(count + 1)[-1] * np.log(len(matches) / len(rest))
+    line = prior + np.eye(count + 1)[-1] * np.log(len(matches) / len(others))
     for _ in range(_ROUNDS):
         odds = 1 / (1 + np.exp(-np.clip(rows @ line, -30, 30)))
         slope = rows.T @ (weights * (truth - odds)) - precision * (line - prior)
@@ -51,28 +61,42 @@ def fit_line(matches: Block, rest: Block, seed: int = 0) -> OddsLine:
         if np.abs(step).max() < 1e-6:
             break
     # A nearer item is never less likely.
-    found = OddsLine(
+    fitted = OddsLine(
         max(1e-3, float(line[0])), float(line[-1]), float(line[1]) if count == 2 else 0.0
     )
-    return found if found.share >= 0 else fit_line(matches[:, :1], rest[:, :1], seed)
+    return fitted if fitted.share >= 0 else fit_line(matches[:, :1], others[:, :1], seed)
 
 
-def save_joining(path: Path, found: Joining) -> None:
-    """Write it as arrays and a line of JSON. Raises CannotWriteError."""
-    lines = {name: [line.slope, line.intercept, line.share] for name, line in _lines(found)}
-    header = {"format": FORMAT, "weight": found.weight, "mark": found.mark, **lines}
-    if found.metric != "cosine":
-        header |= {"format": OTHERWISE, "metric": found.metric}
+def save_joining(path: Path, joining: Joining) -> None:
+    """Write a rank fusion as a numpy archive with a JSON header, readable by its owner alone.
+
+    Raises:
+        CannotWriteError: The file cannot be written.
+    """
+    lines = {name: [line.slope, line.intercept, line.share] for name, line in _lines(joining)}
+    header = {"format": FORMAT, "weight": joining.weight, "mark": joining.mark, **lines}
+    if joining.metric != "cosine":
+        header |= {"format": OTHER_METRIC_FORMAT, "metric": joining.metric}
     buffer = io.BytesIO()
     text = np.array(json.dumps(header, sort_keys=True))
     np.savez(
-        buffer, header=text, old=found.old, carried=found.carried, new=found.new, crowd=found.crowd
+        buffer,
+        header=text,
+        old=joining.old,
+        carried=joining.carried,
+        new=joining.new,
+        crowd=joining.crowd,
     )
     write_file(path, buffer.getvalue(), 0o600)
 
 
 def load_joining(path: Path) -> Joining:
-    """Read what `save_joining` wrote. Raises NotFoundError, InvalidInputError for another file."""
+    """Read a rank fusion that `save_joining` wrote.
+
+    Raises:
+        NotFoundError: There is no such file.
+        InvalidInputError: It is damaged, or another file.
+    """
     with written_by(path, "nobackfill fit --joining"):
         header, arrays = read_arrays(path)
         if header["format"] not in FORMATS:
@@ -95,5 +119,5 @@ def load_joining(path: Path) -> Joining:
         )
 
 
-def _lines(found: Joining) -> list[tuple[str, OddsLine]]:
-    return [("joined", found.joined), ("native", found.native)]
+def _lines(joining: Joining) -> list[tuple[str, OddsLine]]:
+    return [("joined", joining.joined), ("native", joining.native)]
