@@ -1,6 +1,8 @@
 """The command `gateway`: a life through its commands, refusals with sentences and exit codes."""
 
 import json
+import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -9,8 +11,11 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from typer.main import get_command
 
+from manual import commands
 from nobackfill.errors import BusyError
+from nobackfill.server.cli.app import app
 from nobackfill.server.cli.main import main
 from nobackfill.server.grpc.listener import check_free
 from tests.server.conftest import Stages, publish_stage
@@ -44,6 +49,22 @@ def run(*arguments: str, code: int = 0, process: bool = False) -> str:
 def run_json(*arguments: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run(*arguments, "--json"))
     return found
+
+
+def test_every_command_shows_examples_that_its_parser_accepts() -> None:
+    for words, entry in commands.below(commands.application("gateway")):
+        if entry.commands:
+            continue
+        lines = re.findall(r"^  gateway (.*)$", entry.epilog, re.MULTILINE)
+        assert lines, f"gateway {words} shows no example"
+        for line in lines:
+            assert line.startswith(f"{words} ") or line == words
+            parser: Any = get_command(app)
+            arguments = shlex.split(line)
+            while hasattr(parser, "commands"):
+                parser = parser.commands[arguments.pop(0)]
+            # The parser raises for an unknown option, a missing or a surplus argument.
+            parser.make_context(words, arguments)
 
 
 def test_a_life_through_commands(

@@ -1,4 +1,4 @@
-"""What every command shares: the application, --server and --json, exit codes, tables."""
+"""Share one application among all commands: its options, its exit codes and its tables."""
 
 import contextlib
 import json
@@ -17,36 +17,66 @@ from nobackfill.errors import ConfigurationError, NobackfillError
 from nobackfill.extras import extra
 from nobackfill.terminal import visible
 
+_EPILOG = """\b
+Examples:
+  gateway serve --model-repo model_repo --data gateway-data
+  gateway put photos ~/Pictures
+  gateway estimate photos 2
+  gateway activate 2
+
+Exit codes: 0 done, or nothing to do, 1 failure, 2 wrong usage, 65 refused data or failed
+verification, 66 not found, 69 no gateway answers, 73 cannot write or exists already,
+75 busy: run it again, 77 not permitted, 78 an extra is missing or the configuration is wrong.
+"""
+
+
+def examples(*lines: str) -> str:
+    """Format command lines as the section `Examples` of a command's help.
+
+    Args:
+        lines: complete command lines, each without a line break.
+    """
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Serve searches of galleries, and change the model behind them while they are asked.",
+    rich_markup_mode=None,
+    epilog=_EPILOG,
+    help="Serve searches of galleries, and change the model behind them without an interruption.",
 )
 
 Server = Annotated[
     str,
-    typer.Option("--server", envvar="NOBACKFILL_SERVER", help="HOST:PORT, or grpcs://HOST:PORT"),
+    typer.Option(
+        "--server",
+        envvar="NOBACKFILL_SERVER",
+        help="gateway to call: HOST:PORT, or grpcs://HOST:PORT for TLS",
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object instead of a table")]
 Rollout = Annotated[
     str | None,
     typer.Option(
-        help="direct, dual or cutover",
-        show_default="direct where the release declares it, else cutover",
+        help="how queries are answered meanwhile: direct, dual or cutover",
+        show_default="direct if the release declares it, else cutover",
     ),
 ]
-Number = Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="release")]
+Number = Annotated[int, typer.Argument(min=1, max=2**31 - 1, help="number of the release")]
 DEFAULT_SERVER = "127.0.0.1:50051"
 
-# Numbers that --settings FILE.toml may change, and what the gateway takes without them: the share
-# of cores that an upgrade leaves to searches, and how long queries of the old space are answered
-# (0: until `gateway retire`).
+# Keys that --settings FILE.toml may set, with the gateway's defaults. `spare_cores` is the share of
+# cores that an upgrade leaves to searches. `old_space_seconds` is how long queries of the old space
+# are answered; 0 means until `gateway retire`.
 ACTIVATION: Mapping[str, float] = {"spare_cores": 0.5, "old_space_seconds": 0}
-# A canary stops at this share of errors, and at a p99 of so many times the old one's.
+# A canary stops above this share of errors, and above this ratio of its p99 latency to the old
+# release's.
 CANARY: Mapping[str, float] = {**ACTIVATION, "most_errors": 0.01, "largest_p99_ratio": 2.0}
-# What a gallery's source may cost: the first hits of a query that are embedded again, the seconds
-# that the query waits for them, the bytes that it reads, batches at once, and items a day.
+# Limits on what re-embedding from a gallery's source may cost: first hits of a query that are
+# embedded, seconds that the query waits for them, bytes that it reads, concurrent batches, and
+# items a day.
 HEALING: Mapping[str, float] = {
     "hits": 100,
     "seconds": 1.0,
@@ -56,45 +86,71 @@ HEALING: Mapping[str, float] = {
 }
 
 
-def settings_option(usual: Mapping[str, float]) -> Any:
-    """Make the option that names a file of numbers; its help has their defaults."""
-    shown = ", ".join(f"{name} = {value}" for name, value in usual.items())
-    return typer.Option("--settings", help="TOML file of numbers", show_default=shown)
+def settings_option(defaults: Mapping[str, float]) -> Any:
+    """Make the option --settings, whose help lists the keys and their defaults.
+
+    Args:
+        defaults: default value by key.
+    """
+    listing = ", ".join(f"{name} = {value}" for name, value in defaults.items())
+    return typer.Option(
+        "--settings", help="TOML file that sets some of these numbers", show_default=listing
+    )
 
 
 ActivationSettings = Annotated[Path | None, settings_option(ACTIVATION)]
 
 
-def tuning(file: Path | None, usual: Mapping[str, float]) -> dict[str, float]:
-    """Read the numbers of `usual` from a TOML file.
+def tuning(file: Path | None, defaults: Mapping[str, float]) -> dict[str, float]:
+    """Read numbers from a TOML file.
 
-    Returns: every number; 0, which the gateway takes as absent, for those that the file lacks.
-    Raises ConfigurationError naming the key that is wrong, and a file that cannot be read.
+    Args:
+        file: the TOML file; None if the user named none.
+        defaults: default value by key. The type of a default (int or float) is the type of the key.
+
+    Returns:
+        A value for every key of `defaults`; 0, which the gateway reads as its default, for each key
+        that the file lacks.
+
+    Raises:
+        ConfigurationError: the file cannot be read, is no TOML, or has an unknown key or a value
+            outside its range.
     """
     if file is None:
-        return dict.fromkeys(usual, 0)
+        return dict.fromkeys(defaults, 0)
     try:
-        given = tomllib.loads(file.read_text(encoding="utf-8"))
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigurationError(f"{file}: expected a settings file (TOML): {error}") from error
-    for name, value in given.items():
-        if name not in usual:
-            raise ConfigurationError(f"{file}: expected keys of {', '.join(usual)}, got {name!r}")
-        kind = int if isinstance(usual[name], int) else float
-        # No number of the contract is larger. 0 would mean the default but for those that are 0.
-        fits = type(value) in (int, kind) and 0 <= value < 1 << 32 and (value or not usual[name])
-        if not fits:
-            what = "a whole number" if kind is int else "a number"
-            least = "0" if not usual[name] else "above 0"
+        raise ConfigurationError(
+            f"{file}: this settings file cannot be read as TOML: {error}"
+        ) from error
+    for name, value in values.items():
+        if name not in defaults:
             raise ConfigurationError(
-                f"{file}: {name}: expected {what} from {least} to below 2**32, got {value!r}"
+                f"{file}: unknown key {name!r}; expected one of {', '.join(defaults)}"
             )
-    return {name: given.get(name, 0) for name in usual}
+        kind = int if isinstance(defaults[name], int) else float
+        # The protocol's integers end at 2**32. 0 asks for the default, so it is valid only where
+        # the default is 0.
+        is_valid = (
+            type(value) in (int, kind) and 0 <= value < 1 << 32 and (value or not defaults[name])
+        )
+        if not is_valid:
+            expected = "a whole number" if kind is int else "a number"
+            lowest = "0" if not defaults[name] else "above 0"
+            raise ConfigurationError(
+                f"{file}: {name}: expected {expected} from {lowest} to below 2**32, got {value!r}"
+            )
+    return {name: values.get(name, 0) for name in defaults}
 
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """Say an error in one sentence on stderr, and exit with its code."""
+    """Print an error as one sentence on stderr, and exit with its code.
+
+    Raises:
+        typer.Exit: the block raised a NobackfillError (its exit code) or was interrupted (130).
+    """
     try:
         with extra("server"):
             yield
@@ -106,7 +162,13 @@ def exit_codes() -> Iterator[None]:
 
 
 def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
-    """Print `result` as JSON, or `rows`, the first one being the heads, as a table."""
+    """Print a result as JSON or as a table.
+
+    Args:
+        as_json: print `result` as one JSON object, and no table.
+        result: the object for JSON.
+        rows: the table's cells; the first row holds the headings.
+    """
     if as_json:
         typer.echo(json.dumps(result))
         return
@@ -119,8 +181,8 @@ def show(as_json: bool, result: dict[str, Any], rows: list[list[str]]) -> None:
     Console().print(table)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
         typer.echo(f"gateway {version('nobackfill')}")
         raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""`gateway canary …`: let a few callers meet a release before all others do."""
+"""Define `gateway canary …`: let a new release answer a share of the callers before all others."""
 
 import json
 import re
@@ -16,51 +16,61 @@ from nobackfill.server.cli.app import (
     Number,
     Server,
     app,
+    examples,
     exit_codes,
     settings_option,
     tuning,
 )
-from nobackfill.server.cli.operations import asking, plain, report, show_rollback
+from nobackfill.server.cli.operations import connect, plain, report, show_rollback
 from nobackfill.terminal import visible
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire.gateway import Gateway
 
 canary_commands = typer.Typer(
-    no_args_is_help=True, help="Let a few callers meet a release before all others do."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Let a new release answer a share of the callers first.",
 )
 app.add_typer(canary_commands, name="canary")
 
-_Steps = Annotated[str | None, typer.Option(help="shares that follow, one after the other: 25,100")]
+_Steps = Annotated[str | None, typer.Option(help="later shares, in this order: 25,100")]
 _Every = Annotated[
-    str | None, typer.Option(help="time of each step: 30s, 10m, 2h, 1d; goes with --steps")
+    str | None, typer.Option(help="time of each step, with --steps: 30s, 10m, 2h, 1d")
 ]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-@canary_commands.command()
+@canary_commands.command(
+    epilog=examples(
+        "gateway canary start 2 --share 5%",
+        "gateway canary start 2 --steps 5,25,100 --every 10m",
+        "gateway canary start 2 --share 100% --shadow",
+    )
+)
 def start(
     number: Number,
     share: Annotated[
-        str | None, typer.Option(help="share of the callers: 5%", show_default="the first step")
+        str | None,
+        typer.Option(help="share of the callers: 5%", show_default="the first of --steps"),
     ] = None,
     steps: _Steps = None,
     every: _Every = None,
     shadow: Annotated[
         bool,
-        typer.Option("--shadow", help="only compare: the release before answers the share, too"),
+        typer.Option("--shadow", help="only compare: callers get the old release's answers"),
     ] = False,
     settings: Annotated[Path | None, settings_option(CANARY)] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Let a share of the callers be answered by a new release.
+    """Let a new release answer a share of the callers.
 
-    The galleries are carried over first. The command returns when the canary has begun. It ends by
-    itself where the release is measurably worse than the one before.
+    The galleries are upgraded first. The command returns once the canary has begun. The gateway
+    stops the canary if the new release is measurably worse than the old one.
     """
     canary = _canary_of(share, steps, every)
     canary.shadow = shadow
-    with exit_codes(), asking(server) as gateway:
+    with exit_codes(), connect(server) as gateway:
         numbers = tuning(settings, CANARY)
         canary.most_errors = numbers["most_errors"]
         canary.largest_p99_ratio = numbers["largest_p99_ratio"]
@@ -73,75 +83,82 @@ def start(
         report(number, events, as_json, canary=True)
 
 
-@canary_commands.command()
+@canary_commands.command(
+    epilog=examples("gateway canary step 2", "gateway canary step 2 --share 25%")
+)
 def step(
     number: Number,
     share: Annotated[
-        str | None, typer.Option(help="a larger share: 25%", show_default="the next step")
+        str | None,
+        typer.Option(help="the new, larger share: 25%", show_default="the next of --steps"),
     ] = None,
     steps: _Steps = None,
     every: _Every = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Let a larger share of the callers meet the release of a canary.
+    """Let the release of a canary answer a larger share of the callers.
 
-    Without --share and --steps, go to the canary's next step now. With --share alone, stay there
-    until the next command.
+    Without --share and --steps, go to the canary's next step now. With --share alone, the share
+    stays until the next command.
     """
-    wanted = _canary_of(share, steps, every) if share or steps or every else None
-    with exit_codes(), asking(server) as gateway:
-        canary = _under_way(gateway, number)
-        if wanted is not None:
-            canary.share, canary.steps[:] = wanted.share, wanted.steps
-            canary.every.CopyFrom(wanted.every)
+    change = _canary_of(share, steps, every) if share or steps or every else None
+    with exit_codes(), connect(server) as gateway:
+        canary = _running_canary(gateway, number)
+        if change is not None:
+            canary.share, canary.steps[:] = change.share, change.steps
+            canary.every.CopyFrom(change.every)
         elif canary.steps:
             canary.share = canary.steps.pop(0)
         else:
             raise PreconditionError(
-                f"the canary of release {number} has no further step; name a share, as with "
+                f"the canary of release {number} has no further step; run"
                 f"`gateway canary step {number} --share 50%`"
             )
         report(number, gateway.activate(number, canary=canary), as_json, canary=True)
 
 
-@canary_commands.command()
+@canary_commands.command(epilog=examples("gateway canary promote 2"))
 def promote(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Let all callers be answered by the release of a canary."""
-    with exit_codes(), asking(server) as gateway:
+    """End a canary by letting its release answer all callers."""
+    with exit_codes(), connect(server) as gateway:
         report(number, gateway.promote(number), as_json)
 
 
-@canary_commands.command()
+@canary_commands.command(epilog=examples("gateway canary stop 2"))
 def stop(number: Number, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """End a canary: the release before answers all callers again."""
-    with exit_codes(), asking(server) as gateway:
-        # A gateway of an older version knows nothing of `canary`: these two looks guard it there.
-        _under_way(gateway, number)
+    """End a canary: the old release answers all callers again."""
+    with exit_codes(), connect(server) as gateway:
+        # A gateway of an older version ignores `canary`: these two calls guard the rollback there.
+        _running_canary(gateway, number)
         before = gateway.rollback().number
         answer = gateway.rollback(confirm=True, to=before, canary=number)
     show_rollback(answer, as_json)
 
 
-@canary_commands.command()
+@canary_commands.command(epilog=examples("gateway canary watch", "gateway canary watch --json"))
 def watch(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Follow a canary to its end: what both releases answer, and how they compare.
+    """Follow a canary to its end: the counts of both releases, and how they compare.
 
-    It prints a line a second.
+    Prints one line a second.
     """
-    with exit_codes(), asking(server) as gateway:
-        for shown in gateway.watch_canary():
-            typer.echo(json.dumps(plain(shown)) if as_json else visible(line(shown)))
+    with exit_codes(), connect(server) as gateway:
+        for snapshot in gateway.watch_canary():
+            typer.echo(json.dumps(plain(snapshot)) if as_json else visible(line(snapshot)))
 
 
 def _canary_of(share: str | None, steps: str | None, every: str | None) -> pb.Canary:
-    """Read the shares and times of a canary. Raises BadParameter."""
+    """Make a canary's message from the options.
+
+    Raises:
+        typer.BadParameter: the options do not fit together, or one cannot be parsed.
+    """
     if bool(steps) != bool(every):
         raise typer.BadParameter("--steps and --every go together: --steps 25,100 --every 10m")
     shares = [_share(one, "--steps") for one in steps.split(",")] if steps else []
     if share is not None:
         first = _share(share, "--share")
-        # `--share 5% --steps 5,25,100` says the first step twice.
+        # `--share 5% --steps 5,25,100` names the first step twice.
         shares = [first, *(shares[1:] if shares[:1] == [first] else shares)]
     if not shares:
         raise typer.BadParameter("expected --share 5%, or --steps 5,25,100 --every 10m")
@@ -151,21 +168,25 @@ def _canary_of(share: str | None, steps: str | None, every: str | None) -> pb.Ca
     return canary
 
 
-def _under_way(gateway: Gateway, number: int) -> pb.Canary:
-    """Ask for the canary of a release. Raises PreconditionError where there is none."""
-    shown = next(iter(gateway.watch_canary()))
-    if shown.release != number or not shown.HasField("canary"):
+def _running_canary(gateway: Gateway, number: int) -> pb.Canary:
+    """Return the canary of a release that runs at a gateway.
+
+    Raises:
+        PreconditionError: no canary of this release runs.
+    """
+    snapshot = next(iter(gateway.watch_canary()))
+    if snapshot.release != number or not snapshot.HasField("canary"):
         raise PreconditionError(
-            f"no canary of release {number} is under way at this gateway; `gateway canary start "
-            f"{number} --share 5%` begins one"
+            f"no canary of release {number} runs at this gateway; run `gateway canary start "
+            f"{number} --share 5%` to begin one"
         )
-    return shown.canary
+    return snapshot.canary
 
 
 def line(answer: pb.WatchCanaryResponse) -> str:
-    """One line of what it shows so far."""
+    """Describe a canary in one line: its state, the counts of both releases, and the evidence."""
     if not answer.release:
-        return "no canary since the gateway's start"
+        return "no canary since the gateway started"
     state = pb.CanaryState.Name(answer.state).removeprefix("CANARY_STATE_").lower()
     share = f" {answer.canary.share:.3g} of the callers," if answer.canary.share else ""
     kind = "shadow" if answer.canary.shadow else "canary"
@@ -201,7 +222,7 @@ def _share(text: str, option: str) -> float:
 
 
 def _interval_seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
-    if found is None or not float(found[1]):
-        raise typer.BadParameter(f"--every: expected a time as 30s, 10m, 2h or 1d, got {text!r}")
-    return float(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if match is None or not float(match[1]):
+        raise typer.BadParameter(f"--every: expected a time like 30s, 10m, 2h or 1d, got {text!r}")
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,6 +1,7 @@
-"""`gateway data …`: copy, check and move what a gateway keeps; and `gateway audit`.
+"""Define `gateway data …`, which copies, checks and moves stored data, and `gateway audit`.
 
-They read folders and databases themselves, also beside a gateway that serves them.
+The commands open folders and databases themselves; a gateway may serve them at the same time unless
+the help of a command says otherwise.
 """
 
 from contextlib import closing
@@ -13,25 +14,29 @@ from typing import Annotated
 import typer
 
 from nobackfill import durable
-from nobackfill.server.cli.app import Json, app, exit_codes, show
+from nobackfill.server.cli.app import Json, app, examples, exit_codes, show
 
-Data = Annotated[Path, typer.Option("--data", envvar="NOBACKFILL_DATA", help="the data folder")]
+Data = Annotated[
+    Path, typer.Option("--data", envvar="NOBACKFILL_DATA", help="data folder of the gateway")
+]
 DEFAULT_DATA = Path("gateway-data")
 
 
-data_commands = typer.Typer(no_args_is_help=True, help="Copy, check and move what a gateway keeps.")
+data_commands = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Copy, check and move a gateway's data."
+)
 app.add_typer(data_commands, name="data")
 
 
-@data_commands.command()
+@data_commands.command(epilog=examples("gateway data backup /backups/monday --data gateway-data"))
 def backup(
-    target: Annotated[Path, typer.Argument(help="a new folder for the backup")],
+    target: Annotated[Path, typer.Argument(help="new folder for the backup")],
     data: Data = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
     """Back up a data folder: all galleries and the vault, in one verified copy.
 
-    The copy is consistent while a gateway serves the folder.
+    The copy is consistent even while a gateway serves the folder.
     """
     with exit_codes():
         from nobackfill.server.backup import backup
@@ -39,15 +44,15 @@ def backup(
         _show(asdict(backup(data, target)), as_json)
 
 
-@data_commands.command()
+@data_commands.command(epilog=examples("gateway data restore /backups/monday --data gateway-data"))
 def restore(
-    source: Annotated[Path, typer.Argument(help="a backup")],
+    source: Annotated[Path, typer.Argument(help="folder of a backup")],
     data: Data = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
     """Make a data folder from a backup.
 
-    The backup is verified first. The folder must be new or empty.
+    The backup is verified first. The data folder must be new or empty.
     """
     with exit_codes():
         from nobackfill.server.backup import restore
@@ -55,14 +60,14 @@ def restore(
         _show(asdict(restore(source, data)), as_json)
 
 
-@data_commands.command()
+@data_commands.command(epilog=examples("gateway data verify /backups/monday"))
 def verify(
-    folder: Annotated[Path, typer.Argument(help="a backup or a data folder")] = DEFAULT_DATA,
+    folder: Annotated[Path, typer.Argument(help="backup or data folder")] = DEFAULT_DATA,
     as_json: Json = False,
 ) -> None:
     """Check that a backup or a data folder is intact.
 
-    It reads every digest, what a start reads, every page of every gallery, and every vector.
+    Reads every file and checks its digest, every page of every gallery, and every vector.
     """
     with exit_codes():
         from nobackfill.server.backup import verify
@@ -77,29 +82,29 @@ def _show(summary: dict[str, object], as_json: bool) -> None:
     show(as_json, summary, [*rows, ["blobs", str(summary["blobs"])]])
 
 
-# `gateway data export`: a gallery's vectors as Parquet files.
-
-
-@data_commands.command()
+@data_commands.command(
+    epilog=examples("gateway data export photos --from sqlite:gateway-data --out vectors")
+)
 def export(
-    gallery: Annotated[str, typer.Argument(help="its name")],
-    store: Annotated[str, typer.Option("--from", help="sqlite:FOLDER or postgresql://…")],
-    out: Annotated[Path, typer.Option(help="folder to make: a Parquet file for each release")],
+    gallery: Annotated[str, typer.Argument(help="name of the gallery")],
+    store: Annotated[str, typer.Option("--from", help="store: sqlite:FOLDER or postgresql://…")],
+    out: Annotated[Path, typer.Option(help="new folder; gets one Parquet file for each release")],
     release: Annotated[
-        list[int] | None, typer.Option(help="only these; may be repeated", show_default="all")
+        list[int] | None,
+        typer.Option(help="export only this release; repeatable", show_default="all"),
     ] = None,
     native: Annotated[
-        bool, typer.Option("--native", help="only vectors that the release's own model made")
+        bool, typer.Option("--native", help="only vectors that the release's own model computed")
     ] = False,
-    side: Annotated[bool, typer.Option("--side", help="side-information, too")] = False,
+    side: Annotated[bool, typer.Option("--side", help="export side-information as well")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a gallery's vectors as Parquet files.
+    """Write a gallery's vectors as Parquet files, from one snapshot.
 
-    They are of one snapshot. A gateway may serve the store meanwhile.
+    A gateway may serve the store at the same time.
     """
     with exit_codes():
-        from nobackfill.errors import NotFoundError
+        from nobackfill.errors import NotFoundError, few
         from nobackfill.server import export as exporting
         from nobackfill.server.storage import Storage, folder_of, need_store
 
@@ -112,31 +117,34 @@ def export(
             closing(Storage(store, Path(scratch), lock=None)) as storage,
         ):
             if gallery not in storage.home.names():
-                raise NotFoundError(f"the store has no gallery {gallery!r}; look at its name")
+                names = few(storage.home.names()) or "none"
+                raise NotFoundError(f"the store has no gallery {gallery!r}; it has {names}")
             with closing(storage.home.open(gallery)) as hosted:
-                found = exporting.export(hosted.store, out, release or (), native=native, side=side)
+                exported = exporting.export(
+                    hosted.store, out, release or (), native=native, side=side
+                )
         rows = [["release", "vectors", "file"]]
-        rows += [[str(n), str(many), str(out / f"release-{n}.parquet")]
-                 for n, many in found.rows.items()]  # fmt: skip
-        show(as_json, {"items": found.items, "rows": found.rows, "out": str(out)}, rows)
+        rows += [[str(number), str(count), str(out / f"release-{number}.parquet")]
+                 for number, count in exported.rows.items()]  # fmt: skip
+        show(as_json, {"items": exported.items, "rows": exported.rows, "out": str(out)}, rows)
 
 
-# `gateway data migrate`: a database in the format of another version.
-
-
-@data_commands.command()
+@data_commands.command(
+    epilog=examples("gateway data migrate --store postgresql://gateway@db/vectors")
+)
 def migrate(
     store: Annotated[
-        str, typer.Option("--store", envvar="NOBACKFILL_STORE", help="postgresql://…")
+        str, typer.Option("--store", envvar="NOBACKFILL_STORE", help="database: postgresql://…")
     ],
     to: Annotated[
-        int | None, typer.Option("--to", help="format", show_default="that of this version")
+        int | None,
+        typer.Option("--to", help="number of the format", show_default="this version's format"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Bring a database to the format of this version, or back to the one before.
+    """Convert a database to the format of this version, or back to an earlier one.
 
-    No gateway may serve it. A gateway brings its database to its own format when it starts.
+    No gateway may serve the database. A gateway converts its own database when it starts.
     """
     with exit_codes():
         from nobackfill.errors import ConfigurationError
@@ -144,7 +152,9 @@ def migrate(
         from nobackfill.server.storage import migrate_database
 
         if not store.startswith(DATABASES):
-            raise ConfigurationError("expected a database, postgresql://USER@HOST/DATABASE")
+            raise ConfigurationError(
+                "--store: expected a database, postgresql://USER@HOST/DATABASE"
+            )
         before, after = migrate_database(store, to)
         show(
             as_json,
@@ -153,28 +163,31 @@ def migrate(
         )
 
 
-# `gateway data move`.
-
-_HOLDS_VAULT = "its gateway's data folder, which holds the vault"
+_VAULT_FOLDER = "data folder with the vault of --from"
 
 
-@data_commands.command()
+@data_commands.command(
+    epilog=examples(
+        "gateway data move --from sqlite:gateway-data --to postgresql://gateway@db/vectors"
+    )
+)
 def move(
-    source: Annotated[str, typer.Option("--from", help="sqlite:FOLDER or postgresql://…")],
-    target: Annotated[str, typer.Option("--to", help="the other; no gateway may serve it")],
+    source: Annotated[str, typer.Option("--from", help="store: sqlite:FOLDER or postgresql://…")],
+    target: Annotated[str, typer.Option("--to", help="store to write; no gateway may serve it")],
     from_data: Annotated[
-        Path | None, typer.Option(help=_HOLDS_VAULT, show_default="the folder of --from")
+        Path | None, typer.Option(help=_VAULT_FOLDER, show_default="the folder of --from")
     ] = None,
     to_data: Annotated[
-        Path | None, typer.Option(help="the same of --to", show_default="the folder of --to")
+        Path | None,
+        typer.Option(help="data folder with the vault of --to", show_default="the folder of --to"),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Move every gallery and the vault to another store.
 
-    While a gateway serves --from, everything but its state is copied, and the exit code is 75. Run
-    the command again once that gateway has ended: it copies what has changed, and the state, and
-    compares both. `gateway serve` refuses a folder that was moved, but with --force.
+    While a gateway serves --from, the command copies everything except its state, and exits with
+    75. Stop that gateway and run the command again: it copies the changes and the state, and
+    compares both stores. Afterwards `gateway serve` refuses the old folder unless --force is given.
     """
     with exit_codes():
         from nobackfill.errors import BusyError, ConfigurationError
@@ -182,56 +195,64 @@ def move(
         from nobackfill.server.transfer import transfer_all, vaults_of
 
         if source == target:
-            raise ConfigurationError("expected two stores, got the same twice")
+            raise ConfigurationError(
+                "--from and --to name the same store; expected two different ones"
+            )
         need_store(source)
         old, new = folder_of(source, Path()), folder_of(target, Path())
         if old is not None and new is not None:
             durable.refuse_inside(new, old)
         vaults = vaults_of(from_data or old, to_data or new)
         with TemporaryDirectory() as scratch:
-            ended = True
+            is_stopped = True
             try:
                 first = Storage(source, Path(scratch))
             except BusyError:
-                ended = False
+                is_stopped = False
                 first = Storage(source, Path(scratch), lock=None)
             with closing(first), closing(Storage(target, Path(scratch))) as second:
-                found, vault = transfer_all(first, second, vaults, with_state=ended)
-                if ended and old is not None:
+                galleries, vault = transfer_all(first, second, vaults, with_state=is_stopped)
+                if is_stopped and old is not None:
                     mark_moved(old, target)
         rows = [["gallery", "items", "written", "deleted", "alike"]]
-        shown = dict(found) if vault is None else {**found, "(vault)": vault}
+        entries = dict(galleries) if vault is None else {**galleries, "(vault)": vault}
         rows += [
-            [name, str(one.items), str(one.written), str(one.deleted), "yes" if one.alike else "no"]
-            for name, one in shown.items()
+            [
+                name,
+                str(transferred.items),
+                str(transferred.written),
+                str(transferred.deleted),
+                "yes" if transferred.alike else "no",
+            ]
+            for name, transferred in entries.items()
         ]
         result = {
-            "finished": ended,
-            "galleries": {name: vars(one) for name, one in found.items()},
+            "finished": is_stopped,
+            "galleries": {name: vars(transferred) for name, transferred in galleries.items()},
             "vault": None if vault is None else vars(vault),
         }
         show(as_json, result, rows)
-        if not ended:
+        if not is_stopped:
             raise BusyError(
-                "the move is not finished: a gateway still serves --from, and its state stays "
-                "there; end that gateway, and run the same command again"
+                "the move is not finished: a gateway still serves --from, so its state was not "
+                "copied; stop that gateway and run the same command again"
             )
 
 
-# `gateway audit`: who activated, rolled back, retired and deleted what.
-
-
-@app.command()
+@app.command(epilog=examples("gateway audit", "gateway audit --store sqlite:/srv/gateway-data"))
 def audit(
     store: Annotated[
         str,
-        typer.Option("--store", envvar="NOBACKFILL_STORE", help="sqlite:FOLDER or postgresql://…"),
+        typer.Option(
+            "--store", envvar="NOBACKFILL_STORE", help="store: sqlite:FOLDER or postgresql://…"
+        ),
     ] = "sqlite:gateway-data",
     as_json: Json = False,
 ) -> None:
     """List who activated, rolled back, retired and deleted what.
 
-    They are the latest 1000 deeds, by the names of tokens. A gateway may serve the store meanwhile.
+    The list has the latest 1000 entries. A caller is shown by the name of its token. A gateway may
+    serve the store at the same time.
     """
     with exit_codes():
         from nobackfill.server.storage import Storage, need_store
@@ -241,10 +262,10 @@ def audit(
             TemporaryDirectory() as scratch,
             closing(Storage(store, Path(scratch), lock=None)) as storage,
         ):
-            found = storage.state.deeds()
+            entries = storage.state.deeds()
         rows = [["when (UTC)", "who", "what", "of what"]]
         rows += [
-            [f"{datetime.fromtimestamp(one.time, UTC):%Y-%m-%d %H:%M:%S}", *one[1:]]
-            for one in found
+            [f"{datetime.fromtimestamp(entry.time, UTC):%Y-%m-%d %H:%M:%S}", *entry[1:]]
+            for entry in entries
         ]
-        show(as_json, {"audit": [one._asdict() for one in found]}, rows)
+        show(as_json, {"audit": [entry._asdict() for entry in entries]}, rows)

@@ -13,6 +13,7 @@ from nobackfill.server.cli.app import (
     Json,
     Server,
     app,
+    examples,
     exit_codes,
     settings_option,
     show,
@@ -24,32 +25,42 @@ from nobackfill.v1 import gallery_pb2
 from nobackfill.wire.gateway import Gateway
 
 
-@app.command("update-gallery")
+@app.command(
+    "update-gallery",
+    epilog=examples(
+        "gateway update-gallery photos",
+        "gateway update-gallery photos --source folder:/srv/photos",
+        "gateway update-gallery photos --source none",
+        "gateway update-gallery photos --both",
+    ),
+)
 def update_gallery(
-    gallery: Annotated[str, typer.Argument(help="gallery")],
+    gallery: Annotated[str, typer.Argument(help="name of the gallery")],
     source: Annotated[
         str | None,
         typer.Option(
-            help="folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}.jpg, texts:FILE.jsonl, "
-            "column:NAME, function:NAME, or none"
+            help="where the items' originals are: folder:DIR, folder:DIR/{id}.jpg, "
+            "https://HOST/{id}.jpg, texts:FILE.jsonl, column:NAME, function:NAME, or none"
         ),
     ] = None,
     settings: Annotated[Path | None, settings_option(HEALING)] = None,
     both: Annotated[
         bool | None,
-        typer.Option("--both/--no-both", help="the model before ranks carried items, too"),
+        typer.Option("--both/--no-both", help="let the previous model help to rank migrated items"),
     ] = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Change how a gallery answers after an upgrade.
+    """Change how a gallery answers after an upgrade, or show it.
 
-    With --source, the gateway embeds hits again from their images or texts, as people look.
-    --settings bounds what that may cost. With --both, the model before helps to rank what was
-    carried, by weights that the release brings. With neither, show the gallery.
+    With --source, the gateway re-embeds hits from their images or texts when a query finds them;
+    --settings bounds the cost. With --both, the previous model helps to rank migrated items, by
+    weights from the release. Without any option, the command only shows the gallery.
     """
     if source is None and settings is not None:
-        raise typer.BadParameter("expected --source with --settings: they bound what it may cost")
+        raise typer.BadParameter(
+            "--settings needs --source: it bounds what re-embedding from the source may cost"
+        )
     with exit_codes(), Gateway(server, retries=False) as gateway:
         if source is None and both is None:
             answer = gateway.get_gallery(gallery)
@@ -68,30 +79,36 @@ def update_gallery(
                 items_a_day=int(numbers["a_day"]),
             )
             answer = gateway.update_gallery(gallery, source=message, both_models=both)
-    found = answer.source
+    origin = answer.source
     rows = [["gallery", "both", "source", "hits", "seconds", "bytes a query", "at once", "a day"]]
-    beside = f"with release {answer.both_with}" if answer.both_with else "none at present"
-    asked = beside if answer.both_models else ""
+    model = f"with release {answer.both_with}" if answer.both_with else "no previous model now"
+    both_cell = model if answer.both_models else ""
     if answer.HasField("source"):
         rows.append([
-            answer.name, asked, found.address, str(found.hits),
-            f"{found.patience.ToTimedelta().total_seconds():g}", str(found.bytes_a_query),
-            str(found.concurrency), str(found.items_a_day),
+            answer.name, both_cell, origin.address, str(origin.hits),
+            f"{origin.patience.ToTimedelta().total_seconds():g}", str(origin.bytes_a_query),
+            str(origin.concurrency), str(origin.items_a_day),
         ])  # fmt: skip
     else:
-        rows.append([answer.name, asked, "none", "", "", "", "", ""])
+        rows.append([answer.name, both_cell, "none", "", "", "", "", ""])
     show(as_json, plain(answer), rows)
 
-
-# `gateway put`: a folder's pictures, or a file's texts, into a gallery.
 
 _SECONDS = 120.0
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "gateway put photos ~/Pictures",
+        "gateway put photos s3://bucket/pictures",
+        "gateway put notes notes.jsonl",
+    )
+)
 def put(
-    gallery: Annotated[str, typer.Argument(help="its name; it is there already")],
-    place: Annotated[str, typer.Argument(help="a folder, s3://BUCKET/…, gs://…, or FILE.jsonl")],
+    gallery: Annotated[str, typer.Argument(help="name of an existing gallery")],
+    place: Annotated[
+        str, typer.Argument(help="folder, s3://BUCKET/…, gs://BUCKET/…, or FILE.jsonl")
+    ],
     ray: Annotated[
         str | None, typer.Option(help="embed on this Ray cluster: auto or HOST:PORT")
     ] = None,
@@ -101,11 +118,11 @@ def put(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Put every picture of a folder, or every text of a file, into a gallery.
+    """Put a folder's pictures, or a file's texts, into a gallery.
 
-    A picture's id is its path in the folder. A line of FILE.jsonl is an object with `id` and
-    `text`; its other keys are metadata. Items that are refused are named, and the exit code is 65.
-    The command may be repeated.
+    A picture's id is its path in the folder. A line of FILE.jsonl is an object with the keys `id`
+    and `text`; its other keys are metadata. Running the command again is safe: it replaces items
+    with the same id. The exit code is 65 if items were refused; each is printed with its reason.
     """
     with exit_codes():
         from nobackfill.errors import InvalidInputError
@@ -115,14 +132,16 @@ def put(
             typer.echo(f"{stored} stored", err=True)
 
         with Gateway(server, seconds=_SECONDS) as gateway:
-            done = (
+            summary = (
                 fill(gateway, gallery, place, on_stored)
                 if ray is None
                 else fill_by_ray(gateway, gallery, place, model_repo, ray, on_stored)
             )
-        rows = [["stored", "refused"], [str(done.stored), str(len(done.refused))]]
-        show(as_json, {"stored": done.stored, "refused": dict(done.refused)}, rows)
-        for name, why in done.refused.items():
+        rows = [["stored", "refused"], [str(summary.stored), str(len(summary.refused))]]
+        show(as_json, {"stored": summary.stored, "refused": dict(summary.refused)}, rows)
+        for name, why in summary.refused.items():
             typer.echo(visible(f"{name}: {why}"), err=True)
-        if done.refused:
-            raise InvalidInputError(f"refused: {few(done.refused)}; mend them and put again")
+        if summary.refused:
+            raise InvalidInputError(
+                f"refused: {few(summary.refused)}; correct them and run the command again"
+            )

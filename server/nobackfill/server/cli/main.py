@@ -1,6 +1,6 @@
-"""The command `gateway`; exit codes as in docs/operations/troubleshoot.md."""
+"""Run the command `gateway`; docs/operations/troubleshoot.md lists its exit codes."""
 
-# The commands put themselves into `app`, in the order that --help shows.
+# Each import registers its commands with `app`; the order is the order of --help.
 from nobackfill.server.cli import serve, operations, canary, galleries, upgrade, data  # noqa: F401, I001
 from nobackfill.server.cli.app import app
 

@@ -1,4 +1,4 @@
-"""The operator's commands: thin over the calls of nobackfill.wire, each of them made once."""
+"""Define the operator's commands: each makes calls of nobackfill.wire and prints the answers."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -19,6 +19,7 @@ from nobackfill.server.cli.app import (
     Rollout,
     Server,
     app,
+    examples,
     exit_codes,
     show,
     tuning,
@@ -28,19 +29,18 @@ from nobackfill.v1 import gallery_pb2, release_pb2, upgrade_pb2
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.wire.gateway import ROLLOUTS, Gateway
 
-# How far a gallery has healed, in words.
 
-
-def healed(healing: upgrade_pb2.Healing) -> str:
-    """One line: how far a gallery has healed, and what that has cost."""
-    share = "counted"
+def healing_line(healing: upgrade_pb2.Healing) -> str:
+    """Describe in one line how many items of a gallery are re-embedded, and what that has cost."""
+    share = "counting items"
     if healing.HasField("carried"):
         native = healing.items - healing.carried
         share = f"{native} of {healing.items} native ({native / max(1, healing.items):.1%})"
     seconds = healing.seconds.ToTimedelta().total_seconds()
     line = (
-        f"  healing: {share}, {healing.today} of {healing.a_day} today, {healing.embedded} made in "
-        f"{seconds:.1f} s from {healing.bytes_read} bytes, {healing.failed} in vain"
+        f"  healing: {share}, {healing.today} of {healing.a_day} today, "
+        f"{healing.embedded} embedded in {seconds:.1f} s from {healing.bytes_read} bytes, "
+        f"{healing.failed} failed"
     )
     return line + (f": {healing.last_failure}" if healing.last_failure else "")
 
@@ -50,9 +50,15 @@ _PHASE = release_pb2.Phase.Name
 
 
 @contextmanager
-def asking(server: str) -> Iterator[Gateway]:
-    """A connection; of several gateways, to one that answers. Raises UnavailableError where none
-    does."""
+def connect(server: str) -> Iterator[Gateway]:
+    """Connect to a gateway for the length of a block.
+
+    Args:
+        server: one address, or several with commas. Of several, the first that answers is used.
+
+    Raises:
+        UnavailableError: none of several gateways answers.
+    """
     several = "," in server
     with Gateway(server, retries=several) as gateway:
         if several:
@@ -60,10 +66,10 @@ def asking(server: str) -> Iterator[Gateway]:
         yield gateway
 
 
-@app.command()
+@app.command(epilog=examples("gateway releases", "gateway releases --server gateway.example:50051"))
 def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """List the published releases, and what this gateway does with each."""
-    with exit_codes(), asking(server) as gateway:
+    """List the published releases and their states at this gateway."""
+    with exit_codes(), connect(server) as gateway:
         answer = release_pb2.ListReleasesResponse(releases=gateway.list_releases())
     rows = [["release", "state", "dim", "metric", "upgrades from", "searches directly"]]
     rows[0] += ["old queries until", "reason"]
@@ -80,13 +86,14 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     show(as_json, result, rows)
 
 
-@app.command()
+@app.command(epilog=examples("gateway status", "gateway status --json"))
 def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Show every gallery, its spaces and items, and the releases that failed.
+    """Show the galleries, and the releases that failed.
 
-    A note says why a gallery stays behind or is set aside.
+    The column `note` says why a gallery has not moved to the active release, or why it is not
+    served.
     """
-    with exit_codes(), asking(server) as gateway:
+    with exit_codes(), connect(server) as gateway:
         answer = gallery_pb2.ListGalleriesResponse(galleries=gateway.list_galleries())
         failed = {
             release.number: release.reason
@@ -94,23 +101,31 @@ def status(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
             if release.state == release_pb2.RELEASE_STATE_FAILED
         }
     rows = [["gallery", "items", "answers with", "spaces", "note"]]
-    for g in answer.galleries:
+    for gallery in answer.galleries:
         spaces = ", ".join(
-            f"{s.release}: {s.items} {_word(gallery_pb2.SpaceState.Name(s.state))}"
-            + (f" until {_end(s)}" if _end(s) else "")
-            for s in g.spaces
+            f"{space.release}: {space.items} {_word(gallery_pb2.SpaceState.Name(space.state))}"
+            + (f" until {_end(space)}" if _end(space) else "")
+            for space in gallery.spaces
         )
-        if g.set_aside:
-            rows.append([g.name, "?", "set aside", "", g.set_aside])
+        if gallery.set_aside:
+            rows.append([gallery.name, "?", "set aside", "", gallery.set_aside])
         else:
-            rows.append([g.name, str(g.items), f"release {g.release}", spaces, g.note])
+            rows.append(
+                [
+                    gallery.name,
+                    str(gallery.items),
+                    f"release {gallery.release}",
+                    spaces,
+                    gallery.note,
+                ]
+            )
     for number, reason in failed.items():
-        again = f"`gateway activate {number}` tries it again"
-        rows.append(["", "", "", "", f"release {number} failed: {reason}; {again}"])
+        retry = f"run `gateway activate {number}` to retry"
+        rows.append(["", "", "", "", f"release {number} failed: {reason}; {retry}"])
     show(as_json, plain(answer) | {"failed_releases": failed}, rows)
 
 
-@app.command()
+@app.command(epilog=examples("gateway activate 2", "gateway activate 2 --rollout dual"))
 def activate(
     number: Number,
     rollout: Rollout = None,
@@ -118,13 +133,13 @@ def activate(
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Make a release the one that answers.
+    """Upgrade every gallery to a release, and switch to it.
 
-    Progress goes to stderr. Ctrl-C ends the command and leaves the activation running.
+    Progress goes to stderr. Ctrl-C ends this command only; the activation goes on.
     """
     if rollout is not None and rollout not in ROLLOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(sorted(ROLLOUTS))}, got {rollout!r}")
-    with exit_codes(), asking(server) as gateway:
+    with exit_codes(), connect(server) as gateway:
         numbers = tuning(settings, ACTIVATION)
         events = gateway.activate(
             number,
@@ -142,7 +157,14 @@ def report(
     *,
     canary: bool = False,
 ) -> None:
-    """Tell of an activation on stderr until it ends or, with `canary`, until a canary has begun."""
+    """Print the progress of an activation to stderr, and its last event to stdout.
+
+    Args:
+        number: the release that is activated.
+        events: the answers of the call ActivateRelease.
+        as_json: print the last event as JSON.
+        canary: return once a canary has begun, not only when the activation ends.
+    """
     event = pb.ActivateReleaseResponse()
     for event in events:
         progress = f" {event.done}/{event.total}" if event.total else ""
@@ -150,62 +172,63 @@ def report(
         typer.echo(visible(text.rstrip()), err=True)
         if canary and event.phase == pb.PHASE_CANARY:
             break
-    what = "canary" if event.phase == pb.PHASE_CANARY else "left behind"
-    show(as_json, plain(event), [["release", what], [str(number), event.message]])
+    outcome = "canary" if event.phase == pb.PHASE_CANARY else "left behind"
+    show(as_json, plain(event), [["release", outcome], [str(number), event.message]])
 
 
-@app.command()
+@app.command(epilog=examples("gateway rollback", "gateway rollback --yes"))
 def rollback(
-    confirm: Annotated[bool, typer.Option("--yes", help="do it; else only say what it costs")] = (
-        False
-    ),
+    confirm: Annotated[
+        bool, typer.Option("--yes", help="roll back; without it, only list what would be lost")
+    ] = (False),
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Return to the release before.
+    """Return to the release that was active before.
 
-    Without --yes, only count and list the items that would not be found then.
+    Without --yes, only count and list the items that the older release would not find. Nothing is
+    computed.
     """
-    with exit_codes(), asking(server) as gateway:
+    with exit_codes(), connect(server) as gateway:
         answer = gateway.rollback()
         if confirm:
-            # To the release that was looked at: repeated, this goes back no further.
+            # The explicit target makes a repeated call safe: it cannot go back two releases.
             answer = gateway.rollback(confirm=True, to=answer.number)
     show_rollback(answer, as_json)
 
 
 def show_rollback(answer: pb.RollbackReleaseResponse, as_json: bool) -> None:
-    """Show what a rollback has done or would do."""
+    """Print what a rollback has done or would do; a table shows the first 20 lost items."""
     rows = [["release", "done", "items not found there"]]
     rows.append([str(answer.number), "yes" if answer.done else "no", str(answer.lost_items)])
     rows += [["", "", f"{lost.gallery}: {lost.id}"] for lost in answer.lost[:20]]
     show(as_json, plain(answer), rows)
 
 
-@app.command()
+@app.command(epilog=examples("gateway retire"))
 def retire(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
-    """Drop the spaces and models of every older release.
+    """Delete the vectors and models of every older release.
 
-    No rollback is possible after it.
+    Rollback to them is impossible afterwards.
     """
-    with exit_codes(), asking(server) as gateway:
+    with exit_codes(), connect(server) as gateway:
         answer = release_pb2.RetireReleaseResponse(retired=gateway.retire())
     show(as_json, plain(answer), [["retired"], [_numbers(answer.retired) or "none"]])
 
 
-@app.command()
+@app.command(epilog=examples("gateway estimate photos 2"))
 def estimate(
-    gallery: Annotated[str, typer.Argument(help="gallery")],
+    gallery: Annotated[str, typer.Argument(help="name of the gallery")],
     number: Number,
     settings: ActivationSettings = None,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Estimate the items, seconds and bytes of an upgrade.
+    """Estimate what an upgrade to a release costs.
 
-    A few items are measured. Nothing is changed.
+    The gateway upgrades a small sample and measures seconds, bytes and memory. Nothing is changed.
     """
-    with exit_codes(), asking(server) as gateway:
+    with exit_codes(), connect(server) as gateway:
         share = tuning(settings, ACTIVATION)["spare_cores"]
         answer = gateway.estimate_upgrade(gallery, number, spare_cores=share)
     rows = [
@@ -220,24 +243,33 @@ def estimate(
     show(as_json, plain(answer), rows)
 
 
-@app.command()
+@app.command(
+    epilog=examples("gateway watch", "gateway watch photos", "gateway watch photos --by camera")
+)
 def watch(
-    gallery: Annotated[str | None, typer.Argument(help="its upgrade; without: releases")] = None,
+    gallery: Annotated[
+        str | None,
+        typer.Argument(help="gallery whose upgrade to follow", show_default="all releases"),
+    ] = None,
     by: Annotated[
-        str, typer.Option(help="metadata key: quality of each of its values, worst first")
+        str, typer.Option(help="metadata key: show quality for each of its values, worst first")
     ] = "",
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,
 ) -> None:
-    """Follow the upgrade of a gallery to its end, or the states of all releases until Ctrl-C.
+    """Follow a gallery's upgrade, or the states of all releases.
 
-    Each change is one line.
+    Each change prints one line. An upgrade is followed to its end, releases until Ctrl-C.
     """
-    with exit_codes(), asking(server) as gateway:
+    with exit_codes(), connect(server) as gateway:
         if gallery is None:
-            for seen in gateway.watch_releases():
-                states = [f"{r.number}: {_word(_STATE(r.state))}" for r in seen]
-                by_number = {str(r.number): _word(_STATE(r.state)) for r in seen}
+            for snapshot in gateway.watch_releases():
+                states = [
+                    f"{release.number}: {_word(_STATE(release.state))}" for release in snapshot
+                ]
+                by_number = {
+                    str(release.number): _word(_STATE(release.state)) for release in snapshot
+                }
                 typer.echo(json.dumps(by_number) if as_json else ", ".join(states))
             return
         quality = None
@@ -247,14 +279,14 @@ def watch(
                 continue
             typer.echo(visible(progress(job)))
             if job.HasField("healing"):
-                typer.echo(visible(healed(job.healing)))
+                typer.echo(visible(healing_line(job.healing)))
             for group in job.quality.subgroups if job.quality != quality else ():
                 typer.echo(visible(_subgroup(group)))
             quality = job.quality
 
 
 def progress(job: upgrade_pb2.UpgradeProgress) -> str:
-    """One line: state, items done, and the rate and the time left while items are carried."""
+    """Describe an upgrade in one line: state, items done, and the rate and time left if known."""
     text = f"{_word(upgrade_pb2.UpgradeState.Name(job.state))} {job.done}/{job.total}"
     if job.items_per_second > 0:
         text += f" {job.items_per_second:.0f} items/s, {job.remaining.seconds} s left"
@@ -262,31 +294,33 @@ def progress(job: upgrade_pb2.UpgradeProgress) -> str:
 
 
 def _subgroup(group: upgrade_pb2.Subgroup) -> str:
-    """One line: value, share of right first answers, and what it was before."""
+    """Describe one value of a metadata key: the share of right first answers, now and before."""
     value = getattr(group.value, group.value.WhichOneof("kind") or "text")
     if not group.HasField("cmc1"):
-        return f"  {value}: {group.items} items, too few to ask"
+        return f"  {value}: {group.items} items, too few to measure"
     before = f" (before {group.cmc1_before:.1%})" if group.HasField("cmc1_before") else ""
-    again = f"{group.re_embedded} of {group.items} items embedded again"
-    return f"  {value}: right first {group.cmc1:.1%}{before}, {again}"
+    re_embedded = f"{group.re_embedded} of {group.items} items re-embedded"
+    return f"  {value}: right first {group.cmc1:.1%}{before}, {re_embedded}"
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON shows it, with the contract's field names and zeros written out."""
+    """Convert a message to JSON types, with the protocol's field names and with zero values
+    present.
+    """
     return MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
 
 
 def _word(name: str) -> str:
-    """RELEASE_STATE_ACTIVE -> active"""
+    """Shorten an enum name: RELEASE_STATE_ACTIVE -> active."""
     for prefix in ("RELEASE_STATE_", "SPACE_STATE_", "PHASE_", "UPGRADE_STATE_"):
         name = name.removeprefix(prefix)
     return name.lower()
 
 
 def _end(message: release_pb2.Release | gallery_pb2.SpaceInfo) -> str:
-    """When queries in a space are refused, in UTC; empty where no end is announced."""
+    """Format the time (UTC) at which queries of a space end; empty if none is announced."""
     if not message.HasField("ends_at"):
         return ""
     return f"{message.ends_at.ToDatetime():%Y-%m-%d %H:%M} UTC"

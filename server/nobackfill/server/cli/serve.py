@@ -1,4 +1,4 @@
-"""`gateway serve`."""
+"""Define `gateway serve` and `gateway install-triton`."""
 
 import gc
 import os
@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from nobackfill.server.cli.app import Json, app, exit_codes, show
+from nobackfill.server.cli.app import Json, app, examples, exit_codes, show
 
-# For so long a thread keeps the interpreter while another wants it: one that receives a call has to
-# ask for it four times, and beside an upgrade waited 5 ms each time.
+# Longest time (seconds) that a thread keeps the interpreter while another waits for it. A call
+# needs the interpreter four times; Python's default of 5 ms delayed each of them during an upgrade.
 _SWITCH_S = 0.0005
 
 ModelRepo = Annotated[
@@ -20,91 +20,109 @@ ModelRepo = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(help="processes that carry upgrades, beside a database", show_default="0"),
+    typer.Option(
+        help="processes that compute upgrades; needs a --store in PostgreSQL", show_default="0"
+    ),
 ]
 Ray = Annotated[
-    str | None, typer.Option(help="a Ray cluster that carries upgrades: auto or HOST:PORT")
+    str | None, typer.Option(help="Ray cluster that computes upgrades: auto or HOST:PORT")
 ]
-_Console = Annotated[bool | None, typer.Option("--console", help="show pages for operators")]
+_Console = Annotated[
+    bool | None, typer.Option("--console", help="serve the operators' pages in a browser")
+]
 _Folders = Annotated[
     list[Path] | None,
-    typer.Option("--item-folder", help="a folder that may hold sources of images; may be repeated"),
+    typer.Option(
+        "--item-folder", help="folder from which galleries may re-embed items; repeatable"
+    ),
 ]
 _Hosts = Annotated[
     list[str] | None,
-    typer.Option("--item-host", help="a host that may hold sources of images; may be repeated"),
+    typer.Option("--item-host", help="host from which galleries may re-embed items; repeatable"),
 ]
 
 
-@app.command()
+@app.command(
+    epilog=examples(
+        "gateway serve --model-repo model_repo --data gateway-data",
+        "gateway serve --store postgresql://gateway@db/vectors --workers 4",
+        "gateway serve --triton in-process --console",
+    )
+)
 def serve(
     model_repo: ModelRepo = None,
     data: Annotated[
-        Path | None, typer.Option(help="what the gateway keeps", show_default="gateway-data")
+        Path | None, typer.Option(help="data folder of this gateway", show_default="gateway-data")
     ] = None,
     store: Annotated[
         str | None,
         typer.Option(
-            help="sqlite:FOLDER or postgresql://USER@HOST/DATABASE",
+            help="where galleries are stored: sqlite:FOLDER or postgresql://USER@HOST/DATABASE",
             show_default="SQLite in --data",
         ),
     ] = None,
     workers: Workers = None,
     ray: Ray = None,
     address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of gRPC", show_default="127.0.0.1:50051")
+        str | None, typer.Option(help="HOST:PORT to serve gRPC on", show_default="127.0.0.1:50051")
     ] = None,
     metrics_address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of /metrics", show_default="127.0.0.1:9464")
+        str | None,
+        typer.Option(help="HOST:PORT to serve /metrics on", show_default="127.0.0.1:9464"),
     ] = None,
     console: _Console = None,
     console_address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of these pages", show_default="127.0.0.1:9465")
+        str | None,
+        typer.Option(
+            help="HOST:PORT to serve the operators' pages on", show_default="127.0.0.1:9465"
+        ),
     ] = None,
     triton: Annotated[
         str | None,
         typer.Option(
-            help="(grpcs://)HOST:PORT of a tritonserver, or in-process",
-            show_default="a tritonserver of its own where there is one, else in-process",
+            help="what runs the models: (grpcs://)HOST:PORT of a tritonserver, or in-process",
+            show_default="a tritonserver of its own if one is installed, else in-process",
         ),
     ] = None,
     triton_venv: Annotated[
         Path | None,
         typer.Option(
-            help="where nvidia-pytriton is",
-            show_default=".venv-triton beside the environment of this command",
+            help="virtual environment that has nvidia-pytriton",
+            show_default=".venv-triton next to this command's environment",
         ),
     ] = None,
     root: Annotated[
         Path | None,
-        typer.Option(help="the first root metadata to trust", show_default="that of --model-repo"),
+        typer.Option(help="first root metadata to trust", show_default="that of --model-repo"),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="certificate chain (PEM)")] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="certificate chain of the gateway (PEM)")
+    ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="private key of --tls-cert (PEM)")] = None,
     tls_client_ca: Annotated[
-        Path | None, typer.Option(help="demand certificates of this authority from clients (PEM)")
+        Path | None, typer.Option(help="require client certificates from this authority (PEM)")
     ] = None,
     tokens_file: Annotated[
         Path | None,
-        typer.Option(
-            help="who may call: lines NAME ROLE SHA256, then EXPIRES, rate=N, items=N if wanted"
-        ),
+        typer.Option(help="permitted callers: lines NAME ROLE SHA256 [EXPIRES] [rate=N] [items=N]"),
     ] = None,
     item_folders: _Folders = None,
     item_hosts: _Hosts = None,
-    settings: Annotated[Path | None, typer.Option(help="TOML file of settings")] = None,
+    settings: Annotated[
+        Path | None, typer.Option(help="TOML file of settings; options win over it")
+    ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="serve a folder that was moved, too")
+        bool, typer.Option("--force", help="serve a data folder even if it was moved elsewhere")
     ] = False,
 ) -> None:
     """Serve searches of galleries until SIGTERM or SIGINT.
 
-    Every setting is a variable NOBACKFILL_* or a key of --settings (docs/operations/settings.md).
-    An option here goes before both.
+    Every setting is also an environment variable NOBACKFILL_* and a key of the file --settings;
+    docs/operations/settings.md lists them. An option wins over both.
     """
     flags = {name: value for name, value in locals().items() if name not in ("settings", "force")}
     with exit_codes():
-        # Imported here: the operator's commands need neither numpy nor Triton's client.
+        # These imports load numpy and Triton's client, which no other command needs.
         from nobackfill.server.process_limits import bound_arenas
 
         bound_arenas()
@@ -118,56 +136,59 @@ def serve(
         if force:
             forget_move(loaded)
         configure()
-        ended = _ended()
+        stop_signal = _stop_pipe()
         gateway = GatewayServer(loaded)
         gateway.start()
-        _keep_what_is_there()
+        _freeze_objects()
         if gateway.console_address:
-            # Not logged: it may hold a secret.
+            # Printed and not logged, because the address may contain a secret.
             print(f"console: {gateway.console_address}", flush=True)
-        os.read(ended, 1)
+        os.read(stop_signal, 1)
         gateway.stop()
 
 
-def _keep_what_is_there() -> None:
-    """It stays. Every full collection would go through it, 60 ms in which no call has the
-    interpreter, and a swap that upgrades makes enough objects for three."""
+def _freeze_objects() -> None:
+    """Exempt all objects that exist now from garbage collection.
+
+    They live as long as the process. A full collection would visit them all and keep the
+    interpreter from every call for 60 ms; a swap with upgrades causes three of them.
+    """
     gc.collect()
     gc.freeze()
 
 
-def _ended() -> int:
-    """A file to read from: a byte comes with SIGTERM or SIGINT.
+def _stop_pipe() -> int:
+    """Open a pipe that gets one byte when SIGTERM or SIGINT arrives.
 
-    Python runs a handler once the main thread wakes. A signal that another thread meets, or that
-    comes just before the main thread begins to wait, does not wake it: such a one was lost.
+    Python runs a signal handler only when the main thread wakes. A signal delivered to another
+    thread, or just before the main thread waits, would be lost; the byte in the pipe wakes it.
+
+    Returns:
+        The file descriptor to read from.
     """
-    reads, writes = os.pipe()
-    os.set_blocking(writes, False)
-    signal.set_wakeup_fd(writes)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    return reads
+    return reader
 
 
-# `gateway install-triton`.
-
-
-@app.command()
+@app.command(epilog=examples("gateway install-triton", "gateway install-triton /opt/triton-venv"))
 def install_triton(
     folder: Annotated[
         Path | None,
         typer.Argument(
             metavar="[DIR]",
-            help="a new folder",
-            show_default=".venv-triton beside the environment of this command",
+            help="folder to create",
+            show_default=".venv-triton next to this command's environment",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the virtual environment that holds Triton.
+    """Create a virtual environment with Triton for `gateway serve`.
 
-    Its packages come from pip's index.
+    pip downloads the packages from its configured index (several GB).
     """
     with exit_codes():
         from nobackfill.server.triton.process import default_folder, install
@@ -175,9 +196,9 @@ def install_triton(
         default = default_folder()
         target = default if folder is None else folder
         install(target)
-        used = "gateway serve" + ("" if target == default else f" --triton-venv {target}")
+        command = "gateway serve" + ("" if target == default else f" --triton-venv {target}")
         show(
             as_json,
-            {"triton_venv": str(target), "used_by": used},
-            [["Triton", "used by"], [str(target), used]],
+            {"triton_venv": str(target), "used_by": command},
+            [["Triton", "used by"], [str(target), command]],
         )

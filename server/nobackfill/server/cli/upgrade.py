@@ -1,4 +1,4 @@
-"""`gateway upgrade`: an activation led from here, beside the gateways that serve the database."""
+"""Define `gateway upgrade`: a job that activates a release for gateways that share a database."""
 
 import time
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from nobackfill.server.cli.app import Json, Number, Rollout, app, exit_codes, show
+from nobackfill.server.cli.app import Json, Number, Rollout, app, examples, exit_codes, show
 from nobackfill.server.cli.serve import ModelRepo, Ray, Workers
 from nobackfill.terminal import visible
 
@@ -15,18 +15,21 @@ if TYPE_CHECKING:
     from nobackfill.server.gateway import GatewayServer
     from nobackfill.server.state import RolloutName
 
-# While another leads.
-_LOOK_S = 0.5
+# Pause between two checks (seconds) while another process leads the activation.
+_POLL_SECONDS = 0.5
 _ROLLOUTS = ("direct", "dual", "cutover")
 
 
-@app.command()
+@app.command(
+    epilog=examples("gateway upgrade 2 --store postgresql://gateway@db/vectors --workers 8")
+)
 def upgrade(
     number: Number,
     store: Annotated[
         str | None,
         typer.Option(
-            help="postgresql://USER@HOST/DATABASE", show_default="the variable NOBACKFILL_STORE"
+            help="database of the galleries: postgresql://USER@HOST/DATABASE",
+            show_default="the variable NOBACKFILL_STORE",
         ),
     ] = None,
     model_repo: ModelRepo = None,
@@ -35,10 +38,10 @@ def upgrade(
     rollout: Rollout = None,
     as_json: Json = False,
 ) -> None:
-    """Activate a release from a job of its own.
+    """Activate a release from a job outside the gateways.
 
-    The job leads, and the gateways that serve from the database follow. If it is killed, one of
-    them goes on with it. Settings are those of `gateway serve`.
+    The job does the work, and the gateways that share the database follow it. If the job is killed,
+    one of them continues. Settings are those of `gateway serve`.
     """
     if rollout is not None and rollout not in _ROLLOUTS:
         raise typer.BadParameter(f"expected one of {', '.join(_ROLLOUTS)}, got {rollout!r}")
@@ -49,51 +52,65 @@ def upgrade(
         from nobackfill.server.grpc.logs import configure
         from nobackfill.server.settings import SQLITE, load_settings
 
-        given = load_settings(flags, None)
-        if given.store is None or given.store.get_secret_value().startswith(SQLITE):
+        settings = load_settings(flags, None)
+        if settings.store is None or settings.store.get_secret_value().startswith(SQLITE):
             raise ConfigurationError(
-                "expected --store postgresql://…: a folder belongs to the gateway that serves it, "
-                "ask that one with `gateway activate`"
+                "expected --store postgresql://USER@HOST/DATABASE; a folder belongs to the gateway "
+                "that serves it: run `gateway activate` there"
             )
-        # It answers nobody, and keeps nothing that is not in the database.
-        alone = {
+        # No client calls this process, and its files are temporary: all that must last is in the
+        # database.
+        private = {
             "address": "127.0.0.1:0", "metrics_address": "127.0.0.1:0", "data": Path(scratch),
             "console": False, "tokens_file": None, "tls_cert": None, "tls_key": None,
             "tls_client_ca": None,
         }  # fmt: skip
         configure()
-        gateway = GatewayServer(given.model_copy(update=alone))
+        gateway = GatewayServer(settings.model_copy(update=private))
         gateway.start()
         try:
-            left = _lead(gateway, number, cast("RolloutName | None", rollout))
+            outcome = _lead(gateway, number, cast("RolloutName | None", rollout))
         finally:
             gateway.stop()
-        result = {"release": number, "left_behind": left}
-        show(as_json, result, [["release", "left behind"], [str(number), left]])
+        result = {"release": number, "left_behind": outcome}
+        show(as_json, result, [["release", "left behind"], [str(number), outcome]])
 
 
 def _lead(gateway: "GatewayServer", number: int, rollout: "RolloutName | None") -> str:
-    """Activate, go on with what another began and ended half-way, or wait for one that has taken
-    the lead; what was left behind. Raises NobackfillError where the release fails."""
+    """Activate a release, resume an activation that another process left unfinished, or wait for
+    its leader.
+
+    Args:
+        gateway: a started gateway of this process.
+        number: the release to activate.
+        rollout: how queries are answered meanwhile; None means the release's own default.
+
+    Returns:
+        The galleries that stay with the old release, as one sentence; empty if there are none or
+        another process has finished the activation.
+
+    Raises:
+        NobackfillError: the release failed.
+    """
     from nobackfill.errors import NobackfillError
     from nobackfill.server.rollout.rollout import Phase
 
-    activations, waited = gateway.activations, False
+    activations, is_waiting = gateway.activations, False
     while (run := activations.running()) is None or run.record.release != number:
         if run is None and activations.under_way() == number:
-            if not waited:
-                typer.echo("waiting: a gateway that serves leads it", err=True)
-            waited = True
-            time.sleep(_LOOK_S)
-        elif waited and gateway.state.now.active == number:
+            if not is_waiting:
+                typer.echo("waiting: another process leads this activation", err=True)
+            is_waiting = True
+            time.sleep(_POLL_SECONDS)
+        elif is_waiting and gateway.state.current.active == number:
             return ""
         else:
             run = activations.start(number, rollout)
             gateway.state.audit("local", "activate", f"release {number}")
             break
     for event in run.events():
-        told = f" {event.done}/{event.total}" if event.total else ""
-        typer.echo(visible(f"{event.phase}{told} {event.message}".rstrip()), err=True)
+        progress = f" {event.done}/{event.total}" if event.total else ""
+        typer.echo(visible(f"{event.phase}{progress} {event.message}".rstrip()), err=True)
     if event.phase is Phase.FAILED:
-        raise NobackfillError(f"release {number} was not activated: {event.message}")
+        raise NobackfillError(f"release {number} failed to activate: {event.message}")
     return event.message
