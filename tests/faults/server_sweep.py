@@ -81,7 +81,7 @@ def activate(
     life: Life, release: int, kind: RolloutName | None = None, canary: Canary | None = None
 ) -> None:
     there = all(hosted.spec().release == release for hosted in life.gateway.galleries.all())
-    if life.gateway.state.now.active == release and there:
+    if life.gateway.state.current.active == release and there:
         return
     events = life.followed(life.gateway.activations.start(release, kind, canary=canary))
     if events[-1].phase == Phase.FAILED:
@@ -109,12 +109,12 @@ def put(life: Life, start: int, count: int) -> None:
 
 
 def go_back(life: Life) -> None:
-    if life.gateway.state.now.active != 1:
-        life.gateway.rollbacks.do(1)
+    if life.gateway.state.current.active != 1:
+        life.gateway.rollbacks.roll_back(1)
 
 
 def end_old(life: Life) -> None:
-    if life.gateway.state.now.retired != (1,):
+    if life.gateway.state.current.retired != (1,):
         life.gateway.rollbacks.retire()
 
 

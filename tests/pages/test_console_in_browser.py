@@ -134,7 +134,7 @@ def test_an_operator_activates_compares_and_rolls_back(
         expect(page.get_by_text("Every item has a vector in its space.")).to_be_visible()
         page.get_by_role("button", name="Return to release 1").click()
         expect(page.get_by_role("row", name=re.compile("^release 1 active"))).to_be_visible()
-    assert gateway.state.now.active == 1
+    assert gateway.state.current.active == 1
 
 
 def compare(page: Page, gateway: GatewayServer, picture: Path) -> None:
@@ -203,10 +203,10 @@ def test_a_canary_is_watched_live_until_it_stops(
         stopped = page.get_by_role("heading", name="Canary of release 2: stopped")
         for n in range(500):
             assert client.search("g", image=png(images(1)[0]), session=f"{n}").hits[0].id == "i0"
-            if gateway.state.now.activation is None:
+            if gateway.state.current.activation is None:
                 break
         expect(stopped).to_be_visible()
-        expect(panel).to_contain_text("queries failed in the new pair where the old one answers")
+        expect(panel).to_contain_text("queries failed with the new release where the old one answers")
 
 
 def test_one_logs_in_and_sees_what_the_role_may(

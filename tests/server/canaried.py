@@ -42,7 +42,7 @@ def client(served: tuple[GatewayServer, Client], near_gate: None) -> Iterator[Cl
     """The same for each test: release 1 answers all again when one has ended."""
     gateway, client = served
     yield client
-    if gateway.state.now.active == 2 or gateway.state.now.activation is not None:
+    if gateway.state.current.active == 2 or gateway.state.current.activation is not None:
         client.rollback(confirm=True, to=1)
     wait_for(lambda: gateway.activations.running() is None)
     assert client.states()[1] == "ACTIVE"

@@ -417,7 +417,7 @@ def test_where_a_restore_may_go(data: Path, tmp_path: Path, kind: str) -> None:
         before = names(tmp_path)
         restore(tmp_path / "backup", there)
         assert there.is_mount() and names(tmp_path) == before
-        assert StateFile(there / "state.json").now.paused == ("g",)
+        assert StateFile(there / "state.json").current.paused == ("g",)
         verify(there)
 
 

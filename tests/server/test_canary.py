@@ -72,7 +72,7 @@ def test_one_search_is_answered_by_one_pair(client: Client, one: Manifest, two: 
     for session in SESSIONS[:8]:
         answers = client.raw.searches.SearchBatch(batch, metadata=(("x-session", session),))
         assert {answer.release for answer in answers.responses} == {expected(session, 0.6)}
-    with refused(PreconditionError, "shares only grow"):
+    with refused(PreconditionError, "expected a share of at least 0.6"):
         begin(client, pb.Canary(share=0.1))
     with refused(BusyError):
         next(iter(client.activate(2)))
@@ -184,7 +184,7 @@ def test_answers_that_take_much_longer_stop_it(
     shown = report(client)
     assert shown.state == pb.CANARY_STATE_STOPPED
     assert re.match(
-        r"latency: the new pair's p99 is .* ms, the old one's .* 3 times", shown.message
+        r"latency: the new release's p99 is .* ms, the old one's .* 3 times", shown.message
     )
     assert (shown.new_pair.errors, shown.new_pair.p99 > 3 * usual) == (0, True)
     wait_for(lambda: client.states() == {1: "ACTIVE", 2: "FAILED"})

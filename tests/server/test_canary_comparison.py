@@ -28,7 +28,7 @@ class Told:
         hit = RankedHit(StoredItem(0, "item", None, {}), 0.0, None, 2 if new else 1, "native")
         found = SearchResult([hit], 2 if new else 1, "space", next(self._requests))
         caller = Caller(key, self.token)
-        self.slow = self.comparison.answered(by or self.now, found, seconds, caller, new=new)
+        self.slow = self.comparison.count_answer(by or self.now, found, seconds, caller, new=new)
         return found.request_id
 
     def sessions(self) -> tuple[int, int]:
@@ -73,8 +73,8 @@ def test_a_shadow_that_becomes_a_canary_gives_no_evidence_of_feedback() -> None:
 
 def late(told: Told, given: float, took: float, *, single: bool = True) -> tuple[float, float]:
     """The evidence of errors and of latency after a query that came too late."""
-    if told.comparison.late(CANARY, given, took, Caller(next(OTHERS)), single=single):
-        told.comparison.repeated(CANARY, took, given)
+    if told.comparison.count_timeout(CANARY, given, took, Caller(next(OTHERS)), single=single):
+        told.comparison.count_repeat(CANARY, took, given)
     evidence = told.comparison.report().evidence
     return evidence["errors"], evidence["latency"]
 
@@ -121,7 +121,7 @@ def latency(told: Told, key: int, old: float, new: float) -> float:
     """The evidence after a slow answer, which took each pair so long when it was repeated."""
     told.answered(key, new=True, seconds=0.5)
     if told.slow:
-        told.comparison.repeated(CANARY, old, new)
+        told.comparison.count_repeat(CANARY, old, new)
     return told.comparison.report().evidence["latency"]
 
 

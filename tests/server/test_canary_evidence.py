@@ -108,7 +108,7 @@ def life(rng: np.random.Generator, share: float, chances: tuple[float, float], k
         key = int(rng.integers(200 + 200 * (step > 700)))
         new = in_share(share_digest(7, f"session {key}"), share)
         name = str(next(request))
-        sessions.answered(key, name, ["item"], new=new)
+        sessions.count_answer(key, name, ["item"], new=new)
         if rng.random() < chances[new] * often[key]:
             sessions.feedback(name, "item", kind)
             if sessions.evidence[kind].value >= 1 / ALPHA:
@@ -135,7 +135,7 @@ def test_answers_are_remembered_without_the_texts_of_their_ids() -> None:
     sessions = CanarySessions()
     tracemalloc.start()
     for n in range(1000):
-        sessions.answered(n, str(n), [f"{i} {n} {'x' * 500}" for i in range(100)], new=False)
+        sessions.count_answer(n, str(n), [f"{i} {n} {'x' * 500}" for i in range(100)], new=False)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 1000 * 100 * 30
@@ -145,14 +145,14 @@ def test_answers_are_remembered_without_the_texts_of_their_ids() -> None:
 
 def test_feedback_is_about_an_answer_that_was_given() -> None:
     sessions = CanarySessions()
-    sessions.answered(1, "a", ["x", "y"], new=True)
+    sessions.count_answer(1, "a", ["x", "y"], new=True)
     assert sessions.feedback("a", "x", "approved")
     # Again, and about the other item: one session says one thing once.
     assert sessions.feedback("a", "y", "approved")
-    assert sessions.said["approved"] == [0, 1]
+    assert sessions.feedback_counts["approved"] == [0, 1]
     assert not sessions.feedback("a", "z", "approved")
     assert not sessions.feedback("b", "x", "approved")
-    sessions.begin_anew()
+    sessions.restart()
     assert not sessions.feedback("a", "x", "approved")
 
 

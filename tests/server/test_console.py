@@ -174,7 +174,7 @@ def test_each_role_sees_and_does_what_its_calls_may(guarded: GatewayServer) -> N
                 assert client.post("/rollback", data={"to": "1"}).status_code == 403
                 changed = client.post("/release/1/activate", data={"rollout": "dual"})
                 assert changed.status_code == 403, role
-    assert guarded.state.now.active == 1
+    assert guarded.state.current.active == 1
 
 
 def test_what_cannot_be_asked_gets_a_sentence(guarded: GatewayServer) -> None:

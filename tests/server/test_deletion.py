@@ -121,7 +121,7 @@ def test_a_pause_ends_with_its_gallery(repo: Path, tmp_path: Path, stages: Stage
         # As a kill between the deletion and its record leaves it.
         gateway.galleries.delete("g")
     with running(repo, tmp_path / "data") as gateway:
-        assert gateway.state.now.paused == ()
+        assert gateway.state.current.paused == ()
 
 
 def test_closing_waits_for_who_reads(tmp_path: Path, one: Manifest) -> None:

@@ -76,12 +76,12 @@ def test_an_end_finds_room_on_a_full_disk(tmp_path: Path) -> None:
         disks.fill(disk, 0)
         with pytest.raises(CannotWriteError, match="free some space"):
             state.change(activation=begun)
-        assert state.now.activation is None
+        assert state.current.activation is None
         (disk / "filler").unlink()
         state.change(activation=begun)
         disks.fill(disk, 0)
         state.change(activation=None, failed={2: "reason " * 1000})
-        assert StateFile(disk / "state.json").now == state.now
+        assert StateFile(disk / "state.json").current == state.current
 
 
 _FULL = """

@@ -145,9 +145,9 @@ def test_a_rollback_and_the_end_do_not_wait_for_an_index(
 
         wait_until(indexing_now, "the activation makes no index")
         client.rollback(confirm=True)
-        with refused(PreconditionError, "called off"):
+        with refused(PreconditionError, "was cancelled"):
             list(events)
-        assert gateway.state.now.active == 1
+        assert gateway.state.current.active == 1
         gateway.stop()
     finally:
         over.set()

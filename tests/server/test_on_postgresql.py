@@ -88,7 +88,7 @@ def test_a_database_that_crashes_is_waited_for(
             with pytest.raises(UnavailableError):
                 gateway.serving.replan()
             server.start()
-            assert not gateway.galleries.aside()
+            assert not gateway.galleries.set_aside_reasons()
             publish_stage(repo, stages[2])
             client.swap(2)
             assert client.find(images(1)[0]).release == 2
@@ -118,7 +118,7 @@ def test_a_gallery_that_lost_a_table_is_set_aside(
         assert health.Check(asked).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert client.find(images(1)[0], "good").hits[0].id == "i0"
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
-        assert gateway.galleries.aside().keys() == {"bad"}
+        assert gateway.galleries.set_aside_reasons().keys() == {"bad"}
         assert client.find(images(1)[0], "good").hits[0].id == "i0"
         client.delete_gallery("bad")
 

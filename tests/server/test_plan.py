@@ -234,7 +234,7 @@ def test_a_space_ends_at_its_time_and_when_it_is_retired(parts: Parts) -> None:
     with pytest.raises(ReleaseRetiredError, match="queries of release 1"):
         choosing.parts({one: b""}, plan.parts)
     parts.state.change(ends={}, retired=(1,))
-    plan = parts.plan(AFTER_SWAP, parts.state.now, None)
+    plan = parts.plan(AFTER_SWAP, parts.state.current, None)
     choosing = Choosing(parts.catalog, parts.state, plan.parts, plan.alone)
     with pytest.raises(ReleaseRetiredError, match="queries of release 1"):
         choosing.parts({one: b""}, plan.parts)

@@ -136,4 +136,4 @@ def test_a_watch_ends_with_an_activation_that_is_called_off(third: Client) -> No
     third.start_upgrade("g", 0)
     (*_, last) = watched
     assert last.state == upgrade_pb2.UPGRADE_STATE_FAILED
-    assert "called off" in last.message
+    assert "was cancelled" in last.message

@@ -24,13 +24,13 @@ def test_no_pause_is_lost_beside_others(gateway: GatewayServer, tmp_path: Path) 
     upgrading, state = gateway.upgrading, gateway.state
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(upgrading.pause, NAMES))
-        assert sorted(state.now.paused) == sorted(NAMES)
+        assert sorted(state.current.paused) == sorted(NAMES)
         list(pool.map(upgrading.resume, NAMES[::2]))
-        assert sorted(state.now.paused) == sorted(NAMES[1::2])
+        assert sorted(state.current.paused) == sorted(NAMES[1::2])
         list(pool.map(lambda name: upgrading.forget({name}), NAMES[1::2]))
-        assert state.now.paused == ()
+        assert state.current.paused == ()
     upgrading.pause("g1")
-    assert StateFile(tmp_path / "data" / "state.json").now == state.now
+    assert StateFile(tmp_path / "data" / "state.json").current == state.current
 
 
 @pytest.mark.parametrize("kept", ["in files", "in a database"])

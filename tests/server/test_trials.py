@@ -39,7 +39,7 @@ def test_an_activation_that_ends_the_gateway_again_and_again_is_not_resumed(
 ) -> None:
     data = tmp_path / "data"
     with running(repo, data) as gateway:
-        assert gateway.state.now.active == 1
+        assert gateway.state.current.active == 1
     publish_stage(repo, stages[2])
     record = Activation(release=2, rollout="cutover", spare_cores=1.0, old_space_seconds=0)
 
@@ -49,10 +49,10 @@ def test_an_activation_that_ends_the_gateway_again_and_again_is_not_resumed(
             activation=record.model_copy(update={"resumed": resumed}), active=1, failed={}
         )
         with running(repo, data) as gateway:
-            run = gateway.state.now.activation
-            wait_until(lambda: gateway.state.now.activation is None, "it goes on")
+            run = gateway.state.current.activation
+            wait_until(lambda: gateway.state.current.activation is None, "it goes on")
             assert (run is None) == (resumed == 2)
-            return gateway.state.now.active, dict(gateway.state.now.failed)
+            return gateway.state.current.active, dict(gateway.state.current.failed)
 
     active, failed = restarted(2)
     assert active == 1

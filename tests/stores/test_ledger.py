@@ -74,7 +74,7 @@ def test_claims_of_a_gateway_that_ended_are_free(postgres: Server) -> None:
             database = Database(url, most=2)
             closing.callback(database.close)
             database.open(schema.prepare)
-            tenure = Tenure(database, alone=False)
+            tenure = Tenure(database, exclusive=False)
             closing.callback(tenure.close)
             store = PostgresqlGalleries(database).open("g")
             return tenure, DatabaseLedger(store, spec().space)

@@ -104,8 +104,8 @@ def test_what_an_earlier_version_wrote_is_served_and_taken_back(
 ) -> None:
     storage = Storage(written.url, tmp_path)
     try:
-        assert (storage.state.now.active, storage.state.now.previous) == (2, (1,))
-        assert storage.state.now.paused == ("g",)
+        assert (storage.state.current.active, storage.state.current.previous) == (2, (1,))
+        assert storage.state.current.paused == ("g",)
         store = storage.home.open("g").store
         assert isinstance(store, PostgresqlGallery)
         assert [(info.spec.release, info.state) for info in store.spaces()] == [

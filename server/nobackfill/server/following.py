@@ -1,5 +1,8 @@
-"""A gateway that shares its galleries with others follows them: what one commits, all of them plan
-by, each a moment later, and at the latest when a put or a search finds its plan outdated."""
+"""Follow the other gateways that share the galleries: plan by what any of them commits.
+
+A gateway follows a moment after a commit, and at the latest when a put or a search finds its plan
+outdated.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,21 +24,30 @@ from nobackfill.server.state import GatewayState, State
 
 log = structlog.get_logger("server.following")
 
-# A notification may be lost: so often one looks without. And so often one looks for an activation
-# that nobody leads.
-_LOOK_S, _EVERY_S = 0.5, 1.0
+# Seconds between two looks at the store, because a notification may be lost; seconds between two
+# looks for an activation without a leader.
+_POLL_SECONDS, _LEAD_CHECK_SECONDS = 0.5, 1.0
 
 
-class Waiting(Protocol):
-    """Where news come from; News is one."""
+class NewsSource(Protocol):
+    """Wait for news of other gateways; News implements it."""
 
     def wait(self, seconds: float) -> None:
-        """Until there are some, or the time is over. Raises UnavailableError."""
+        """Wait until there is news, or the time is over.
+
+        Args:
+            seconds: the longest wait.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
         ...
 
 
 class Following:
-    """Follows from `start` to `close`, and leads on what a gateway that is gone has led."""
+    """Follow other gateways from `start` to `close`, and resume activations whose leader is
+    gone.
+    """
 
     def __init__(
         self, state: GatewayState, galleries: GalleryRegistry, serving: Serving, catalog: Catalog,
@@ -49,14 +61,18 @@ class Following:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._planned: tuple[object, ...] = ()
-        self._told = state.now
+        self._announced = state.current
         self._trouble = ""
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._letting_go = ThreadPoolExecutor(1, "settling")
+        self._cleanup = ThreadPoolExecutor(1, "settling")
 
-    def start(self, news: Waiting) -> None:
-        """From now on plans follow the store, also where they are asked for."""
+    def start(self, news: NewsSource) -> None:
+        """Follow the store from now on.
+
+        Args:
+            news: tells when another gateway has committed.
+        """
         self._state.follow = self.catch_up
         self._threads = [
             threading.Thread(target=self._listen, args=(news,), name="following", daemon=True),
@@ -66,15 +82,20 @@ class Following:
             thread.start()
 
     def close(self) -> None:
-        """Follow no more."""
+        """Stop following; returns once the threads have ended."""
         self._stopping.set()
         for thread in self._threads:
             thread.join()
-        self._letting_go.shutdown(wait=False, cancel_futures=True)
+        self._cleanup.shutdown(wait=False, cancel_futures=True)
 
     def catch_up(self) -> None:
-        """Plan as the store says now. What this gateway cannot follow yet keeps its plan: see the
-        log. Raises UnavailableError where the store does not answer."""
+        """Make plans by the store's present state.
+
+        A gallery that this gateway cannot follow yet keeps its plan; the log has the reason.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
         with self._lock:
             self._catch_up()
 
@@ -82,8 +103,8 @@ class Following:
         outdated = self._galleries.follow(
             lambda plan: self._serving.load_for(plan.models(), check_models)
         )
-        now = self._state.now
-        planned = _planned_by(now)
+        state = self._state.current
+        planned = _planned_by(state)
         if planned != self._planned:
             outdated = list(self._galleries.all())
         old, trouble = list[Plan](), ""
@@ -95,56 +116,56 @@ class Following:
         if trouble and trouble != self._trouble:
             log.error("cannot follow the other gateways", error=trouble)
         self._trouble = trouble
-        # What could not follow is tried again.
+        # Galleries that could not follow are tried again next time.
         self._planned = () if trouble else planned
-        if now is not self._told:
-            self._told = now
-            self._serving.tell()
+        if state is not self._announced:
+            self._announced = state
+            self._serving.announce()
         if old and not self._stopping.is_set():
-            self._letting_go.submit(self._serving.let_go, old)
+            self._cleanup.submit(self._serving.free_unused, old)
 
     def _replan(self, hosted: Hosted) -> Plan:
         try:
             return self._serving.follow(hosted, check_models)
         except NobackfillError:
-            # Perhaps of a release that was published a moment ago.
+            # The gallery may have moved to a release that was published a moment ago.
             self._catalog.refresh()
             return self._serving.follow(hosted, check_models)
 
-    def _listen(self, news: Waiting) -> None:
+    def _listen(self, news: NewsSource) -> None:
         while not self._stopping.is_set():
             with error_boundary(self._metrics, "following"):
                 try:
-                    news.wait(_LOOK_S)
+                    news.wait(_POLL_SECONDS)
                     self.catch_up()
                 except UnavailableError as error:
                     log.warning("the store does not answer", error=str(error))
-                    self._stopping.wait(_EVERY_S)
+                    self._stopping.wait(_LEAD_CHECK_SECONDS)
 
     def _succeed(self) -> None:
-        """Of an activation that nobody leads any more, take the lead."""
-        while not self._stopping.wait(_EVERY_S):
+        """Take over activations that have no leader, and stop one whose lead is lost."""
+        while not self._stopping.wait(_LEAD_CHECK_SECONDS):
             with error_boundary(self._metrics, "succession"):
                 try:
                     run = self._activations.running()
-                    if run is not None and run.lead.lost():
+                    if run is not None and run.lead.is_lost():
                         run.cancelled.set()
                     elif run is None and self._can_lead():
                         self._activations.resume()
                 except NobackfillError as error:
-                    log.warning("no lead taken", error=str(error))
+                    log.warning("cannot take over the activation", error=str(error))
 
     def _can_lead(self) -> bool:
-        """Whether a release is being activated, and it is published here."""
-        coming = self._state.now.activation
-        if coming is None:
+        """Tell whether an activation is under way whose release is published here."""
+        activation = self._state.current.activation
+        if activation is None:
             return False
-        if coming.release not in self._catalog.manifests:
+        if activation.release not in self._catalog.manifests:
             self._catalog.refresh()
-        return coming.release in self._catalog.manifests
+        return activation.release in self._catalog.manifests
 
 
-def _planned_by(now: State) -> tuple[object, ...]:
-    """What plans follow from."""
-    coming = now.activation.release if now.activation is not None else None
-    return now.active, coming, now.retired
+def _planned_by(state: State) -> tuple[object, ...]:
+    """Return the parts of the state that plans depend on."""
+    next_release = state.activation.release if state.activation is not None else None
+    return state.active, next_release, state.retired

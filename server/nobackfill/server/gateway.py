@@ -155,7 +155,7 @@ class GatewayServer:
             models = beside.submit(self.serving.start_models)
             self.galleries.open_all()
             models.result()
-        now = self.state.now
+        now = self.state.current
         if not self.state.shared:
             self.upgrading.forget_missing(self.galleries.names())
             # An activation that is recorded goes on from where they are.
@@ -220,7 +220,7 @@ class GatewayServer:
         if chain is not None:
             metrics.expiries.certificates = chain.expiries
         self._listener = GrpcListener(self._add_services, interceptor, settings, chain, metrics)
-        if self.activations.resume() is None and self.state.now.active is None:
+        if self.activations.resume() is None and self.state.current.active is None:
             FirstActivation(
                 self.catalog, self.state, models, self.activations, self._stopping, metrics
             ).begin()
@@ -299,7 +299,7 @@ class GatewayServer:
         with self._health:
             if self._listener is not None:
                 self._listener.set_health(
-                    embedding=self.models.ready(), aside=self.galleries.aside()
+                    embedding=self.models.ready(), aside=self.galleries.set_aside_reasons()
                 )
 
 

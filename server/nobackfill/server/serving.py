@@ -1,5 +1,6 @@
-"""What is served: the release that answers, a plan for each gallery, the models and spaces that
-these need."""
+"""Serve a release: plan every gallery for it, and load and unload models and spaces as
+plans need.
+"""
 
 import sqlite3
 import threading
@@ -21,15 +22,15 @@ from nobackfill.server.state import GatewayState, State
 
 log = structlog.get_logger("server.serving")
 
-# How long calls that began before a change may keep what they use.
+# Longest time (seconds) that calls may use an old plan before its models and spaces are freed.
 _DRAIN_S = 120.0
 
 
 class Serving:
-    """The one place that makes plans, and lets go of what no plan needs.
+    """Make every plan, and free what no plan needs.
 
-    `activate` and `return_to` change which release answers; `replan` makes the galleries follow,
-    and `settle` ends what was before.
+    `activate` and `return_to` change which release answers. `replan` makes the galleries follow,
+    and `settle` frees what the old plans used.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Serving:
         self._galleries = galleries
         self._models = models
         self._metrics = metrics
-        # Held to make a plan: one of an older state never replaces one of a newer.
+        # Held while a plan is made: a plan of an older state must not replace one of a newer state.
         self._planning = threading.RLock()
         # Releases whose models were loaded at the start.
         self._loaded: set[int] = set()
@@ -49,44 +50,66 @@ class Serving:
         self._followed: set[int] = set()
 
     def start_models(self) -> None:
-        """Start what runs models, and load those that are needed whatever the galleries are. Raises
-        VerificationError, UnavailableError."""
+        """Start the model server, and load the models that are needed whatever the galleries are.
+
+        Raises:
+            VerificationError: a model's file does not match its signed digest.
+            UnavailableError: the model server does not start.
+        """
         self._models.start()
         self._load_models()
 
     def load(self) -> None:
-        """At the start: plan all galleries, load the models that they need, and drop the spaces
-        that none needs. Raises VerificationError, UnavailableError."""
+        """Plan all galleries at the start, load their models, and delete the spaces of retired
+        releases.
+
+        Raises:
+            VerificationError: a model's file does not match its signed digest.
+            UnavailableError: the model server or the database does not answer.
+        """
         self.replan()
         self._load_models()
         if not self._state.shared:
-            self.drop_unused(self._state.now.retired)
+            self.drop_unused(self._state.current.retired)
 
     def _load_models(self) -> None:
-        for release in sorted(self._needed() - self._loaded):
+        for release in sorted(self._needed_releases() - self._loaded):
             self._catalog.verified(release)
             self._models.want(self._catalog.manifest(release))
             self._loaded.add(release)
 
     def prepare(self, release: int) -> None:
-        """Load the models of a release that will answer. A model server that is away loads them
-        when it comes. Raises UnavailableError."""
+        """Load the models of a release that is about to answer.
+
+        A model server that is away loads them when it returns.
+
+        Raises:
+            UnavailableError: the models cannot be loaded.
+        """
         load = self._models.load if self._models.ready() else self._models.want
         load(self._catalog.manifest(release))
 
     def activate(self, manifest: Manifest, old_space_seconds: int) -> None:
-        """Record that a release answers, and for how long the one before is still asked (0: no end
-        is announced). Raises CannotWriteError."""
+        """Record that a release answers, and when queries of the old space end.
 
-        def answering(now: State) -> dict[str, object]:
-            if now.active == manifest.release:
+        Args:
+            manifest: the release.
+            old_space_seconds: how long queries of the old space are answered; 0 means without an
+                end.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
+
+        def answering(state: State) -> dict[str, object]:
+            if state.active == manifest.release:
                 return {}
-            previous = now.previous if now.active is None else (*now.previous, now.active)
-            failed = {n: why for n, why in now.failed.items() if n != manifest.release}
-            ends = dict(now.ends)
-            if now.active is not None:
-                # What an earlier swap announced counts no longer.
-                space = self._catalog.manifest(now.active).space
+            previous = state.previous if state.active is None else (*state.previous, state.active)
+            failed = {n: why for n, why in state.failed.items() if n != manifest.release}
+            ends = dict(state.ends)
+            if state.active is not None:
+                # An end that an earlier swap announced no longer holds.
+                space = self._catalog.manifest(state.active).space
                 ends.pop(space, None)
                 if old_space_seconds:
                     ends[space] = time.time() + old_space_seconds
@@ -97,62 +120,102 @@ class Serving:
         self._state.revise(answering)
 
     def return_to(self, release: int) -> None:
-        """Record that the release before answers again. Raises CannotWriteError."""
-        # What answers by default has no end.
+        """Record that an earlier release answers again.
+
+        Args:
+            release: the latest of the previous releases.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
+        # Queries of the active release have no end.
         space = self._catalog.manifest(release).space
         self._state.revise(
-            lambda now: {
+            lambda state: {
                 "active": release,
-                "previous": now.previous[:-1],
-                "ends": {other: end for other, end in now.ends.items() if other != space},
+                "previous": state.previous[:-1],
+                "ends": {other: end for other, end in state.ends.items() if other != space},
                 "rolled_back": time.time(),
             }
         )
 
     def replan(self) -> list[Plan]:
-        """Make every gallery's plan anew; returns those they replace, for `settle`. A gallery that
-        cannot be read is set aside. Raises UnavailableError."""
+        """Make every gallery's plan again.
+
+        A gallery that cannot be read is set aside; in a shared database it keeps its plan instead.
+
+        Returns:
+            The replaced plans, for `settle`.
+
+        Raises:
+            UnavailableError: the database does not answer; this is not the gallery's fault.
+        """
         old = []
         for hosted in self._galleries.all():
             try:
                 old.append(self.replan_one(hosted))
             except UnavailableError:
-                # A database that is away says nothing about the gallery.
+                # An unreachable database is not the gallery's fault.
                 raise
             except UNUSABLE as error:
                 if self._state.shared:
-                    # Others serve it: this gateway lacks a release, and keeps its plan until then.
-                    log.error("not planned anew", gallery=hosted.name, error=str(error))
+                    # Other gateways serve it. This gateway lacks a release, and keeps its plan
+                    # until it has it.
+                    log.error("gallery keeps its old plan", gallery=hosted.name, error=str(error))
                 else:
                     self._galleries.set_aside(hosted.name, error)
                     old.append(hosted.plan)
-        self.tell()
+        self.announce()
         return old
 
-    def tell(self) -> None:
-        """Let those who watch know that what is served has changed."""
-        active = self._state.now.active or 0
+    def announce(self) -> None:
+        """Tell watchers and metrics that the served release may have changed."""
+        active = self._state.current.active or 0
         self._metrics.active_release.set(active)
         if active:
             self._metrics.devices.expect(active)
         self._catalog.changed.notify()
 
-    def replan_one(
-        self, hosted: Hosted, before: Callable[[Plan], None] = lambda plan: None
-    ) -> Plan:
-        """The same for one gallery. Raises as `Hosted.replan`."""
+    def replan_one(self, hosted: Hosted, check: Callable[[Plan], None] = lambda plan: None) -> Plan:
+        """Make one gallery's plan again.
+
+        Args:
+            hosted: the gallery.
+            check: called with the new plan before it is used; it may raise to refuse the plan.
+
+        Returns:
+            The replaced plan.
+
+        Raises:
+            ConfigurationError: the gallery has a space of a release that is not published here.
+        """
         with self._planning:
-            return self._galleries.replan(hosted, before)
+            return self._galleries.replan(hosted, check)
 
     def settle(self, old: list[Plan]) -> None:
-        """Once nobody uses `old` plans: let go of views and models that no plan needs, and of the
-        spaces of retired releases that the last gallery has left."""
-        if self.let_go(old):
-            self._state.catch_up()
-            self.drop_unused(self._state.now.retired)
+        """Wait until no call uses old plans, then free what no plan needs.
 
-    def let_go(self, old: list[Plan]) -> bool:
-        """The same, but of what this process keeps alone; False where a call still uses it."""
+        Frees views and models, and deletes the spaces of retired releases.
+
+        Args:
+            old: replaced plans.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
+        if self.free_unused(old):
+            self._state.catch_up()
+            self.drop_unused(self._state.current.retired)
+
+    def free_unused(self, old: list[Plan]) -> bool:
+        """Wait until no call uses old plans, then free views and models of this process.
+
+        Args:
+            old: replaced plans.
+
+        Returns:
+            False if a call still uses one of the plans after the time limit; then nothing is freed.
+        """
         for plan in old:
             if not plan.users.wait_until_none(_DRAIN_S):
                 log.warning("a call still uses an old plan; keeping its models")
@@ -160,7 +223,7 @@ class Serving:
         for hosted in self._galleries.all():
             hosted.forget_views(hosted.plan)
         with self._planning:
-            needed = self._needed()
+            needed = self._needed_releases()
             for release in self._catalog.manifests:
                 if release not in needed:
                     self._models.unload(release)
@@ -168,14 +231,37 @@ class Serving:
         return True
 
     def follow(self, hosted: Hosted, check: Callable[[Path, Manifest, Models], None]) -> Plan:
-        """As `replan_one`, after another gateway has changed something: with models that this one
-        may not have loaded yet, and that pass `check`. Raises as both."""
+        """Make a gallery's plan again after another gateway changed something.
+
+        Args:
+            hosted: the gallery.
+            check: raises if the models of a release, just loaded here, do not answer as published.
+
+        Returns:
+            The replaced plan.
+
+        Raises:
+            ConfigurationError: the gallery has a space of a release that is not published here.
+            VerificationError: a model fails its check.
+            UnavailableError: the model server does not answer.
+        """
         return self.replan_one(hosted, lambda plan: self.load_for(plan.models(), check))
 
     def load_for(
         self, manifests: Iterable[Manifest], check: Callable[[Path, Manifest, Models], None]
     ) -> None:
-        """Load models that plans will use. Raises VerificationError, UnavailableError."""
+        """Load models that plans will use, and check them.
+
+        Models wait for a model server that is away; searches by embedding do not need them.
+
+        Args:
+            manifests: the releases.
+            check: as in `follow`.
+
+        Raises:
+            VerificationError: a model fails its check.
+            UnavailableError: the model server does not answer.
+        """
         for manifest in manifests:
             if manifest.release in self._followed:
                 continue
@@ -189,27 +275,40 @@ class Serving:
             self._followed.add(manifest.release)
 
     def drop_unused(self, releases: Collection[int] | None = None) -> None:
-        """Remove from the files the spaces that no plan uses; only of `releases`, if given. What
-        one gallery does not let go of is tried again at the next start, or by another `retire`."""
+        """Delete stored spaces that no plan uses.
+
+        A space that cannot be deleted is logged; the next start, or `gateway retire`, tries again.
+
+        Args:
+            releases: delete only spaces of these releases; None means all.
+        """
         for hosted in self._galleries.all():
             try:
                 _drop_unused(hosted, releases)
             except (NobackfillError, OSError, sqlite3.Error) as error:
                 log.error("spaces not dropped", gallery=hosted.name, error=str(error))
 
-    def _needed(self) -> set[int]:
-        """Releases whose models must be loaded: the galleries', the active one, one that is being
-        activated, and those that a rollback may return to, for which a gallery that is made now
-        embeds, too."""
-        now = self._state.now
-        used = {m.release for hosted in self._galleries.all() for m in hosted.plan.models()}
-        coming = [] if now.activation is None else [now.activation.release]
-        return used.union(now.previous, coming, [] if now.active is None else [now.active])
+    def _needed_releases(self) -> set[int]:
+        """Return the releases whose models must be loaded.
+
+        They are the releases of the galleries' plans, the active one, one that is being activated,
+        and those that a rollback can return to: a new gallery embeds for them, too.
+        """
+        state = self._state.current
+        used = {
+            manifest.release
+            for hosted in self._galleries.all()
+            for manifest in hosted.plan.models()
+        }
+        next_release = [] if state.activation is None else [state.activation.release]
+        return used.union(
+            state.previous, next_release, [] if state.active is None else [state.active]
+        )
 
 
 def _drop_unused(hosted: Hosted, releases: Collection[int] | None) -> None:
-    used = hosted.plan.searched() | {manifest.space for manifest in hosted.plan.writes}
+    needed_spaces = hosted.plan.searched() | {manifest.space for manifest in hosted.plan.writes}
     for info in hosted.spaces():
-        chosen = releases is None or info.spec.release in releases
-        if chosen and info.state != "active" and info.spec.space not in used:
+        matches = releases is None or info.spec.release in releases
+        if matches and info.state != "active" and info.spec.space not in needed_spaces:
             hosted.drop(info.spec.space)

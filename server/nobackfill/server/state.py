@@ -1,5 +1,4 @@
-"""What gateways remember over a restart: in a small file that is replaced atomically, or where
-several of them share it."""
+"""Keep what gateways must know after a restart: in a file, or in a database that they share."""
 
 import json
 import os
@@ -30,18 +29,19 @@ from nobackfill.errors import (
 log = structlog.get_logger("server.state")
 
 Result = TypeVar("Result")
-# Of an audit that is read.
+# Most entries of the audit that are returned.
 MOST_DEEDS = 1000
-# Beside a state file: a line of JSON for each deed, which nothing but a backup copies.
+# Name of the audit, next to the state file: one line of JSON for each entry. Only backups copy it.
 AUDIT = "audit.jsonl"
-# Beside it: the version that wrote it, which no key of the state can say, as older versions refuse
-# keys that they do not know.
+# Name of the file that records the version that wrote the state, next to it. It is no key of the
+# state, because older versions refuse unknown keys.
 WRITER = "written-by.json"
-# Beside it: what a restore has not finished. Without a state file nothing may be served.
+# Marker of an unfinished restore, next to the state file. No gallery is served while it exists
+# without a state file.
 UNFINISHED_RESTORE = f"{durable.TEMPORARY}restore"
-# How pydantic calls a field that a model does not have.
+# pydantic's error type for a field that the model does not have.
 _EXTRA = "extra_forbidden"
-# Bytes of a reason, and of galleries paused meanwhile.
+# Spare bytes for a failure's reason and for galleries that are paused during the activation.
 _SPARE = 16 << 10
 RolloutName = Literal["direct", "dual", "cutover"]
 
@@ -51,11 +51,17 @@ class _StrictState(BaseModel):
 
 
 class Canary(_StrictState):
-    """A share of the queries that meet a release before the others do, 0 to 1.
+    """Hold the settings of a canary.
 
-    `steps`: shares that follow, each after `every_s` seconds. `shadow`: the old pair answers all
-    the same. `most_errors`, `largest_p99_ratio`: the bounds that it stops at. `promoted`: it has
-    ended well, all are to follow.
+    Attributes:
+        share: share of the callers that the new release answers, above 0 and at most 1.
+        steps: the shares that follow, in rising order.
+        every_s: seconds between two steps.
+        shadow: compare only; the old release still answers every caller.
+        most_errors: the canary stops above this share of errors.
+        largest_p99_ratio: the canary stops above this ratio of the new release's p99 latency to the
+            old one's.
+        promoted: the canary has ended, and the release is to answer all callers.
     """
 
     share: float
@@ -68,23 +74,34 @@ class Canary(_StrictState):
 
 
 class Activation(_StrictState):
-    """An activation that has begun and not ended."""
+    """Record an activation that has begun and not ended."""
 
     release: int
     rollout: RolloutName
     spare_cores: float
     old_space_seconds: int
-    # One gallery alone, which stayed behind before; None: all.
+    # The only gallery to upgrade; None means all.
     only: str | None = None
-    # Once the upgraded galleries are whole, a share of the queries meets them first.
+    # Settings of the canary that precedes the switch; None means no canary.
     canary: Canary | None = None
-    # Times that it was resumed since it last got past its models' trial, or ended in order.
+    # Number of resumes since its models last passed their probes, or since a gateway stopped in
+    # order.
     resumed: int = 0
 
 
 class State(_StrictState):
-    """`previous`: releases a rollback returns to, latest last. `ends`: space id to the Unix time
-    after which its queries are refused. `failed`: release to the reason."""
+    """Hold what a gateway remembers.
+
+    Attributes:
+        active: the release that answers; None before the first activation.
+        previous: releases that a rollback can return to, latest last.
+        retired: releases whose vectors and models were deleted.
+        activation: the activation under way, if any.
+        ends: by space id, the Unix time after which queries of the space are refused.
+        failed: by release, why its last activation failed.
+        rolled_back: Unix time of the last rollback; None once a later activation has begun.
+        paused: names of galleries whose upgrade an operator has paused.
+    """
 
     format: Literal[1] = 1
     active: int | None = None
@@ -93,149 +110,241 @@ class State(_StrictState):
     activation: Activation | None = None
     ends: dict[str, float] = {}
     failed: dict[int, str] = {}
-    # Unix time of the last rollback, until an activation begins.
     rolled_back: float | None = None
-    # Galleries whose upgrade was paused by the operator.
     paused: tuple[str, ...] = ()
 
 
-def read_state(content: bytes | str, what: str, writer: object = None) -> State:
-    """Raises VerificationError for one that is damaged, or that a newer version has written;
-    `what`: where it is; `writer`: the version that stands beside it, if one does."""
+def read_state(content: bytes | str, place: str, writer: object = None) -> State:
+    """Parse a saved state.
+
+    Args:
+        content: the state as JSON.
+        place: the place of the state, for errors.
+        writer: the version that is recorded as its writer; None if none is.
+
+    Raises:
+        VerificationError: the state is damaged, or a newer version wrote it.
+    """
     try:
         return State.model_validate_json(content)
     except ValidationError as error:
-        wrong = error.errors()
-        # Of a whole state, nothing but what this version does not know.
-        unknown = [".".join(map(str, one["loc"])) for one in wrong if one["type"] == _EXTRA]
-        unknown += [f"format {one['input']}" for one in wrong if one["loc"] == ("format",)]
-        if len(unknown) == len(wrong):
+        problems = error.errors()
+        # If every problem is an unknown field or format, the state is intact but newer.
+        unknown = [
+            ".".join(map(str, problem["loc"])) for problem in problems if problem["type"] == _EXTRA
+        ]
+        unknown += [
+            f"format {problem['input']}" for problem in problems if problem["loc"] == ("format",)
+        ]
+        if len(unknown) == len(problems):
             raise VerificationError(
-                f"{what} was written by a newer nobackfill: {few(unknown)} is not known to "
+                f"{place} was written by a newer nobackfill: {few(unknown)} is not known to "
                 f"{version('nobackfill')}, which reads format 1; start {writer_of(writer)}"
             ) from error
-        raise VerificationError(f"{what} is damaged ({error}); restore it from a backup") from error
+        raise VerificationError(
+            f"{place} is damaged ({error}); restore it from a backup"
+        ) from error
 
 
-def tried_well(now: State) -> Mapping[str, object]:
-    """The models of the activation under way are not to blame if the gateway ends from here on."""
-    record = now.activation
+def clear_resumes(state: State) -> Mapping[str, object]:
+    """Clear the count of resumes: a later crash is not the fault of the models."""
+    record = state.activation
     return {} if record is None else {"activation": record.model_copy(update={"resumed": 0})}
 
 
 class OutdatedError(UnavailableError):
-    """What was about to be done follows from a plan that another gateway has replaced."""
+    """The operation used a plan that another gateway has replaced."""
 
 
 class GoneError(NotFoundError):
-    """A gallery, or a table that it is made of, is not there any more."""
+    """A gallery, or one of its tables, was deleted."""
 
 
 class LeadLostError(NobackfillError):
-    """Another gateway leads: nothing of this was done."""
+    """Another gateway leads the activation; the operation changed nothing."""
 
 
 class Lead:
-    """The lead of an activation, which one gateway has at a time; by itself, where there is one."""
+    """Represent the right to lead an activation, which one gateway has at a time.
 
-    def lost(self) -> bool:
-        """Whether another has taken it, as far as can be known."""
+    A gateway that shares nothing always has it.
+    """
+
+    def is_lost(self) -> bool:
+        """Tell whether another gateway has taken the lead, as far as this one can know."""
         return False
 
     def close(self) -> None:
-        """Let another have it; twice is harmless."""
+        """Give up the lead; a second call does nothing."""
 
 
 class GatewayState(ABC):
-    """Readers take `now`, one reference; each change is durable before it is seen.
+    """Keep the state of a gateway, and change it durably.
 
-    Where it is `shared`, other gateways change it, too: `now` is theirs soon after, and at once
-    after `catch_up`.
+    Readers use `current`, an immutable value that each change replaces once it is durable. If
+    `shared` is true, other gateways change the state, too: `current` follows them shortly after,
+    and at once after `catch_up`.
     """
 
     shared = False
 
-    def __init__(self, now: State) -> None:
-        self._now = now
-        # What makes this gateway follow the others.
+    def __init__(self, state: State) -> None:
+        self._current = state
+        # Replaced by the object that makes this gateway follow the others.
         self.follow: Callable[[], None] = lambda: None
 
     @property
-    def now(self) -> State:
-        return self._now
+    def current(self) -> State:
+        """The latest state that this gateway knows."""
+        return self._current
 
     def active(self) -> int:
-        """The release that answers. Raises PreconditionError before the first."""
-        if self._now.active is None:
+        """Return the release that answers.
+
+        Raises:
+            PreconditionError: no release was ever activated.
+        """
+        if self._current.active is None:
             raise PreconditionError(
                 "no release is active yet; publish one with training/export.py and wait for it"
             )
-        return self._now.active
+        return self._current.active
 
     def change(self, **values: object) -> State:
-        """Replace some values. Raises CannotWriteError; then nothing has changed."""
-        return self.revise(lambda _now: values)
+        """Replace some fields of the state, durably.
+
+        Args:
+            values: new value by field name.
+
+        Returns:
+            The new state.
+
+        Raises:
+            CannotWriteError: the state cannot be written; it is unchanged.
+            UnavailableError: the database does not answer; the state is unchanged.
+        """
+        return self.revise(lambda _current: values)
 
     @abstractmethod
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
-        """The same with values that follow from those of now, which nobody changes meanwhile.
-        Raises CannotWriteError, UnavailableError; then nothing has changed."""
+        """Replace fields by values that depend on the present state, atomically and durably.
+
+        Args:
+            values_of: computes the new values from the state; it may be called more than once.
+
+        Returns:
+            The new state.
+
+        Raises:
+            CannotWriteError: the state cannot be written; it is unchanged.
+            UnavailableError: the database does not answer; the state is unchanged.
+        """
 
     def catch_up(self) -> None:
-        """Return once this gateway plans as the last commit of any gateway says. Raises
-        UnavailableError."""
+        """Make this gateway plan by the last commit of any gateway.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         self.follow()
 
     def look(self) -> Mapping[str, tuple[int, int]]:
-        """Read what is remembered anew; the galleries that there are, with number and epoch."""
+        """Read the state again.
+
+        Returns:
+            Number and epoch of each gallery by name; empty if the state is not shared.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         return {}
 
-    def together(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
-        """Do `work`, whose changes of galleries and state are seen at once where they are shared;
-        it may be called again. Raises LeadLostError where `lead` is over, and nothing has changed.
+    def transact(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
+        """Run work whose changes other gateways see all at once, or not at all.
+
+        Args:
+            work: changes galleries and the state; it may be called more than once.
+            lead: the lead under which the work is done; None if no lead is needed.
+
+        Returns:
+            The result of `work`.
+
+        Raises:
+            LeadLostError: another gateway has taken the lead; nothing has changed.
         """
         return work()
 
     def lead(self) -> Lead | None:
-        """Lead an activation from here on; None where another gateway does."""
+        """Take the lead of an activation.
+
+        Returns:
+            The lead, which the caller closes; None if another gateway has it.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         return Lead()
 
     def depose(self) -> None:
-        """Whoever leads an activation changes nothing more; it is forgotten."""
-        if self._now.activation is not None:
+        """Forget the activation under way, and end the lead of the gateway that runs it.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
+        """
+        if self._current.activation is not None:
             self.change(activation=None)
 
-    def held(self, seconds: float) -> AbstractContextManager[None]:
-        """No other gateway begins, undoes or retires a release meanwhile. Raises BusyError when
-        that takes longer."""
+    def exclusive(self, seconds: float) -> AbstractContextManager[None]:
+        """Keep other gateways from activating, rolling back or retiring a release during a block.
+
+        Args:
+            seconds: longest time to wait for another gateway.
+
+        Raises:
+            BusyError: another gateway took longer.
+        """
         return nullcontext()
 
     def job(self, gallery: str) -> str | None:
-        """What was kept of a gallery's last upgrade."""
+        """Return the saved record of a gallery's last upgrade; None without one."""
         return None
 
-    def keep_job(self, gallery: str, job: str | None) -> None:  # noqa: B027 - nobody else looks
-        """Keep it where other gateways see it; None: forget it."""
+    def keep_job(self, gallery: str, job: str | None) -> None:  # noqa: B027 - optional: only shared states save it
+        """Save the record of a gallery's upgrade for other gateways; None deletes it."""
 
     def audit(self, who: str, what: str, of_what: str) -> None:
-        """Note for good who did what; one that cannot be written is in the log alone."""
+        """Record who did what in the audit and in the log.
+
+        An entry that cannot be written to the audit is only in the log.
+
+        Args:
+            who: name of the caller's token.
+            what: the verb, such as activate.
+            of_what: the release or gallery.
+        """
         log.info("audited", who=who, what=what, of_what=of_what)
         try:
             self._keep_deed(Deed(time.time(), who, what, of_what))
         except NobackfillError as error:
-            log.error("not kept in the audit", error=str(error))
+            log.error("audit entry not written", error=str(error))
 
     @abstractmethod
     def _keep_deed(self, deed: "Deed") -> None:
-        """Raises CannotWriteError, UnavailableError."""
+        """Append an entry to the audit.
+
+        Raises:
+            CannotWriteError: the entry cannot be written.
+            UnavailableError: the database does not answer.
+        """
 
     @abstractmethod
     def deeds(self) -> "list[Deed]":
-        """What was audited, latest last; of very many the latest."""
+        """Return the latest entries of the audit, at most MOST_DEEDS, latest last."""
 
 
 class Deed(NamedTuple):
-    """What somebody did, and when (Unix time)."""
+    """Hold one entry of the audit; `time` is a Unix time."""
 
     time: float
     who: str
@@ -244,23 +353,30 @@ class Deed(NamedTuple):
 
 
 class StateFile(GatewayState):
-    """In a file."""
+    """Keep the state of one gateway in a file that is replaced atomically."""
 
     def __init__(self, path: Path) -> None:
-        """Raises VerificationError for a damaged file, naming it."""
+        """Read the state.
+
+        Args:
+            path: the file; a missing one means an empty state.
+
+        Raises:
+            VerificationError: the file is damaged or cannot be read.
+        """
         self._path = path
         try:
-            now = read_state(path.read_bytes(), str(path), read_writer(path.with_name(WRITER)))
+            state = read_state(path.read_bytes(), str(path), read_writer(path.with_name(WRITER)))
         except FileNotFoundError:
-            now = State()
+            state = State()
         except OSError as error:
             raise VerificationError(
                 f"{path} cannot be read ({error.strerror}); check its permissions and the disk"
             ) from error
-        super().__init__(now)
+        super().__init__(state)
         self._lock = threading.Lock()
         self._is_noted = False
-        # Room for the state that an activation ends with, on a disk that is full by then.
+        # Reserved space, so that an activation's end can be recorded on a full disk.
         self._spare = path.with_name(f"{path.name}.spare")
 
     @property
@@ -268,34 +384,34 @@ class StateFile(GatewayState):
         return self._path.with_name(AUDIT)
 
     def _keep_deed(self, deed: Deed) -> None:
-        # All ASCII: no cut is inside a character.
+        # json.dumps writes ASCII, so a cut line cannot end within a character.
         line = json.dumps(deed._asdict()).encode() + b"\n"
         with self._lock:
             if _is_cut(self._deeds):
-                # A deed on the line of another would be lost with it.
+                # Start a new line: appended to a cut line, this entry would be lost with it.
                 line = b"\n" + line
             durable.append(self._deeds, line, 0o600)
 
     def deeds(self) -> list[Deed]:
         if not self._deeds.exists():
             return []
-        found: list[Deed] = []
+        deeds: list[Deed] = []
         for line in reversed(self._deeds.read_bytes().split(b"\n")):
-            if len(found) == MOST_DEEDS:
+            if len(deeds) == MOST_DEEDS:
                 break
-            # A line that a kill or a full disk has cut says nothing.
+            # Skip a line that a kill or a full disk has cut.
             with suppress(ValueError, TypeError):
-                found.append(Deed(**json.loads(line)))
-        return found[::-1]
+                deeds.append(Deed(**json.loads(line)))
+        return deeds[::-1]
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
         with self._lock:
-            new = State.model_validate({**dict(self._now), **values_of(self._now)})
-            if new == self._now:
+            new = State.model_validate({**dict(self._current), **values_of(self._current)})
+            if new == self._current:
                 return new
             content = new.model_dump_json(indent=1).encode() + b"\n"
             self._write(content, begins=new.activation is not None)
-            self._now = new
+            self._current = new
             return new
 
     def _note_writer(self) -> None:
@@ -306,7 +422,15 @@ class StateFile(GatewayState):
         self._is_noted = True
 
     def _write(self, content: bytes, *, begins: bool) -> None:
-        """`begins`: or goes on; else no activation is under way. Raises CannotWriteError."""
+        """Write the state, from the reserved space if the disk is full.
+
+        Args:
+            content: the state as JSON.
+            begins: an activation is under way in this state; its reserved space is made or kept.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
         if begins and not self._spare.exists():
             durable.write_file(self._spare, bytes(len(content) + _SPARE), 0o600)
         if begins or not self._spare.exists():
@@ -332,7 +456,11 @@ def read_writer(path: Path) -> object:
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether a file's last line lacks its end. Raises CannotWriteError where nobody can tell."""
+    """Tell whether a file's last line lacks its line break; False for a missing or empty file.
+
+    Raises:
+        CannotWriteError: the file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             if file.seek(0, os.SEEK_END) == 0:

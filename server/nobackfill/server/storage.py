@@ -171,7 +171,7 @@ class Storage:
         ending.callback(database.close)
         database.open(schema.prepare)
         if lock is not None:
-            ending.callback(Tenure(database, alone=lock == "alone").close)
+            ending.callback(Tenure(database, exclusive=lock == "alone").close)
         if engine is None:
             self.home = InDatabase(database, data / "galleries")
         else:

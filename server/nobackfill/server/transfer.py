@@ -262,13 +262,13 @@ def transfer_all(
     AlreadyExistsError where one has served the target, VerificationError where the last time leaves
     the two unlike.
     """
-    if source.state.now.active is None:
+    if source.state.current.active is None:
         raise PreconditionError("no gateway has served from --from; look at its address")
-    if target.state.now != State():
+    if target.state.current != State():
         raise AlreadyExistsError(
             "a gateway has served from --to, and what it holds would be lost; give an empty one"
         )
-    if source.state.now.activation is not None:
+    if source.state.current.activation is not None:
         raise PreconditionError(
             "a release is being activated there; move when that has ended, or was rolled back"
         )
@@ -291,5 +291,5 @@ def transfer_all(
             unlike.append("the vault")
         if unlike:
             raise VerificationError(f"{few(unlike)}: not alike in both stores; move again")
-        target.state.change(**dict(source.state.now))
+        target.state.change(**dict(source.state.current))
     return done, vault

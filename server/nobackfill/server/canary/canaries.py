@@ -1,4 +1,4 @@
-"""The canary of a gateway: each query that takes part is answered by one pair, and compared."""
+"""Run the canary of a gateway: one pair answers each of its queries, and both are compared."""
 
 import contextvars
 import threading
@@ -41,15 +41,15 @@ from nobackfill.server.state import Canary, GatewayState, OutdatedError
 
 Answers = TypeVar("Answers")
 
-# Queries answered once more by the other pair, off their callers' path.
 
-# What may wait; more is passed over, as callers come first.
-_MOST_WAITING = 64
-_MOST_BYTES = 64 << 20
+# Most comparisons, and bytes of their queries, that may wait. More are skipped, as callers come
+# first.
+_MAX_WAITING = 64
+_MAX_BYTES = 64 << 20
 
 
 class Mirror:
-    """One thread, which lets all others go first."""
+    """Run comparisons in one thread of low priority."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -59,22 +59,30 @@ class Mirror:
         self._pool = ThreadPoolExecutor(1, "canary", initializer=give_way)
 
     def offer(self, work: Callable[[], None], size: int) -> bool:
-        """Do `work`, which holds `size` bytes, some time; False: too much waits. Never waits."""
+        """Queue work, without waiting.
+
+        Args:
+            work: the work.
+            size: bytes that it holds in memory.
+
+        Returns:
+            False if too much waits, or no thread is left; the work is then not done.
+        """
         with self._lock:
-            if self._waiting >= _MOST_WAITING or self._bytes + size > _MOST_BYTES:
+            if self._waiting >= _MAX_WAITING or self._bytes + size > _MAX_BYTES:
                 return False
             self._waiting += 1
             self._bytes += size
         try:
             self._pool.submit(self._do, work, size)
         except RuntimeError:
-            # No thread is to be had, or the gateway ends.
-            self._left(size)
+            # The system has no thread left, or the gateway is stopping.
+            self._release(size)
             return False
         return True
 
     def close(self) -> None:
-        """What waits is not done any more."""
+        """Stop; waiting work is dropped."""
         self._pool.shutdown(cancel_futures=True)
 
     def _do(self, work: Callable[[], None], size: int) -> None:
@@ -82,184 +90,214 @@ class Mirror:
             with error_boundary(self._metrics, "canary"):
                 work()
         finally:
-            self._left(size)
+            self._release(size)
 
-    def _left(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         with self._lock:
             self._waiting -= 1
             self._bytes -= size
 
 
-# Of these the caller is the reason, or how many there are, or another gateway: they would have met
-# the old pair as well, a moment before. Of what came too late, see Comparison.late.
+# Errors that are no evidence: their cause is the caller, the load, or another gateway. For timeouts
+# see CanaryComparison.count_timeout.
 _NO_EVIDENCE = (BusyError, CancelledError, DeadlineError, NoEncoderError, OutdatedError)
 
-# A query that was slow has so long at least when it is repeated.
-_REPEAT_S = 1.0
+# Shortest time limit (seconds) of a slow query when it is run again.
+_MIN_REPEAT_SECONDS = 1.0
 
 
 class Canaries:
-    """At most one at a time: what the gateway's state says of it holds, from one query to the
-    next."""
+    """Keep the canary of a gateway, at most one at a time.
+
+    Its settings come from the gateway's state, and hold from one query to the next.
+    """
 
     def __init__(self, state: GatewayState, metrics: Metrics) -> None:
         self._state = state
         self._mirror = Mirror(metrics)
-        self._now: CanaryComparison | None = None
+        self._comparison: CanaryComparison | None = None
 
     def close(self) -> None:
         self._mirror.close()
 
     def begin(self, release: int) -> None:
-        """One of this release begins: nothing of an earlier one counts."""
-        self._now = CanaryComparison(release, self.setting)
+        """Start the comparison for a canary of a release; earlier counts are dropped."""
+        self._comparison = CanaryComparison(release, self.setting)
 
     def end(self, state: CanaryState, message: str = "") -> None:
-        """The one under way has ended."""
-        if self._now is not None:
-            self._now.end(state, message)
+        """End the present comparison, if any.
+
+        Args:
+            state: how the canary ended.
+            message: why.
+        """
+        if self._comparison is not None:
+            self._comparison.end(state, message)
 
     def setting(self) -> Canary | None:
-        """Of the canary under way; None without one."""
-        record = self._state.now.activation
+        """Return the settings of the canary under way; None without one."""
+        record = self._state.current.activation
         return None if record is None else record.canary
 
     def report(self) -> CanaryReport:
-        """Of the last one since the start."""
-        return NOTHING if self._now is None else self._now.report()
+        """Return the report of the last canary since the gateway started; an empty one
+        without any.
+        """
+        return NOTHING if self._comparison is None else self._comparison.report()
 
-    def met(self, release: int) -> bool:
-        """Whether the release has answered a query since its canary began here."""
-        now = self.report()
-        return now.release == release and now.new.queries > now.new.errors
+    def has_answered(self, release: int) -> bool:
+        """Tell whether a release has answered a query since its canary began at this gateway."""
+        report = self.report()
+        return report.release == release and report.new.queries > report.new.errors
 
     def verdict(self) -> str | None:
-        """Why the one under way is to be stopped, if it is."""
+        """Return why the canary under way must stop; None if it need not, or there is none."""
         canary = self.setting()
-        return None if canary is None or self._now is None else self._now.verdict(canary)
+        return (
+            None if canary is None or self._comparison is None else self._comparison.verdict(canary)
+        )
 
     def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
-        """Whether it is about an answer that is remembered, while one is under way."""
-        going_on = self.setting() is not None and self._now is not None
-        return going_on and self._now is not None and self._now.feedback(request_id, item, kind)
+        """Record feedback about a hit.
+
+        Args:
+            request_id: id of the answer.
+            item: id of the hit.
+            kind: approved or rejected.
+
+        Returns:
+            False if no canary is under way, or the answer is unknown.
+        """
+        if self.setting() is None or self._comparison is None:
+            return False
+        return self._comparison.feedback(request_id, item, kind)
 
     def answerer(self, old: PlainAnswerer, new: PlainAnswerer) -> "CanaryAnswerer":
-        """What answers by a plan with a release on trial."""
+        """Make the answerer of a plan that has a canary.
+
+        Args:
+            old: answers by the active release.
+            new: answers by the canary's release.
+        """
         return CanaryAnswerer(self, old, new)
 
     def offer(self, mirrored: "_MirroredQuery", compare: Callable[[], None]) -> None:
-        """Compare both pairs some time, off the callers' path."""
+        """Queue a comparison of both pairs; it is counted as skipped if too many wait."""
 
         def work() -> None:
             hosted = mirrored.hosted
             if not hosted.users.enter():
                 return
             try:
-                with suppress(NobackfillError), hosted.using() as now:
-                    if now.answerer is mirrored.answerer:
+                with suppress(NobackfillError), hosted.using() as plan:
+                    if plan.answerer is mirrored.answerer:
                         compare()
             finally:
                 hosted.users.leave()
 
         if not self._mirror.offer(work, _size(mirrored.query)):
-            mirrored.comparison.skipped()
+            mirrored.comparison.count_skipped()
 
     def comparison(self, release: int) -> CanaryComparison:
-        """Of the release on trial: after a restart it begins anew."""
-        now = self._now
-        if now is None or now.release != release:
-            now = self._now = CanaryComparison(release, self.setting)
-        return now
+        """Return the comparison of a release; it starts again after a restart of the gateway."""
+        comparison = self._comparison
+        if comparison is None or comparison.release != release:
+            comparison = self._comparison = CanaryComparison(release, self.setting)
+        return comparison
 
 
 class CanaryAnswerer:
-    """Each query is answered wholly by one pair of query model and gallery: by `new` for a share of
-    the callers, by `old` for the others and where `new` fails.
+    """Answer each query by one pair of query model and gallery.
 
-    A single query takes part in the comparison if either pair can answer it: an image, a text, or
-    an embedding of each. Of others `old` answers what `new` cannot. Queries of one call are all
-    answered by the same pair; they are not compared. It raises what `old` does.
+    The new pair answers for a share of the callers. The old pair answers for the others, and where
+    the new pair fails. It raises what the old pair raises.
+
+    A single query is compared if both pairs can read it: an image, a text, or an embedding of each.
+    Otherwise the old pair answers what the new one cannot read. All queries of one call are
+    answered by the same pair, and are not compared.
     """
 
     def __init__(self, canaries: Canaries, old: PlainAnswerer, new: PlainAnswerer) -> None:
         self.old, self.new = old, new
         self._canaries = canaries
-        self._trial = new.parts[0].query
+        self._new_release = new.parts[0].query
 
     def image_part(self, hosted: Hosted) -> PlanPart | None:
+        """Return None: more than one part may answer an image."""
         return None
 
     def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
-        """A query by one embedding could be answered by no other pair."""
+        """Return the old pair's part: a query by one embedding can be answered by no other pair."""
         return self.old.space_part(hosted, space)
 
     def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
+        """Answer each query of a request; see CanaryAnswerer for the choice of the pair."""
         canary = self._canaries.setting()
         if canary is None:
             return self.old.answer(hosted, request)
-        key = share_digest(self._trial.release, context.current().key)
-        chosen = in_share(key, canary.share)
+        key = share_digest(self._new_release.release, context.current().key)
+        is_chosen = in_share(key, canary.share)
         if request.single:
-            return [self._single(hosted, request, canary, key, chosen=chosen)]
-        if not chosen or canary.shadow:
+            return [self._single(hosted, request, canary, key, is_chosen=is_chosen)]
+        if not is_chosen or canary.shadow:
             return self.old.answer(hosted, request)
         return self._batch(hosted, request, canary, key)
 
     def _single(
-        self, hosted: Hosted, request: SearchRequest, canary: Canary, key: int, *, chosen: bool
+        self, hosted: Hosted, request: SearchRequest, canary: Canary, key: int, *, is_chosen: bool
     ) -> SearchResult:
         call, (query,) = context.current(), request.queries
-        by_new = chosen and not canary.shadow
+        by_new = is_chosen and not canary.shadow
         if not all(reads(part.query, query) for part in (*self.new.parts, *self.old.parts)):
-            if not by_new or not reads(self._trial, query):
+            if not by_new or not reads(self._new_release, query):
                 return only(self.old.answer(hosted, request))
-            found = only(self.new.answer(hosted, request))
-            self._canaries.comparison(self._trial.release).answered_alone()
-            return found
-        comparison = self._canaries.comparison(self._trial.release)
+            answer = only(self.new.answer(hosted, request))
+            self._canaries.comparison(self._new_release.release).count_unpaired()
+            return answer
+        comparison = self._canaries.comparison(self._new_release.release)
         began, caller = time.monotonic(), Caller(key, call.name)
         mirrored = _MirroredQuery(self, hosted, request, canary, comparison)
         if by_new:
             trial = _Trial(canary, comparison, query, caller)
-            found, failed = trial.answer(
+            answer, failed = trial.answer(
                 lambda: only(self.new.answer(hosted, request)),
                 lambda: only(self.old.answer(hosted, request)),
             )
             if failed:
-                if trial.too_late is not None:
-                    late = trial.too_late
-                    self._canaries.offer(mirrored, lambda: mirrored.repeat(late))
-                return found
+                if trial.timeout is not None:
+                    seconds_allowed = trial.timeout
+                    self._canaries.offer(mirrored, lambda: mirrored.repeat(seconds_allowed))
+                return answer
         else:
-            found = only(self.old.answer(hosted, request))
-        found = replace(found, request_id=call.request_id)
+            answer = only(self.old.answer(hosted, request))
+        answer = replace(answer, request_id=call.request_id)
         seconds = time.monotonic() - began
-        slow = comparison.answered(canary, found, seconds, caller, new=by_new)
+        is_slow = comparison.count_answer(canary, answer, seconds, caller, new=by_new)
 
         def compare() -> None:
-            mirrored.compare(found)
-            if slow:
-                mirrored.repeat(max(_REPEAT_S, 2 * seconds))
+            mirrored.compare(answer)
+            if is_slow:
+                mirrored.repeat(max(_MIN_REPEAT_SECONDS, 2 * seconds))
 
-        if chosen:
+        if is_chosen:
             self._canaries.offer(mirrored, compare)
-        return found
+        return answer
 
     def _batch(
         self, hosted: Hosted, request: SearchRequest, canary: Canary, key: int
     ) -> list[QueryAnswer]:
-        comparison = self._canaries.comparison(self._trial.release)
+        comparison = self._canaries.comparison(self._new_release.release)
         answers, failed = _Trial(canary, comparison, None, Caller(key)).answer(
             lambda: self.new.answer(hosted, request), lambda: self.old.answer(hosted, request)
         )
         if not failed:
-            comparison.batched(canary)
+            comparison.count_batch(canary)
         return answers
 
 
 @dataclass(frozen=True)
 class _MirroredQuery:
-    """One query, for each of the pairs; nobody waits for it any more."""
+    """Run one query on either pair for the comparison; no caller waits for the answer."""
 
     answerer: CanaryAnswerer
     hosted: Hosted
@@ -271,75 +309,86 @@ class _MirroredQuery:
     def query(self) -> Query:
         return self.request.queries[0]
 
-    def compare(self, found: SearchResult) -> None:
-        """Return one pair's answer, and compare it with the other pair's."""
+    def compare(self, answer: SearchResult) -> None:
+        """Compare a caller's answer with the other pair's answer."""
         old_pair, new_pair = self.answerer.old, self.answerer.new
-        by_new = found.space == new_pair.parts[0].query.space
+        by_new = answer.space == new_pair.parts[0].query.space
         try:
-            other = self._aside(old_pair if by_new else new_pair)
+            other = self._answer(old_pair if by_new else new_pair)
         except NobackfillError as error:
             if not by_new and _is_evidence(error, self.query):
-                # A shared part may be away since the old pair answered: not if it answers again.
-                self._aside(old_pair)
-                self.comparison.failed(self.canary)
+                # If the old pair now fails, too, a part that both share is away: no evidence.
+                self._answer(old_pair)
+                self.comparison.count_failure(self.canary)
             return
-        old, new = (other, found) if by_new else (found, other)
-        self.comparison.mirrored(self.canary, old, new, by_new=not by_new)
+        old, new = (other, answer) if by_new else (answer, other)
+        self.comparison.count_mirrored(self.canary, old, new, by_new=not by_new)
 
-    def repeat(self, most: float) -> None:
-        """Time both on what was slow, one after the other; the new one for `most` seconds."""
+    def repeat(self, limit: float) -> None:
+        """Time both pairs on a slow query, one after the other.
+
+        Args:
+            limit: time limit of the new pair in seconds.
+        """
         old = self._timed(self.answerer.old)
         try:
-            new = _within(most, lambda: self._timed(self.answerer.new))
+            new = _with_time_limit(limit, lambda: self._timed(self.answerer.new))
         except DeadlineError:
-            new = most
-        self.comparison.repeated(self.canary, old, new)
+            new = limit
+        self.comparison.count_repeat(self.canary, old, new)
 
     def _timed(self, pair: PlainAnswerer) -> float:
         began = time.monotonic()
-        self._aside(pair)
+        self._answer(pair)
         return time.monotonic() - began
 
-    def _aside(self, pair: PlainAnswerer) -> SearchResult:
-        return only(pair.answer(self.hosted, replace(self.request, aside=True)))
+    def _answer(self, pair: PlainAnswerer) -> SearchResult:
+        return only(pair.answer(self.hosted, replace(self.request, background=True)))
 
 
 @dataclass
 class _Trial:
-    """A query, None for several of one call, that the new pair is to answer."""
+    """Let the new pair answer a query, or several of one call if `query` is None."""
 
     canary: Canary
     comparison: CanaryComparison
     query: Query | None
     caller: Caller
-    # Seconds in which it did not answer, where that may be too slow.
-    too_late: float | None = None
+    # Seconds that the new pair had, if it may have been too slow.
+    timeout: float | None = None
 
     def answer(
         self, ask_new: Callable[[], Answers], ask_old: Callable[[], Answers]
     ) -> tuple[Answers, bool]:
-        """What the new pair answers; what it fails, the old one does, and it is counted. And
-        whether it failed."""
-        left, single = context.current().remaining(), self.query is not None
-        given = self.comparison.share_of_time(left) if single else left / 2
+        """Ask the new pair, and the old one if that fails.
+
+        Returns:
+            The answers, and whether the new pair failed.
+        """
+        remaining, single = context.current().remaining(), self.query is not None
+        allowance = self.comparison.share_of_time(remaining) if single else remaining / 2
         try:
-            return _within(given, ask_new), False
+            return _with_time_limit(allowance, ask_new), False
         except NobackfillError as error:
             began = time.monotonic()
-            # What neither can answer says nothing about either.
+            # If the old pair fails, too, its error is raised and nothing is counted.
             answers = ask_old()
             if isinstance(error, DeadlineError):
                 took = time.monotonic() - began
-                if self.comparison.late(self.canary, given, took, self.caller, single=single):
-                    self.too_late = given
+                if self.comparison.count_timeout(
+                    self.canary, allowance, took, self.caller, single=single
+                ):
+                    self.timeout = allowance
             elif _is_evidence(error, self.query):
-                self.comparison.failed(self.canary)
+                self.comparison.count_failure(self.canary)
             return answers, True
 
 
 def _is_evidence(error: NobackfillError, query: Query | None) -> bool:
-    """Whether it speaks against the new pair. Of vectors each pair is sent its own: who sends it
-    none that it can use says nothing by that."""
+    """Tell whether an error is evidence against the new pair.
+
+    Each pair gets its own embedding from the caller: an invalid one is the caller's fault.
+    """
     by_embedding = isinstance(query, Mapping)
     of_caller = by_embedding and isinstance(error, InvalidInputError)
     return not of_caller and not isinstance(error, _NO_EVIDENCE)
@@ -349,8 +398,8 @@ def _size(query: Query) -> int:
     return len(query) if isinstance(query, bytes | str) else sum(map(len, query.values()))
 
 
-def _within(seconds: float, ask: Callable[[], Answers]) -> Answers:
-    """Ask as the call under way does, with less time than it has left."""
+def _with_time_limit(seconds: float, ask: Callable[[], Answers]) -> Answers:
+    """Run a function with a deadline that is at most so many seconds away."""
 
     def shortened() -> Answers:
         context.begin(replace(context.current(), deadline=time.monotonic() + seconds))
@@ -359,16 +408,14 @@ def _within(seconds: float, ask: Callable[[], Answers]) -> Answers:
     return contextvars.copy_context().run(shortened)
 
 
-# What Prometheus reads of a canary, counted when it asks.
-
-
 class CanarySeries(Collector):
-    """Of the last canary since the start; counters begin anew with each."""
+    """Export the figures of the last canary to Prometheus; counters start again with each."""
 
     def __init__(self, canaries: Canaries) -> None:
         self._canaries = canaries
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of the last canary."""
         canary, report = self._canaries.setting(), self._canaries.report()
         yield GaugeMetricFamily(
             "nobackfill_canary_share",
@@ -401,7 +448,7 @@ class CanarySeries(Collector):
             if pair.score is not None:
                 score.add_metric([name], pair.score)
             for kind in KINDS:
-                feedback.add_metric([name, kind], pair.said[kind])
+                feedback.add_metric([name, kind], pair.feedback[kind])
         yield from (queries, seconds, score, feedback)
         yield from self._likeness()
 

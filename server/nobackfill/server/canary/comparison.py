@@ -1,4 +1,7 @@
-"""One canary as far as it got: what both pairs answered, and whether a bound is crossed."""
+"""Compare the two pairs of a canary: their answers, their errors, and whether a bound is crossed.
+
+A pair is a query model with the gallery that it searches: the active release's, and the canary's.
+"""
 
 import math
 import threading
@@ -15,20 +18,34 @@ from nobackfill.server.canary.sessions import KINDS, CanarySessions, Kind
 from nobackfill.server.galleries.ranking import SearchResult
 from nobackfill.server.state import Canary
 
-# How much two answers to one query have in common, and what one pair has answered.
-
-# Durations that quantiles are taken of.
-_LATEST = 1000
+# Number of latest durations for the quantiles.
+_DURATIONS = 1000
 
 
 def overlap(one: Sequence[str], other: Sequence[str]) -> float:
-    """Share of the longer answer's items that both have, 0 to 1; of two empty ones: 1."""
+    """Return the share of the longer answer's items that both answers have.
+
+    Args:
+        one: item ids of an answer.
+        other: item ids of the other answer.
+
+    Returns:
+        0 to 1; 1 for two empty answers.
+    """
     longest = max(len(one), len(other))
     return len(set(one) & set(other)) / longest if longest else 1.0
 
 
 def rank_correlation(one: Sequence[str], other: Sequence[str]) -> float | None:
-    """Spearman's, of the ranks of the items that both answers have, -1 to 1; None below two."""
+    """Return Spearman's rank correlation of the items that both answers have.
+
+    Args:
+        one: item ids of an answer, best first.
+        other: item ids of the other answer, best first.
+
+    Returns:
+        -1 to 1; None if fewer than two items are common.
+    """
     ranks = {item: rank for rank, item in enumerate(other)}
     common = [ranks[item] for item in one if item in ranks]
     if len(common) < 2:
@@ -40,39 +57,48 @@ def rank_correlation(one: Sequence[str], other: Sequence[str]) -> float | None:
 
 @dataclass
 class PairFigures:
-    """What one pair answered. `seconds`: of its last answers while their callers waited."""
+    """Count the answers of one pair; `seconds` are the latest durations that callers waited."""
 
     queries: int = 0
     errors: int = 0
     empty: int = 0
     scores: float = 0.0
     scored: int = 0
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_DURATIONS))
 
-    def count(self, found: SearchResult, seconds: float | None) -> None:
-        """`seconds`: None where nobody waited for it."""
+    def count(self, answer: SearchResult, seconds: float | None) -> None:
+        """Count an answer.
+
+        Args:
+            answer: the answer.
+            seconds: its duration; None if no caller waited for it.
+        """
         self.queries += 1
-        self.empty += not found.hits
+        self.empty += not answer.hits
         if seconds is not None:
             self.seconds.append(seconds)
-        score = found.hits[0].score if found.hits else None
+        score = answer.hits[0].score if answer.hits else None
         if score is not None:
             self.scores += score
             self.scored += 1
 
     @property
     def score(self) -> float | None:
-        """Mean calibrated score of the first hit."""
+        """Mean calibrated score of the first hits; None if no hit had a score."""
         return self.scores / self.scored if self.scored else None
 
     def quantile(self, share: float) -> float | None:
-        """Seconds that `share` of the last answers took at most; None without any."""
+        """Return a quantile of the latest durations in seconds; None without any.
+
+        Args:
+            share: the quantile, 0 to 1.
+        """
         return float(np.quantile(self.seconds, share)) if self.seconds else None
 
 
 @dataclass
 class Likeness:
-    """Of the answers to queries that both pairs have answered."""
+    """Compare the answers to queries that both pairs have answered."""
 
     compared: int = 0
     overlaps: float = 0.0
@@ -80,7 +106,8 @@ class Likeness:
     correlated: int = 0
 
     def count(self, old: SearchResult, new: SearchResult) -> None:
-        one, other = ([hit.item.id for hit in found.hits] for found in (old, new))
+        """Count a query that both pairs have answered."""
+        one, other = ([hit.item.id for hit in answer.hits] for answer in (old, new))
         self.compared += 1
         self.overlaps += overlap(one, other)
         correlation = rank_correlation(one, other)
@@ -90,31 +117,36 @@ class Likeness:
 
     @property
     def overlap(self) -> float | None:
+        """Mean overlap, 0 to 1; None without a query."""
         return self.overlaps / self.compared if self.compared else None
 
     @property
     def rank_correlation(self) -> float | None:
+        """Mean rank correlation, -1 to 1; None if it is defined for no query."""
         return self.correlations / self.correlated if self.correlated else None
 
 
-# The probability that a release which keeps all bounds is stopped, however often that is asked: a
-# quarter for each of the four.
+# Probability of stopping a release that keeps every bound, however often it is checked; each of the
+# four bounds gets a quarter.
 ALPHA = 0.05
 BOUNDS = ("errors", "latency", "approvals", "rejections")
 STOPS_AT = len(BOUNDS) / ALPHA
 _EVIDENCE_OF: Mapping[Kind, str] = {"approved": "approvals", "rejected": "rejections"}
-# The share of the old pair's queries that take longer than its 99th percentile.
-_SLOW = 0.01
-# The percentile is known once so many queries are, and looked up anew after each so many.
-_KNOWN, _ANEW = 200, 50
-# A caller's key, and a token, count for latency once in so many seconds.
-_OF_KEY_S, _OF_TOKEN_S = 10.0, 1.0
-_MOST_TURNS = 100_000
-# Until it is known, a caller that waits less for the new pair says nothing by giving it up.
-_PATIENT_S = 1.0
+# Share of the old pair's queries that take longer than its 99th percentile.
+_SLOW_SHARE = 0.01
+# The 99th percentile is computed after so many queries, and again after each so many.
+_MIN_QUERIES, _QUERIES_PER_UPDATE = 200, 50
+# A key, and a token, count for latency once in so many seconds.
+_KEY_SECONDS, _TOKEN_SECONDS = 10.0, 1.0
+_MAX_TURNS = 100_000
+# Before the percentile is known, a timeout counts only if the new pair had at least so many
+# seconds.
+_MIN_WAIT_SECONDS = 1.0
 
 
 class CanaryState(StrEnum):
+    """Name the state of a canary: running, or how it ended."""
+
     RUNNING = "running"
     PROMOTED = "promoted"
     STOPPED = "stopped"
@@ -123,7 +155,18 @@ class CanaryState(StrEnum):
 
 @dataclass(frozen=True)
 class PairReport:
-    """`p50`, `p99` in seconds; `sessions`, and how many of them sent feedback of each kind."""
+    """Report one pair's figures.
+
+    Attributes:
+        queries: queries answered, or failed.
+        errors: queries that it failed.
+        empty: answers without a hit.
+        p50: median duration in seconds; None without any.
+        p99: 99th percentile of durations in seconds; None without any.
+        score: mean calibrated score of first hits; None without one.
+        sessions: callers' keys that it answered.
+        said: number of sessions that sent feedback, by kind.
+    """
 
     queries: int
     errors: int
@@ -132,13 +175,25 @@ class PairReport:
     p99: float | None
     score: float | None
     sessions: int
-    said: Mapping[Kind, int]
+    feedback: Mapping[Kind, int]
 
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """`skipped`: queries that were not compared as too many waited. `evidence`: by bound; it stops
-    where one reaches STOPS_AT."""
+    """Report a canary.
+
+    Attributes:
+        release: the release of the canary; 0 if there was none.
+        state: running, or how it ended.
+        message: why it ended; may be empty.
+        old: figures of the active release's pair.
+        new: figures of the canary's pair.
+        compared: queries that both pairs have answered.
+        overlap: mean share of common items, 0 to 1; None without a query.
+        rank_correlation: mean rank correlation, -1 to 1; None without one.
+        skipped: queries that were not compared because too many waited.
+        evidence: evidence by bound; the canary stops when one reaches STOPS_AT.
+    """
 
     release: int
     state: CanaryState
@@ -153,7 +208,7 @@ class CanaryReport:
 
 
 @dataclass
-class _Counted:
+class _Counts:
     old: PairFigures = field(default_factory=PairFigures)
     new: PairFigures = field(default_factory=PairFigures)
     likeness: Likeness = field(default_factory=Likeness)
@@ -162,160 +217,226 @@ class _Counted:
 
 @dataclass(frozen=True)
 class Caller:
-    """`key`: a digest of what says which pair answers; `token`: its name, empty without tokens."""
+    """Identify a caller.
+
+    Attributes:
+        key: digest that decides which pair answers.
+        token: name of the token; empty if the gateway has no tokens.
+    """
 
     key: int
     token: str = ""
 
 
 class _CanaryTurns:
-    """When each of many was counted last."""
+    """Remember when each of many keys was counted last."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[object, float] = OrderedDict()
 
-    def due(self, one: object, every_s: float) -> bool:
-        """Whether it is so long ago; then it is now."""
+    def take(self, key: object, every_s: float) -> bool:
+        """Count a key now, unless it was counted less than `every_s` seconds ago; tell whether it
+        was.
+        """
         now = time.monotonic()
-        if now - self._last.get(one, -math.inf) < every_s:
+        if now - self._last.get(key, -math.inf) < every_s:
             return False
-        self._last[one] = now
-        self._last.move_to_end(one)
-        if len(self._last) > _MOST_TURNS:
+        self._last[key] = now
+        self._last.move_to_end(key)
+        if len(self._last) > _MAX_TURNS:
             self._last.popitem(last=False)
         return True
 
 
 class CanaryComparison:
-    """Of one release with the one that answers; usable from several threads."""
+    """Compare a canary's release with the active one. Thread-safe."""
 
     def __init__(self, release: int, setting: Callable[[], Canary | None]) -> None:
-        """`setting`: the newest; None once the canary has ended."""
+        """Start a comparison.
+
+        Args:
+            release: the release of the canary.
+            setting: returns the newest settings; None once the canary has ended.
+        """
         self.release = release
         self._setting = setting
         self._lock = threading.Lock()
-        self._counted = _Counted()
+        self._counts = _Counts()
         self._sessions = CanarySessions()
         self._errors, self._latency = CanaryEvidence(), CanaryEvidence()
-        # When a query of a caller's key, and of a token, counted for latency.
+        # When a query of each key, and of each token, last counted for latency.
         self._keys, self._tokens = _CanaryTurns(), _CanaryTurns()
         # The old pair's 99th percentile in seconds.
         self._p99: float | None = None
-        # What says who is answered by which pair: share and shadow.
-        self._chosen_by: tuple[float, bool] | None = None
+        # Share and shadow, which assign callers to pairs.
+        self._assignment: tuple[float, bool] | None = None
         self._ended: tuple[CanaryState, str] | None = None
 
-    def answered(
-        self, canary: Canary, found: SearchResult, seconds: float, caller: "Caller", *, new: bool
+    def count_answer(
+        self, canary: Canary, answer: SearchResult, seconds: float, caller: "Caller", *, new: bool
     ) -> bool:
-        """Count what a caller got, after so many seconds. True: it may be too slow, which
-        `repeated` counts once the same query was answered by both pairs."""
+        """Count an answer that a caller got.
+
+        Args:
+            canary: the settings that chose the pair.
+            answer: the answer.
+            seconds: its duration.
+            caller: the caller.
+            new: True if the new pair answered.
+
+        Returns:
+            True if the new pair may have been too slow. Then the query is to be run on both pairs,
+            and their times given to `count_repeat`.
+        """
         with self._lock:
-            self._figures(new).count(found, seconds)
-            self._remember(canary, found, caller.key, new=new)
+            self._figures(new).count(answer, seconds)
+            self._record_session(canary, answer, caller.key, new=new)
             if not new:
-                self._look_up()
+                self._update_p99()
                 return False
             self._errors.see(False, canary.most_errors)
             if self._p99 is None or not self._in_turn(caller):
                 return False
             if seconds > canary.largest_p99_ratio * self._p99:
                 return True
-            self._latency.see(False, _SLOW)
+            self._latency.see(False, _SLOW_SHARE)
             return False
 
-    def repeated(self, canary: Canary, old: float, new: float) -> None:
-        """Count a query that was too slow, and took so many seconds when both pairs answered it
-        again: one that takes as long in the old pair says nothing about the new one."""
+    def count_repeat(self, canary: Canary, old: float, new: float) -> None:
+        """Count a slow query that was run again on both pairs.
+
+        A query that is as slow in the old pair is no evidence against the new one.
+
+        Args:
+            canary: the settings.
+            old: seconds that the old pair took.
+            new: seconds that the new pair took.
+        """
         with self._lock:
             if new > canary.largest_p99_ratio * old:
-                self._latency.see(True, _SLOW)
+                self._latency.see(True, _SLOW_SHARE)
 
-    def failed(self, canary: Canary) -> None:
-        """Count a query that the new pair failed and the old one answered."""
+    def count_failure(self, canary: Canary) -> None:
+        """Count a query that failed in the new pair and was answered by the old one."""
         with self._lock:
-            self._counted.new.queries += 1
-            self._counted.new.errors += 1
+            self._counts.new.queries += 1
+            self._counts.new.errors += 1
             self._errors.see(True, canary.most_errors)
 
-    def share_of_time(self, left: float) -> float:
-        """Seconds, of those that a query's caller has left, in which the new pair is to answer: the
-        rest, a quarter to a half, is kept for the old one, which answers if it does not."""
+    def share_of_time(self, remaining: float) -> float:
+        """Return how long the new pair may take for a query.
+
+        The rest, a quarter to a half, is left for the old pair, which answers if the new one does
+        not.
+
+        Args:
+            remaining: seconds until the caller's deadline.
+
+        Returns:
+            Seconds for the new pair.
+        """
         p99 = self._p99
-        return left / 2 if p99 is None else max(left / 2, min(left * 3 / 4, left - 2 * p99))
+        return (
+            remaining / 2
+            if p99 is None
+            else max(remaining / 2, min(remaining * 3 / 4, remaining - 2 * p99))
+        )
 
-    def late(
-        self, canary: Canary, given: float, took: float, caller: "Caller", *, single: bool
+    def count_timeout(
+        self, canary: Canary, allowance: float, took: float, caller: "Caller", *, single: bool
     ) -> bool:
-        """Count what the new pair did not answer in the seconds it was `given`, and the old one in
-        those it `took`; `single`: one query, not several in a call. True as in `answered`.
+        """Count a query that the new pair did not answer in its time, and the old one then
+        answered.
 
-        Only where the bounds allow no query to take so long: else callers that hardly wait would
-        stop any release.
+        It counts only if the bounds allow no query to take so long. Otherwise callers with short
+        deadlines would stop any release.
+
+        Args:
+            canary: the settings.
+            allowance: seconds that the new pair had.
+            took: seconds that the old pair took.
+            caller: the caller.
+            single: True for a call of one query.
+
+        Returns:
+            True if the query is to be run again on both pairs, as in `count_answer`.
         """
         with self._lock:
             of_latency = single and self._p99 is not None
-            enough = max(_PATIENT_S, canary.largest_p99_ratio * took)
+            enough = max(_MIN_WAIT_SECONDS, canary.largest_p99_ratio * took)
             if single and self._p99 is not None:
                 enough = canary.largest_p99_ratio * self._p99
-            if given < enough:
+            if allowance < enough:
                 return False
-            self._counted.new.queries += 1
-            self._counted.new.errors += 1
+            self._counts.new.queries += 1
+            self._counts.new.errors += 1
             if single:
-                # It would have taken longer.
-                self._counted.new.seconds.append(given)
+                # A lower limit: the query would have taken longer.
+                self._counts.new.seconds.append(allowance)
             if of_latency:
                 return self._in_turn(caller)
             self._errors.see(True, canary.most_errors)
             return False
 
-    def batched(self, canary: Canary) -> None:
-        """Count several queries of one call that the new pair has answered, as one, which is what
-        they are where it fails them."""
+    def count_batch(self, canary: Canary) -> None:
+        """Count a call of several queries that the new pair answered, as one query."""
         with self._lock:
-            self._counted.new.queries += 1
+            self._counts.new.queries += 1
             self._errors.see(False, canary.most_errors)
 
-    def answered_alone(self) -> None:
-        """Count a query that only the new pair reads: there is nothing to compare it with."""
+    def count_unpaired(self) -> None:
+        """Count a query that only the new pair can read: there is nothing to compare it with."""
         with self._lock:
-            self._counted.new.queries += 1
+            self._counts.new.queries += 1
 
-    def mirrored(
+    def count_mirrored(
         self, canary: Canary, old: SearchResult, new: SearchResult, *, by_new: bool
     ) -> None:
-        """Count the answer that nobody waited for: the new pair's if `by_new`."""
+        """Count a query that both pairs answered.
+
+        Args:
+            canary: the settings.
+            old: the old pair's answer.
+            new: the new pair's answer.
+            by_new: True if the caller got the old pair's answer, and the new pair's was computed
+                for the comparison only.
+        """
         with self._lock:
-            self._counted.likeness.count(old, new)
+            self._counts.likeness.count(old, new)
             if by_new:
-                self._counted.new.count(new, None)
+                self._counts.new.count(new, None)
                 self._errors.see(False, canary.most_errors)
 
-    def skipped(self) -> None:
-        """Count a query that was not compared."""
+    def count_skipped(self) -> None:
+        """Count a query that was not compared, because too many waited."""
         with self._lock:
-            self._counted.skipped += 1
+            self._counts.skipped += 1
 
     def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
-        """See Sessions.feedback."""
+        """Record feedback about a hit; see CanarySessions.feedback."""
         with self._lock:
             return self._sessions.feedback(request_id, item, kind)
 
     def end(self, state: CanaryState, message: str) -> None:
-        """It goes on no more; what it ended as first stands."""
+        """End the comparison; a second call changes nothing.
+
+        Args:
+            state: how the canary ended.
+            message: why.
+        """
         with self._lock:
             self._ended = self._ended or (state, message)
 
     def verdict(self, canary: Canary) -> str | None:
-        """Why it is to be stopped; None while every bound holds, as far as can be told."""
+        """Return why the canary must stop; None while no bound is crossed."""
         report = self.report()
         crossed = [bound for bound in BOUNDS if report.evidence[bound] >= STOPS_AT]
-        return _sentence(crossed[0], report, canary) if crossed else None
+        return _stop_reason(crossed[0], report, canary) if crossed else None
 
     def report(self) -> CanaryReport:
+        """Return the figures so far."""
         with self._lock:
-            counted, sessions = self._counted, self._sessions
+            counts, sessions = self._counts, self._sessions
             state, message = self._ended or (CanaryState.RUNNING, "")
             return CanaryReport(
                 release=self.release,
@@ -323,10 +444,10 @@ class CanaryComparison:
                 message=message,
                 old=self._pair(new=False),
                 new=self._pair(new=True),
-                compared=counted.likeness.compared,
-                overlap=counted.likeness.overlap,
-                rank_correlation=counted.likeness.rank_correlation,
-                skipped=counted.skipped,
+                compared=counts.likeness.compared,
+                overlap=counts.likeness.overlap,
+                rank_correlation=counts.likeness.rank_correlation,
+                skipped=counts.skipped,
                 evidence={
                     "errors": self._errors.value,
                     "latency": self._latency.value,
@@ -334,32 +455,35 @@ class CanaryComparison:
                 },
             )
 
-    def _remember(self, canary: Canary, found: SearchResult, key: int, *, new: bool) -> None:
-        now = self._setting()
-        if now is None:
+    def _record_session(self, canary: Canary, answer: SearchResult, key: int, *, new: bool) -> None:
+        setting = self._setting()
+        if setting is None:
             return
-        chosen_by = now.share, now.shadow
-        if chosen_by != self._chosen_by:
-            self._chosen_by = chosen_by
-            self._sessions.begin_anew()
-        # What an older setting has chosen, and ends only now, may be of the other pair today.
-        if (canary.share, canary.shadow) == chosen_by:
-            items = [hit.item.id for hit in found.hits]
-            self._sessions.answered(key, found.request_id, items, new=new)
+        assignment = setting.share, setting.shadow
+        if assignment != self._assignment:
+            self._assignment = assignment
+            self._sessions.restart()
+        # A query that began under older settings may belong to the other pair now.
+        if (canary.share, canary.shadow) == assignment:
+            items = [hit.item.id for hit in answer.hits]
+            self._sessions.count_answer(key, answer.request_id, items, new=new)
 
     def _figures(self, new: bool) -> PairFigures:
-        return self._counted.new if new else self._counted.old
+        return self._counts.new if new else self._counts.old
 
     def _in_turn(self, caller: "Caller") -> bool:
-        """Whether a query counts for latency: one of a caller's key in a while, and fewer of a
-        token than it could have keys."""
-        turn = self._keys.due(caller.key, _OF_KEY_S)
-        return turn and (not caller.token or self._tokens.due(caller.token, _OF_TOKEN_S))
+        """Tell whether a query counts for latency.
 
-    def _look_up(self) -> None:
-        queries = self._counted.old.queries
-        if queries >= _KNOWN and queries % _ANEW == 0:
-            self._p99 = self._counted.old.quantile(0.99)
+        A caller's key counts once in a while, and a token less often than all keys that it could
+        have.
+        """
+        is_first = self._keys.take(caller.key, _KEY_SECONDS)
+        return is_first and (not caller.token or self._tokens.take(caller.token, _TOKEN_SECONDS))
+
+    def _update_p99(self) -> None:
+        queries = self._counts.old.queries
+        if queries >= _MIN_QUERIES and queries % _QUERIES_PER_UPDATE == 0:
+            self._p99 = self._counts.old.quantile(0.99)
 
     def _pair(self, *, new: bool) -> PairReport:
         figures = self._figures(new)
@@ -371,29 +495,29 @@ class CanaryComparison:
             p99=figures.quantile(0.99),
             score=figures.score,
             sessions=self._sessions.counts[new],
-            said={kind: self._sessions.said[kind][new] for kind in KINDS},
+            feedback={kind: self._sessions.feedback_counts[kind][new] for kind in KINDS},
         )
 
 
 NOTHING = replace(CanaryComparison(0, lambda: None).report(), state=CanaryState.ENDED)
 
 
-def _sentence(bound: str, report: CanaryReport, canary: Canary) -> str:
+def _stop_reason(bound: str, report: CanaryReport, canary: Canary) -> str:
     old, new = report.old, report.new
     if bound == "errors":
-        found = (
-            f"errors: {new.errors} of {new.queries} queries failed in the new pair where the old "
-            f"one answers; the bound is {canary.most_errors:.1%}"
+        reason = (
+            f"errors: {new.errors} of {new.queries} queries failed with the new release where the "
+            f"old one answers; the bound is {canary.most_errors:.1%}"
         )
     elif bound == "latency":
-        found = (
-            f"latency: the new pair's p99 is {1000 * (new.p99 or 0):.1f} ms, the old one's "
+        reason = (
+            f"latency: the new release's p99 is {1000 * (new.p99 or 0):.1f} ms, the old one's"
             f"{1000 * (old.p99 or 0):.1f} ms; the bound is {canary.largest_p99_ratio:g} times that"
         )
     else:
         kind: Kind = "approved" if bound == "approvals" else "rejected"
-        found = (
-            f"feedback: {new.said[kind]} of {new.sessions} sessions {kind} answers of the new "
-            f"pair, {old.said[kind]} of {old.sessions} of the old one"
+        reason = (
+            f"feedback: {new.feedback[kind]} of {new.sessions} sessions {kind} answers of the "
+            f"new release, {old.feedback[kind]} of {old.sessions} of the old one"
         )
-    return f"{found} (evidence {report.evidence[bound]:.0f}, stopped at {STOPS_AT:.0f})"
+    return f"{reason} (evidence {report.evidence[bound]:.0f}, stopped at {STOPS_AT:.0f})"

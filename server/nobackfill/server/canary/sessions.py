@@ -1,10 +1,10 @@
-"""Who was answered by which pair, and what became of the answers.
+"""Record which pair answered each caller, and which answers got feedback.
 
-A unit is a caller's key, not a query: keys are what is chosen at random, and one that sends a lot
-of feedback is one all the same. Of the keys that have said nothing so far, each is as likely to be
-the next to say something, whichever pair answers it, if the pairs are equally good: so the next
-comes from a pair with the probability that is the pair's share of them (as Lindon and Malek,
-"Anytime-valid inference for multinomial count data", NeurIPS 2022, section 4).
+A pair is a query model with its gallery. The unit is a caller's key, not a query: keys are assigned
+to pairs at random, and a key that sends much feedback counts once. If both pairs are equally good,
+each key without feedback is equally likely to be the next to send some. So the next one belongs to
+a pair with a probability that is the pair's share of those keys (Lindon and Malek, "Anytime-valid
+inference for multinomial count data", NeurIPS 2022, section 4).
 """
 
 from array import array
@@ -17,71 +17,94 @@ from nobackfill.server.canary.evidence import CanaryEvidence
 
 Kind = Literal["approved", "rejected"]
 KINDS: tuple[Kind, ...] = ("approved", "rejected")
-_MOST_SESSIONS = 100_000
-_MOST_ANSWERS = 20_000
-# Feedback about later hits of an answer is not counted.
-_MOST_ITEMS = 100
+_MAX_SESSIONS = 100_000
+_MAX_ANSWERS = 20_000
+# Feedback is counted for so many first hits of an answer.
+_MAX_ITEMS = 100
 
 
 @dataclass
 class _CanarySession:
     new: bool
-    said: set[Kind] = field(default_factory=set)
+    kinds: set[Kind] = field(default_factory=set)
 
 
 class CanarySessions:
-    """Of one canary; the caller sees to it that one thread at a time is in here."""
+    """Keep the sessions of one canary. Not thread-safe: the caller holds a lock."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[int, _CanarySession] = OrderedDict()
-        # Request ids to the session, and 64 bits of each item of the answer: ids may be long.
+        # Session key by request id, and a 64-bit hash of each item of the answer, as ids may be
+        # long.
         self._answers: OrderedDict[str, tuple[int, array[int]]] = OrderedDict()
-        # Sessions, and those that have said something, by pair: old, new.
+        # Number of sessions by pair (old, new), and of those with feedback by its kind.
         self.counts = [0, 0]
-        self.said: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}
-        # That the old pair is approved more often, and that the new one is rejected more often.
+        self.feedback_counts: dict[Kind, list[int]] = {kind: [0, 0] for kind in KINDS}
+        # Evidence that the old pair is approved more often, and that the new one is rejected more
+        # often.
         self.evidence = {kind: CanaryEvidence() for kind in KINDS}
 
-    def answered(self, key: int, request_id: str, items: Sequence[str], *, new: bool) -> None:
-        """Count an answer that its caller got; `key`: a digest of the caller's."""
+    def count_answer(self, key: int, request_id: str, items: Sequence[str], *, new: bool) -> None:
+        """Record an answer that its caller got.
+
+        Args:
+            key: digest of the caller's key.
+            request_id: id of the answer, for later feedback.
+            items: ids of the hits, best first.
+            new: True if the new pair answered.
+        """
         session = self._sessions.get(key)
         if session is None or session.new is not new:
             self._forget(key)
             self._sessions[key] = _CanarySession(new)
             self.counts[new] += 1
-            if len(self._sessions) > _MOST_SESSIONS:
+            if len(self._sessions) > _MAX_SESSIONS:
                 self._forget(next(iter(self._sessions)))
-        self._answers[request_id] = key, array("q", map(hash, items[:_MOST_ITEMS]))
+        self._answers[request_id] = key, array("q", map(hash, items[:_MAX_ITEMS]))
         self._answers.move_to_end(request_id)
-        if len(self._answers) > _MOST_ANSWERS:
+        if len(self._answers) > _MAX_ANSWERS:
             self._answers.popitem(last=False)
 
     def feedback(self, request_id: str, item: str, kind: Kind) -> bool:
-        """Whether it is about an item of an answer that is remembered. The first of its kind of a
-        session is evidence."""
+        """Record feedback about a hit.
+
+        The first feedback of each kind in a session is evidence.
+
+        Args:
+            request_id: id of the answer.
+            item: id of the hit.
+            kind: approved or rejected.
+
+        Returns:
+            False if the answer is unknown, or no longer remembered, or has no such hit.
+        """
         key, items = self._answers.get(request_id, (0, ()))
         session = self._sessions.get(key)
         if session is None or hash(item) not in items:
             return False
-        if kind not in session.said:
-            silent = [self.counts[new] - self.said[kind][new] for new in (False, True)]
-            # What speaks against the new pair: an approval of the old one, a rejection of it.
+        if kind not in session.kinds:
+            counts = self.feedback_counts[kind]
+            silent = [self.counts[new] - counts[new] for new in (False, True)]
+            # An approval of the old pair, or a rejection of the new one, is against the new pair.
             worse = kind == "rejected"
             self.evidence[kind].see(session.new is worse, silent[worse] / sum(silent))
-            session.said.add(kind)
-            self.said[kind][session.new] += 1
+            session.kinds.add(kind)
+            counts[session.new] += 1
         return True
 
-    def begin_anew(self) -> None:
-        """The setting has changed, and with it who belongs where. Evidence counts on."""
+    def restart(self) -> None:
+        """Forget all sessions after a change of the share, which assigns keys to pairs again.
+
+        The evidence stays.
+        """
         self._sessions.clear()
         self._answers.clear()
         self.counts = [0, 0]
-        self.said = {kind: [0, 0] for kind in KINDS}
+        self.feedback_counts = {kind: [0, 0] for kind in KINDS}
 
     def _forget(self, key: int) -> None:
         session = self._sessions.pop(key, None)
         if session is not None:
             self.counts[session.new] -= 1
-            for kind in session.said:
-                self.said[kind][session.new] -= 1
+            for kind in session.kinds:
+                self.feedback_counts[kind][session.new] -= 1

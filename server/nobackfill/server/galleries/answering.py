@@ -145,7 +145,7 @@ class Answerers:
         if not items:
             return []
         distinct = {manifest.release: manifest for manifest in manifests}
-        if not request.single or request.aside:
+        if not request.single or request.background:
             rows = self._embedding.queries(list(distinct.values()), items)
         else:
             try:
@@ -225,7 +225,7 @@ class PlainAnswerer:
                 questions.append(Question(hosted, parts, vectors, request.k, request.ef))
             except InvalidInputError as error:
                 questions.append(error)
-        if not request.aside:
+        if not request.background:
             self._shared.count(asked(questions))
         return questions
 
@@ -250,10 +250,10 @@ class PlainAnswerer:
     def _nearest(
         self, questions: Sequence[Question], allowed: Matches | None, request: SearchRequest
     ) -> Sequence["Nearest"]:
-        together = request.single and not request.aside and allowed is None
+        together = request.single and not request.background and allowed is None
         if together and request.k <= _SMALL_K and not request.ef:
             return [self._batcher(question) for question in questions]
-        return nearest(questions, allowed, timed=not request.aside)
+        return nearest(questions, allowed, timed=not request.background)
 
 
 def asked(questions: Sequence[Question | InvalidInputError]) -> list[Question]:
@@ -327,14 +327,14 @@ class Choosing:
         raise self._incompatible(answering.release, query)
 
     def _refuse_ended(self, space: str, manifest: Manifest) -> None:
-        end = self._state.now.ends.get(space)
+        end = self._state.current.ends.get(space)
         if end is not None and time.time() >= end:
             raise _retired(manifest.release)
 
     def _incompatible(self, answering: int, query: ByEmbedding) -> Exception:
         spaces = self._catalog.spaces
         known = [spaces[space].release for space in query if space in spaces]
-        if known and max(known) in self._state.now.retired:
+        if known and max(known) in self._state.current.retired:
             return _retired(max(known))
         sent = f"release {max(known)}" if known else "no release known here"
         return IncompatibleSpaceError(

@@ -42,7 +42,7 @@ UNUSABLE = (NobackfillError, OSError, sqlite3.Error, ValueError)
 class GalleryRegistry:
     """Open galleries by name. The mapping is replaced, never changed, so readers need no lock.
 
-    Whoever works with a gallery is counted among its users, through `using`, `all` or `holding`; a
+    Whoever works with a gallery is counted among its users, through `using`, `all` or `hold_all`; a
     deletion closes it when the last of them has left.
     """
 
@@ -104,7 +104,9 @@ class GalleryRegistry:
 
     def replan(self, hosted: Hosted, before: Callable[[Plan], None] = lambda plan: None) -> Plan:
         """Make a gallery's plan anew, by what is known now. As Hosted.replan."""
-        return hosted.replan(self._state.now, self._catalog.manifests, self._answerer_of, before)
+        return hosted.replan(
+            self._state.current, self._catalog.manifests, self._answerer_of, before
+        )
 
     def set_aside(self, name: str, error: Exception) -> None:
         """Refuse calls to a gallery that turns out unusable, with the reason. Who works with it
@@ -114,7 +116,7 @@ class GalleryRegistry:
             self._aside = {**self._aside, name: str(error)}
         self.on_set_aside()
 
-    def aside(self) -> Mapping[str, str]:
+    def set_aside_reasons(self) -> Mapping[str, str]:
         """Galleries that are set aside, with the reason."""
         return self._aside
 
@@ -162,7 +164,7 @@ class GalleryRegistry:
                     hosted.users.leave()
 
     @contextmanager
-    def holding(self) -> Iterator[list[Hosted]]:
+    def hold_all(self) -> Iterator[list[Hosted]]:
         """Every gallery, by name, all kept open to the end of the block."""
         with ExitStack() as leaving:
             found = []
@@ -195,7 +197,7 @@ class GalleryRegistry:
         Raises InvalidInputError for a name, AlreadyExistsError, CannotWriteError,
         PreconditionError before the first release is active.
         """
-        releases = (*self._state.now.previous, self._state.active())
+        releases = (*self._state.current.previous, self._state.active())
         specs = [SpaceSpec.of(self._catalog.manifest(release)) for release in releases]
         if not NAME.match(name):
             raise InvalidInputError(

@@ -102,7 +102,7 @@ class ImmediateAnswers:
             route is None
             or not route.holds()
             or self._galleries.at_hand(route.hosted.name) is not route.hosted
-            or self._state.now is not route.state
+            or self._state.current is not route.state
             or not route.hosted.speed.at_its_best
         ):
             self._route = None
@@ -128,7 +128,7 @@ class ImmediateAnswers:
         self, gallery: str, space: str, queries: Sequence[VectorQuery]
     ) -> list[bytes | None]:
         """To each of the `queries` in `space` a SearchResponse, or None: ask on a thread."""
-        state, hosted = self._state.now, self._galleries.at_hand(gallery)
+        state, hosted = self._state.current, self._galleries.at_hand(gallery)
         if not isinstance(hosted, HostedInFile):
             return [None] * len(queries)
         plan = hosted.plan
@@ -157,7 +157,7 @@ class ImmediateAnswers:
         view = hosted.views().get(part.space)
         if view is None or not hosted.origins.known(part):
             return nothing
-        ends = self._state.now.ends.get(part.query.space)
+        ends = self._state.current.ends.get(part.query.space)
         ready = known.get(part.space)
         if ready is None or ready.part is not part or ready.ends != ends:
             ready = known[part.space] = _ready(hosted, part, ends)

@@ -35,7 +35,7 @@ class SearchRequest:
     """What one call asks of a gallery: the `k` nearest items to each of `queries`.
 
     `ef` as in Index.search. `single`: a call of one query, which may be answered together with
-    those of other calls. `aside`: nobody waits for the answer, and no other call's query is
+    those of other calls. `background`: nobody waits for the answer, and no other call's query is
     answered together with it. `heal`: re-embed hits first, where the gallery does.
     """
 
@@ -44,7 +44,7 @@ class SearchRequest:
     filtered: Filter | None = None
     ef: int = 0
     single: bool = False
-    aside: bool = False
+    background: bool = False
     heal: bool = True
 
 

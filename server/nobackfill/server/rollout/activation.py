@@ -1,4 +1,4 @@
-"""Activations: one at a time, in a thread, resumed after a restart, called off by a rollback."""
+"""Start, resume and cancel activations: one at a time, in a thread."""
 
 import math
 import sqlite3
@@ -43,41 +43,51 @@ from nobackfill.server.state import (
     LeadLostError,
     RolloutName,
     State,
-    tried_well,
+    clear_resumes,
 )
 from nobackfill.server.upgrades.upgrading import DEFAULT_SPARE_CORES
 
 log = structlog.get_logger("server.activation")
 
-# How long a call waits for another that begins, undoes or retires; then it is refused.
-_BRIEF_S = 5.0
-# Where the database or another gateway stands still, an activation is begun again for so long,
-# after a pause each time.
-_PATIENCE_S, _AGAIN_S = 120.0, 1.0
-# An activation that ended the gateway so many times after it was resumed is not resumed again.
-_MOST_RESUMED = 2
-# For which an old space may be announced to answer still.
-_LONGEST_S = 100 * 365 * 24 * 3600
-# Seconds after which a failure that could not be recorded is tried again.
-_RETRY_S = 1.0
-# Between steps: a leap year. Longer ones are typing errors, and messages could not tell some.
-_STEP_MAX_S = 366 * 24 * 3600
+# Longest wait (seconds) of a call for another that begins, rolls back or retires a release.
+_LOCK_SECONDS = 5.0
+# If the database or another gateway stalls, an activation is retried for so many seconds, with a
+# pause before each try.
+_RETRY_SECONDS, _RETRY_PAUSE_SECONDS = 120.0, 1.0
+# An activation that crashed the gateway so many times after a resume is not resumed again.
+_MAX_RESUMES = 2
+# Longest time (seconds) for which queries of an old space may be answered: 100 years.
+_MAX_OLD_SPACE_SECONDS = 100 * 365 * 24 * 3600
+# Pause (seconds) before a failure that could not be recorded is recorded again.
+_RECORD_RETRY_SECONDS = 1.0
+# Longest step of a canary (seconds): a leap year. A larger number is a typing error, and some do
+# not fit into the protocol.
+_MAX_STEP_SECONDS = 366 * 24 * 3600
 
 
 def return_galleries(galleries: GalleryRegistry, active: int) -> dict[str, Exception]:
-    """Bring every gallery back to the active release, where one is ahead of it. Plans are to be
-    made anew afterwards.
+    """Return every gallery that is ahead of the active release to that release.
 
-    Returns what keeps a gallery from it, by name: it stays where it is, the others do not wait.
+    The caller makes the plans again afterwards. A gallery that fails stays as it is; the others go
+    on.
+
+    Args:
+        galleries: all galleries.
+        active: the active release.
+
+    Returns:
+        The error of each gallery that could not return, by name.
     """
-    kept: dict[str, Exception] = {}
+    errors: dict[str, Exception] = {}
     for hosted in galleries.all():
         try:
             _return(hosted, active)
         except UNUSABLE as error:
-            log.error("gallery not brought back", gallery=hosted.name, error=str(error))
-            kept[hosted.name] = error
-    return kept
+            log.error(
+                "cannot return gallery to the active release", gallery=hosted.name, error=str(error)
+            )
+            errors[hosted.name] = error
+    return errors
 
 
 def _return(hosted: Hosted, active: int) -> None:
@@ -90,9 +100,12 @@ def _return(hosted: Hosted, active: int) -> None:
 
 @contextmanager
 def writes_locked(galleries: GalleryRegistry) -> Iterator[None]:
-    """No gallery is put to meanwhile. Locked by rising name, as a flip locks them."""
-    with galleries.holding() as held, ExitStack() as locks:
-        for hosted in held:
+    """Block puts to every gallery during a block.
+
+    Galleries are locked in the order of their names, as a flip locks them.
+    """
+    with galleries.hold_all() as hosted_galleries, ExitStack() as locks:
+        for hosted in hosted_galleries:
             locks.enter_context(hosted.write_lock.exclusive())
         yield
 
@@ -100,73 +113,82 @@ def writes_locked(galleries: GalleryRegistry) -> Iterator[None]:
 def fail(
     parts: Parts, release: int, reason: str, lead: Lead, cancelled: threading.Event | None = None
 ) -> None:
-    """Mark the release FAILED; what it did not yet replace serves on.
+    """Record that a release failed, and return galleries that had moved to it.
 
-    Returns once that is durable, so that nothing begins it again but an operator. Where the disk is
-    full or the database away it tries again until `cancelled` is set (None: once), or another
+    Returns once the failure is durable, so that only an operator can start the release again. If
+    the disk is full or the database away, the record is retried until `cancelled` is set or another
     gateway leads.
+
+    Args:
+        parts: the parts of the gateway.
+        release: the release.
+        reason: a sentence for operators.
+        lead: the lead of the activation.
+        cancelled: ends the retries; None means a single try.
     """
     state, galleries = parts.state, parts.galleries
 
-    def failed(now: State) -> dict[str, object]:
-        marked = now.failed if now.active == release else {**now.failed, release: reason}
-        return {"activation": None, "failed": marked}
+    def failed(state: State) -> dict[str, object]:
+        failures = state.failed if state.active == release else {**state.failed, release: reason}
+        return {"activation": None, "failed": failures}
 
     def give_back() -> None:
         state.revise(failed)
-        if (active := state.now.active) is not None:
+        if (active := state.current.active) is not None:
             return_galleries(galleries, active)
 
     with error_boundary(parts.metrics, "activation"):
         try:
             with writes_locked(galleries):
-                state.together(give_back, lead)
+                state.transact(give_back, lead)
         except LeadLostError as error:
-            log.error("the failure is not recorded", error=str(error))
+            log.error("the failure was not recorded", error=str(error))
         except NobackfillError as error:
             log.error("the failure is not recorded yet", release=release, error=str(error))
-            # The mark alone takes less room than what the galleries would write.
-            _repeat(lambda: state.together(lambda: state.revise(failed), lead), cancelled)
+            # Record the failure alone: it needs less space than returning the galleries.
+            _record_failure(lambda: state.transact(lambda: state.revise(failed), lead), cancelled)
         with writes_locked(galleries):
             old = parts.serving.replan()
         parts.serving.settle(old)
 
 
-def _repeat(mark: Callable[[], object], cancelled: threading.Event | None) -> None:
-    trouble = ""
+def _record_failure(record: Callable[[], object], cancelled: threading.Event | None) -> None:
+    last_error = ""
     while True:
         try:
-            mark()
+            record()
         except LeadLostError:
             return
         except NobackfillError as error:
-            if str(error) != trouble:
+            if str(error) != last_error:
                 log.error("the failure is not recorded yet", error=str(error))
-            trouble = str(error)
+            last_error = str(error)
         else:
             return
-        if cancelled is None or cancelled.wait(_RETRY_S):
+        if cancelled is None or cancelled.wait(_RECORD_RETRY_SECONDS):
             return
 
 
-def behind(parts: Parts) -> dict[str, str]:
-    """Galleries whose active space is not the active release's, with the reason."""
+def lagging_galleries(parts: Parts) -> dict[str, str]:
+    """Return the galleries that are not in the active release's space, with the reason of each."""
     return {
-        hosted.name: str(hosted.state(NOTE) or "its upgrade is under way")
+        hosted.name: str(hosted.state(NOTE) or "its upgrade is running")
         for hosted in parts.galleries.all()
-        if hosted.spec().release != parts.state.now.active
+        if hosted.spec().release != parts.state.current.active
     }
 
 
 def end_jobs(parts: Parts, phase: Phase, message: str) -> None:
-    """No upgrade is under way any more: those that did not get to their end say why."""
+    """End the jobs of all galleries' upgrades once an activation ends; unfinished ones get its
+    message.
+    """
     for hosted in parts.galleries.all():
         why = str(hosted.state(NOTE) or "") if phase is Phase.DONE else message
         parts.upgrading.give_up(hosted.name, why)
 
 
 class Activations:
-    """Starts, resumes and calls off activations."""
+    """Start, resume, promote and cancel activations."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -181,21 +203,41 @@ class Activations:
         old_space_seconds: int = 0,
         canary: Canary | None = None,
     ) -> RolloutRun:
-        """Begin one. Raises NotFoundError, BusyError while another runs, PreconditionError for a
-        release older than the active one, and for a canary where nothing is compared,
-        InvalidInputError, CannotWriteError."""
-        if old_space_seconds > _LONGEST_S:
+        """Start the activation of a release.
+
+        Args:
+            release: the release.
+            rollout: how queries are answered meanwhile; None means direct if the release declares
+                it, else cutover.
+            spare_cores: share of cores that upgrades leave to searches, 0 to 1; 0 means the
+                default.
+            old_space_seconds: how long queries of the old space are answered; 0 means without an
+                end.
+            canary: settings of a canary; None means no canary.
+
+        Returns:
+            The activation, which runs in its own thread.
+
+        Raises:
+            NotFoundError: the release is not published.
+            BusyError: another activation, rollback or retirement is under way.
+            PreconditionError: the release is older than the active one, or a canary has nothing to
+                compare it with.
+            InvalidInputError: `old_space_seconds` is too large.
+            CannotWriteError: the state cannot be written.
+        """
+        if old_space_seconds > _MAX_OLD_SPACE_SECONDS:
             raise InvalidInputError(
-                f"expected old_space_seconds of at most {_LONGEST_S} (100 years), got "
+                f"expected old_space_seconds of at most {_MAX_OLD_SPACE_SECONDS} (100 years), got "
                 f"{old_space_seconds}"
             )
         manifest = self._parts.catalog.find(release)
-        with self.held(), self._leading("begin another activation") as lead:
-            active = self._parts.state.now.active
+        with self.exclusive(), self._take_lead("begin another activation") as lead:
+            active = self._parts.state.current.active
             if active is not None and release < active:
                 raise PreconditionError(
                     f"release {release} is older than the active release {active}; "
-                    "RollbackRelease returns to the one before"
+                    "run `gateway rollback` to return to the previous one"
                 )
             if canary is not None:
                 _refuse_canary(release, active, rollout)
@@ -207,11 +249,11 @@ class Activations:
                 old_space_seconds=old_space_seconds,
                 canary=canary,
             )
-            # One that was let go of and comes back is kept again, as any other.
+            # A retired release that is activated again is no longer retired.
             self._parts.state.revise(
-                lambda now: {
+                lambda state: {
                     "activation": record,
-                    "retired": tuple(n for n in now.retired if n != release),
+                    "retired": tuple(n for n in state.retired if n != release),
                     "rolled_back": None,
                 }
             )
@@ -220,11 +262,22 @@ class Activations:
             return self._launch(record, lead)
 
     def start_gallery(self, gallery: str, spare_cores: float) -> RolloutRun:
-        """Carry one gallery that stayed behind over to the active release.
+        """Upgrade one gallery, which stayed with an older release, to the active one.
 
-        Raises BusyError while another activation runs, CannotWriteError.
+        Args:
+            gallery: its name.
+            spare_cores: share of cores that the upgrade leaves to searches, 0 to 1; 0 means the
+                default.
+
+        Returns:
+            The activation, which runs in its own thread.
+
+        Raises:
+            BusyError: another activation is under way.
+            CannotWriteError: the state cannot be written.
+            PreconditionError: no release is active.
         """
-        with self.held(), self._leading("begin another activation") as lead:
+        with self.exclusive(), self._take_lead("begin another activation") as lead:
             record = Activation(
                 release=self._parts.state.active(),
                 rollout="cutover",
@@ -236,124 +289,163 @@ class Activations:
             return self._launch(record, lead)
 
     def resume(self) -> RolloutRun | None:
-        """Go on with what was under way when the gateway ended, or the one that led it; None if
-        nothing was, if another leads it, or if it ended gateways again and again: that is a failed
-        release now."""
-        if self._parts.state.now.activation is None or self.running() is not None:
+        """Resume the activation that was under way when this gateway, or its leader, ended.
+
+        A release that ended gateways too often is recorded as failed instead.
+
+        Returns:
+            The activation; None if there is nothing to resume, another gateway leads, or the
+            release failed.
+
+        Raises:
+            BusyError: a rollback or retirement is under way.
+            CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
+        """
+        if self._parts.state.current.activation is None or self.running() is not None:
             return None
         lead = self._parts.state.lead()
         if lead is None:
             return None
         try:
-            with self.held():
-                record = self._parts.state.now.activation
+            with self.exclusive():
+                record = self._parts.state.current.activation
                 if record is None or self.running() is not None:
                     lead.close()
                     return None
-                if record.resumed >= _MOST_RESUMED:
+                if record.resumed >= _MAX_RESUMES:
                     self._give_up(record, lead)
                     lead.close()
                     return None
                 log.info("resuming activation", release=record.release)
-                again = record.model_copy(update={"resumed": record.resumed + 1})
-                self._parts.state.together(lambda: self._parts.state.change(activation=again), lead)
+                resumed = record.model_copy(update={"resumed": record.resumed + 1})
+                self._parts.state.transact(
+                    lambda: self._parts.state.change(activation=resumed), lead
+                )
                 if record.canary is not None:
                     self._parts.canaries.begin(record.release)
-                return self._launch(again, lead)
+                return self._launch(resumed, lead)
         except BaseException:
             lead.close()
             raise
 
     def _give_up(self, record: Activation, lead: Lead) -> None:
         reason = (
-            f"the gateway ended {1 + record.resumed} times while it was tried; activate it again "
-            "if that had another cause"
+            f"the gateway crashed {1 + record.resumed} times during its activation; if that had "
+            f"another cause, run `gateway activate {record.release}`"
         )
         log.error("activation given up", release=record.release, reason=reason)
         fail(self._parts, record.release, reason, lead)
 
     def canary_under_way(self, release: int) -> bool:
-        """Whether a canary of this release is under way or about to begin."""
-        record = self._parts.state.now.activation
+        """Tell whether a canary of a release is running or about to begin."""
+        record = self._parts.state.current.activation
         return record is not None and record.release == release and record.canary is not None
 
     def change_canary(self, release: int, canary: Canary) -> None:
-        """Give a canary under way another share, other steps and bounds.
+        """Change the share, steps and bounds of a running canary.
 
-        Raises InvalidInputError, PreconditionError for a share that is smaller, or where there is
-        no canary of the release, CannotWriteError.
+        Args:
+            release: the release of the canary.
+            canary: the new settings; its share may not be smaller than before.
+
+        Raises:
+            InvalidInputError: the settings are not valid.
+            PreconditionError: no canary of the release runs, or the share is smaller.
+            CannotWriteError: the state cannot be written.
         """
         check_canary(canary)
 
-        def changed(now: State) -> Mapping[str, object]:
-            record, before = _canary(now, release)
-            if canary.share < before.share:
+        def changed(state: State) -> Mapping[str, object]:
+            record, old = _canary_record(state, release)
+            if canary.share < old.share:
                 raise PreconditionError(
-                    f"the share is {before.share:g}, and shares only grow, got {canary.share:g}; "
-                    f"`gateway canary stop {release}` ends the canary"
+                    f"expected a share of at least {old.share:g}, the present one, got "
+                    f"{canary.share:g}; `gateway canary stop {release}` ends the canary"
                 )
-            kept = canary.model_copy(update={"promoted": before.promoted})
-            return {"activation": record.model_copy(update={"canary": kept})}
+            new = canary.model_copy(update={"promoted": old.promoted})
+            return {"activation": record.model_copy(update={"canary": new})}
 
         self._parts.state.revise(changed)
 
     def promote_canary(self, release: int) -> RolloutRun:
-        """End a canary: all queries move to the new pair.
+        """End a canary by moving all queries to its release.
 
-        Raises PreconditionError where there is no canary of the release, and where it has answered
-        nobody, CannotWriteError.
+        Args:
+            release: the release of the canary.
+
+        Returns:
+            The activation, which completes the switch.
+
+        Raises:
+            PreconditionError: no canary of the release runs here, or it has answered no query.
+            BusyError: a rollback or retirement is under way.
+            CannotWriteError: the state cannot be written.
         """
 
-        def promoted(now: State) -> Mapping[str, object]:
-            record, canary = _canary(now, release)
+        def promoted(state: State) -> Mapping[str, object]:
+            record, canary = _canary_record(state, release)
             ended = canary.model_copy(update={"promoted": True})
             return {"activation": record.model_copy(update={"canary": ended})}
 
-        with self.held():
+        with self.exclusive():
             run = self.running()
             if run is None:
                 if self.canary_under_way(release):
                     raise PreconditionError(
-                        f"another gateway leads the canary of release {release}; ask that one"
+                        f"another gateway leads the canary of release {release}; run `gateway "
+                        f"canary promote {release}` there"
                     )
-                raise _none(release)
-            if not self._parts.canaries.met(release):
+                raise _no_canary(release)
+            if not self._parts.canaries.has_answered(release):
                 raise PreconditionError(
-                    f"release {release} has answered no query of its canary at this gateway: there "
-                    "is no evidence to promote it by. Let more callers meet it, as with `gateway "
-                    f"canary step {release} --share 50%`, or end the canary with `gateway canary "
-                    f"stop {release}` and run `gateway activate {release}`, which asks for none"
+                    f"release {release} has answered no query of its canary at this gateway, so "
+                    "there is no evidence for promoting it. Raise its share with `gateway canary "
+                    f"step {release} --share 50%`, or end the canary with `gateway canary stop "
+                    f"{release}` and run `gateway activate {release}`, which needs no evidence"
                 )
             self._parts.state.revise(promoted)
         return run
 
     def drop_canary(self, release: int) -> None:
-        """Forget the activation that a canary belongs to, so that no step promotes it any more.
+        """Forget the activation of a canary, so that no later step promotes it.
 
-        Raises PreconditionError where it was promoted or is not under way, CannotWriteError.
+        Args:
+            release: the release of the canary.
+
+        Raises:
+            PreconditionError: the canary was promoted, or does not run.
+            CannotWriteError: the state cannot be written.
         """
 
-        def dropped(now: State) -> Mapping[str, object]:
-            record = now.activation
+        def dropped(state: State) -> Mapping[str, object]:
+            record = state.activation
             promoted = record is not None and record.canary is not None and record.canary.promoted
-            if now.active == release or (promoted and record and record.release == release):
+            if state.active == release or (promoted and record and record.release == release):
                 raise PreconditionError(
                     f"release {release} has no canary to stop: it was promoted, or it answers all "
-                    "callers already; `gateway rollback` returns to the release before"
+                    "callers already; run `gateway rollback` to return to the previous one"
                 )
-            _canary(now, release)
+            _canary_record(state, release)
             return {"activation": None}
 
         self._parts.state.revise(dropped)
 
     @contextmanager
-    def _leading(self, what: str) -> Iterator[Lead]:
-        """Lead an activation that is launched in the block. Raises BusyError where one is under
-        way."""
-        self.refuse_second(what)
+    def _take_lead(self, action: str) -> Iterator[Lead]:
+        """Take the lead of an activation that the block launches; an error in the block gives it
+        up.
+
+        Raises:
+            BusyError: an activation is under way.
+        """
+        self.refuse_second(action)
         lead = self._parts.state.lead()
         if lead is None:
-            raise BusyError(f"cannot {what} while another gateway ends one; try again with a delay")
+            raise BusyError(
+                f"cannot {action} while another gateway ends an activation; try again in a few "
+                "seconds"
+            )
         try:
             yield lead
         except BaseException:
@@ -361,66 +453,85 @@ class Activations:
             raise
 
     def running(self) -> RolloutRun | None:
-        """The activation under way that this gateway leads."""
+        """Return the activation that this gateway leads; None without one."""
         run = self._run
         return run if run is not None and run.running() else None
 
     def under_way(self) -> int | None:
-        """The release that this gateway or another activates."""
-        run, record = self.running(), self._parts.state.now.activation
+        """Return the release that this gateway, or one that shares its database, activates."""
+        run, record = self.running(), self._parts.state.current.activation
         if run is not None:
             return run.record.release
         return record.release if record is not None and self._parts.state.shared else None
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """No activation begins meanwhile, nor is one undone by somebody else.
+    def exclusive(self) -> Iterator[None]:
+        """Keep activations from beginning, and others from changing them, during a block.
 
-        Raises BusyError where another holds them for longer than a moment.
+        Raises:
+            BusyError: another call held them for more than a few seconds.
         """
         check_lock_order(Level.RELEASES)
-        if not self._lock.acquire(timeout=_BRIEF_S):
-            raise BusyError("releases are being rolled back or retired; try again with a delay")
+        if not self._lock.acquire(timeout=_LOCK_SECONDS):
+            raise BusyError(
+                "a release is being activated, rolled back or retired; try again in a few seconds"
+            )
         try:
-            with hold_level(Level.RELEASES), self._parts.state.held(_BRIEF_S):
+            with hold_level(Level.RELEASES), self._parts.state.exclusive(_LOCK_SECONDS):
                 self._parts.state.catch_up()
                 yield
         finally:
             self._lock.release()
 
-    def call_off(self) -> None:
-        """End the activation under way, if any, before its next step, and forget it."""
+    def cancel(self) -> None:
+        """Cancel the activation under way, if any, before its next step, and forget it.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
+        """
         self.interrupt()
         self._parts.state.depose()
-        # All that another gateway did until then.
+        # Follow what another gateway did until then.
         self._parts.state.catch_up()
 
     def interrupt(self) -> None:
-        """End the activation under way, if any; a restart resumes it."""
+        """Stop the activation under way, if any; a restart resumes it.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
         run = self.running()
         if run is not None:
             run.cancel()
-        record = self._parts.state.now.activation
+        record = self._parts.state.current.activation
         if record is not None and record.resumed and not self._parts.state.shared:
-            # It ends in order.
-            self._parts.state.revise(tried_well)
+            # An orderly stop does not count as a crash.
+            self._parts.state.revise(clear_resumes)
 
     def _choose(self, manifest: Manifest) -> RolloutName:
-        active = self._parts.state.now.active
+        active = self._parts.state.current.active
         if active is None:
             return "cutover"
         old = self._parts.catalog.manifest(active)
         return "direct" if manifest.searches(old.space) else "cutover"
 
-    def refuse_second(self, what: str, *, beside_canary: bool = False) -> None:
-        """Raises BusyError while an activation is under way; `beside_canary`: but not while its
-        canary waits."""
+    def refuse_second(self, action: str, *, during_canary: bool = False) -> None:
+        """Check that no activation is under way.
+
+        Args:
+            action: the action that the caller wants, for the error.
+            during_canary: allow it while the canary of an activation waits.
+
+        Raises:
+            BusyError: an activation is under way.
+        """
         run, release = self.running(), self.under_way()
-        waits = beside_canary and run is not None and run.waiting
+        waits = during_canary and run is not None and run.waiting
         if release is not None and not waits:
             raise BusyError(
-                f"cannot {what} while release {release} is being activated; try again when it has "
-                "ended, or roll back"
+                f"cannot {action} while release {release} is being activated; try again when that "
+                "has ended, or run `gateway rollback --yes`"
             )
 
     def _launch(self, record: Activation, lead: Lead) -> RolloutRun:
@@ -432,11 +543,13 @@ class Activations:
             run.start()
         except RuntimeError as error:
             run.end(Phase.FAILED, str(error))
-            raise BusyError(f"the activation has no thread ({error}); try again later") from error
+            raise BusyError(
+                f"the system has no thread for the activation ({error}); try again later"
+            ) from error
         return run
 
     def _work(self, run: RolloutRun) -> tuple[Phase, str]:
-        phase, message = Phase.FAILED, "unforeseen error; the gateway's log has its traceback"
+        phase, message = Phase.FAILED, "unexpected error; the gateway's log has the traceback"
         with error_boundary(self._parts.metrics, "activation"):
             began = time.monotonic()
             phase, message = self._roll_out(run)
@@ -445,86 +558,102 @@ class Activations:
                 seconds.observe(time.monotonic() - began)
         with error_boundary(self._parts.metrics, "activation"):
             state, ended = self._parts.state, not run.cancelled.is_set()
-            # Where another gateway leads on, they go on.
-            if ended or not state.shared or state.now.activation is None:
+            # If another gateway continues the activation, its jobs go on.
+            if ended or not state.shared or state.current.activation is None:
                 end_jobs(self._parts, phase, message)
         self._parts.metrics.upgrade_ratio.set(0)
         if run.record.canary is not None:
             self._parts.canaries.end(CanaryState.ENDED, message)
         return phase, message
 
-    def _persist(self, run: RolloutRun) -> None:
-        """Roll out. A gateway that stands still within a transaction, or a database that is away
-        for a moment, says nothing about the release: it is begun again from the first step.
-        Raises as `Rollout.run`, also what has gone on for too long."""
+    def _run_with_retries(self, run: RolloutRun) -> None:
+        """Run an activation, and run it again from the first step if the database or a gateway
+        stalls.
+
+        Raises:
+            NobackfillError: as `Rollout.run`; also a stall that lasts too long.
+        """
         state, end = self._parts.state, float("inf")
         while True:
             try:
                 Rollout(run, self._parts).run()
-                state.together(lambda: state.change(activation=None), run.lead)
+                state.transact(lambda: state.change(activation=None), run.lead)
                 return
             except (BusyError, UnavailableError) as error:
-                end = min(end, time.monotonic() + _PATIENCE_S)
+                end = min(end, time.monotonic() + _RETRY_SECONDS)
                 if not state.shared or time.monotonic() >= end:
                     raise
-                log.warning("the activation waits for others", error=str(error))
-            run.cancelled.wait(_AGAIN_S)
+                log.warning("the activation is retried", error=str(error))
+            run.cancelled.wait(_RETRY_PAUSE_SECONDS)
             run.stop_if_cancelled()
 
     def _roll_out(self, run: RolloutRun) -> tuple[Phase, str]:
-        """How it ends: DONE or FAILED, and its message."""
+        """Run an activation, and record how it ends.
+
+        Returns:
+            DONE or FAILED, and a sentence for operators.
+        """
         release = run.record.release
         try:
             give_way()
-            self._persist(run)
+            self._run_with_retries(run)
         except (RolloutCancelledError, LeadLostError) as error:
             return Phase.FAILED, str(error)
         except (NobackfillError, OSError, sqlite3.Error) as error:
             log.error("activation failed", release=release, error=str(error))
             fail(self._parts, release, str(error), run.lead, run.cancelled)
             if isinstance(error, VerificationError):
-                # Its models have failed: no later try goes on from the vectors that they made.
+                # The models failed: delete the vectors that they made, so that no later try uses
+                # them.
                 self._parts.serving.drop_unused([release])
             return Phase.FAILED, str(error)
         except Exception as error:
-            reason = f"unforeseen {type(error).__name__}; the gateway's log has its traceback"
+            reason = f"unexpected {type(error).__name__}; the gateway's log has the traceback"
             log.exception("activation failed", release=release, error=type(error).__name__)
             self._parts.metrics.unforeseen.labels("activation").inc()
             fail(self._parts, release, reason, run.lead, run.cancelled)
             return Phase.FAILED, reason
         run.lead.close()
-        # From here on it has happened; what is left to do is to let go of what was before.
+        # The release is active from here on; the rest only frees what the old one used.
         with error_boundary(self._parts.metrics, "activation"):
             self._parts.serving.settle(self._parts.serving.replan())
-        left = "; ".join(f"{name}: {why}" for name, why in behind(self._parts).items())
-        log.info("activated", release=release, behind=left)
-        return Phase.DONE, left
+        reasons = lagging_galleries(self._parts)
+        lagging = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        log.info("activated", release=release, behind=lagging)
+        return Phase.DONE, lagging
 
 
 def _refuse_canary(release: int, active: int | None, rollout: RolloutName | None) -> None:
     if rollout not in (None, "cutover"):
-        raise PreconditionError(f"a canary ends by cutover, got the rollout {rollout}")
-    if active is None or active == release:
+        raise PreconditionError(f"a canary needs the rollout cutover, got {rollout}")
+    if active == release:
+        raise PreconditionError(f"release {release} is active already; a canary needs another one")
+    if active is None:
         raise PreconditionError(
-            f"a canary compares release {release} with the active one, and there is no other"
+            f"a canary compares release {release} with the active release, and none is active; run "
+            f"`gateway activate {release}`"
         )
 
 
 def check_canary(canary: Canary) -> None:
-    """Raises InvalidInputError for what is no canary."""
+    """Check the settings of a canary.
+
+    Raises:
+        InvalidInputError: a share, a time or a bound is out of its range.
+    """
     shares = (canary.share, *canary.steps)
-    grows = all(one < other for one, other in pairwise(shares))
+    grows = all(share < next_share for share, next_share in pairwise(shares))
     if not (shares[0] > 0 and shares[-1] <= 1 and grows):
         raise InvalidInputError(
             "canary: expected growing shares above 0 and at most 1, got "
             + ", ".join(f"{share:g}" for share in shares)
         )
-    if not 0 <= canary.every_s <= _STEP_MAX_S or (canary.steps and not canary.every_s):
+    if not 0 <= canary.every_s <= _MAX_STEP_SECONDS or (canary.steps and not canary.every_s):
         raise InvalidInputError(
-            f"canary: expected more than 0 seconds between steps, and at most {_STEP_MAX_S:,}, got "
-            f"{canary.every_s:g}"
+            f"canary: expected more than 0 seconds between steps, and at most "
+            f"{_MAX_STEP_SECONDS:,}, got {canary.every_s:g}"
         )
-    # What is not finite could not be read from the state again.
+    # An infinite bound could not be read back from the state.
     if not (0 < canary.most_errors < 1 and 0 < canary.largest_p99_ratio < math.inf):
         raise InvalidInputError(
             "canary: expected most_errors between 0 and 1, and a finite largest_p99_ratio above 0, "
@@ -533,22 +662,22 @@ def check_canary(canary: Canary) -> None:
         )
 
 
-def _canary(now: State, release: int) -> tuple[Activation, Canary]:
-    record = now.activation
+def _canary_record(state: State, release: int) -> tuple[Activation, Canary]:
+    record = state.activation
     if record is None or record.release != release or record.canary is None:
-        raise _none(release)
+        raise _no_canary(release)
     return record, record.canary
 
 
-def _none(release: int) -> PreconditionError:
+def _no_canary(release: int) -> PreconditionError:
     return PreconditionError(
-        f"no canary of release {release} is under way; `gateway canary start {release} --share 5%` "
-        "begins one"
+        f"no canary of release {release} runs; run `gateway canary start {release} --share 5%` to "
+        "begin one"
     )
 
 
 class FirstActivation:
-    """What a gateway without an active release does by itself."""
+    """Activate the newest release in a gateway that has no active one."""
 
     def __init__(
         self, catalog: Catalog, state: GatewayState, models: Models, activations: Activations,
@@ -562,34 +691,44 @@ class FirstActivation:
         self._metrics = metrics
 
     def begin(self) -> None:
-        """Return once a release that is there answers; one that is not, or whose model server is
-        not, is waited for in a thread."""
-        newest = self._catalog.newest()
-        # One that failed is tried again by an operator only.
-        tried = newest if newest in self._state.now.failed else None
-        if newest is not None and tried is None and self._models.ready():
-            tried = newest if self._activate(newest) else None
-        if self._state.now.active is None:
-            threading.Thread(target=self._wait, args=(tried,), name="first", daemon=True).start()
+        """Activate the newest release that is published, and return once it answers.
 
-    def _wait(self, tried: int | None) -> None:
-        seen = -1
-        while not self._stopping.is_set() and self._state.now.active is None:
+        If none is published, or the model server is away, a thread waits for both.
+        """
+        newest = self._catalog.newest()
+        # Only an operator retries a release that failed.
+        attempted = newest if newest in self._state.current.failed else None
+        if newest is not None and attempted is None and self._models.ready():
+            attempted = newest if self._activate(newest) else None
+        if self._state.current.active is None:
+            threading.Thread(
+                target=self._wait, args=(attempted,), name="first", daemon=True
+            ).start()
+
+    def _wait(self, attempted: int | None) -> None:
+        version = -1
+        while not self._stopping.is_set() and self._state.current.active is None:
             newest = self._catalog.newest()
-            if newest is not None and newest != tried:
-                # One that fails is not tried over and over; the next one published is.
+            if newest is not None and newest != attempted:
+                # A release that fails is not retried; the next one that is published is tried.
                 with error_boundary(self._metrics, "first"):
-                    tried = newest if self._activate(newest) else None
-            seen = self._catalog.changed.wait(seen, 0.5)
+                    attempted = newest if self._activate(newest) else None
+            version = self._catalog.changed.wait(version, 0.5)
 
     def _activate(self, release: int) -> bool:
-        """Whether it was tried: another gateway may be doing it."""
+        """Activate a release.
+
+        Returns:
+            False if another gateway may be activating it.
+        """
         try:
             for event in self._activations.start(release).events():
                 log.info("first activation", phase=event.phase, message=event.message)
         except BusyError as error:
-            log.info("another activates", release=release, error=str(error))
+            log.info(
+                "another gateway activates the first release", release=release, error=str(error)
+            )
             return False
         except NobackfillError as error:
-            log.error("first activation refused", release=release, error=str(error))
+            log.error("cannot activate the first release", release=release, error=str(error))
         return True

@@ -1,6 +1,8 @@
-"""A gallery's life: made, carried over to the active release, deleted. The first and the last are
-refused while a release is being activated, which carries all that it finds, but for the time of
-its canary."""
+"""Create, upgrade, configure and delete galleries.
+
+Creating and deleting are refused during an activation, because it upgrades all galleries; they are
+allowed while its canary waits.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,13 +29,16 @@ from nobackfill.server.upgrades.upgrading import (
     Upgrading,
 )
 
-# Seconds that registering a source waits until it is open: a large file of texts is looked through.
-_OPENED_S = 20.0
+# Longest wait (seconds) until a new source is open: a large file of texts is indexed first.
+_OPEN_SECONDS = 20.0
 
 
 class Lifecycle:
-    """What is asked of one gallery by name. Each method raises NotFoundError for one that is not
-    there, VerificationError for one that is set aside."""
+    """Run the operations on one gallery that clients name.
+
+    Every method raises NotFoundError for an unknown gallery, and VerificationError for one that is
+    set aside.
+    """
 
     def __init__(
         self,
@@ -56,20 +61,54 @@ class Lifecycle:
         self._healing = healing
 
     def create(self, name: str) -> None:
-        """Raises as `Galleries.create`, BusyError during an activation or a rollback."""
-        with self._activations.held():
-            self._activations.refuse_second("make a gallery", beside_canary=True)
+        """Create an empty gallery in the active release's space.
+
+        Args:
+            name: 1 to 64 characters of a-z, 0-9, '-' and '_'.
+
+        Raises:
+            InvalidInputError: the name is not valid.
+            AlreadyExistsError: a gallery has this name.
+            PreconditionError: no release is active.
+            BusyError: an activation or a rollback is under way.
+            CannotWriteError: the gallery cannot be written.
+        """
+        with self._activations.exclusive():
+            self._activations.refuse_second("create a gallery", during_canary=True)
             self._galleries.create(name)
 
     def delete(self, name: str) -> None:
-        """Delete a gallery, and what is remembered of its upgrades. Raises as `Galleries.delete`,
-        BusyError during an activation."""
-        self._activations.refuse_second("delete a gallery", beside_canary=True)
+        """Delete a gallery, and the record of its upgrades.
+
+        Args:
+            name: the gallery.
+
+        Raises:
+            NotFoundError: no gallery has this name.
+            BusyError: an activation is under way, or calls still use the gallery.
+            CannotWriteError: the gallery cannot be deleted.
+        """
+        self._activations.refuse_second("delete a gallery", during_canary=True)
         self._galleries.delete(name)
         self._upgrading.forget({name})
 
     def estimate(self, name: str, release: int, spare_cores: float) -> tuple[UpgradeCost, Route]:
-        """What an upgrade to `release` will cost. Raises as `Upgrading.estimate`."""
+        """Estimate the cost of a gallery's upgrade from a small sample; nothing is changed.
+
+        Args:
+            name: the gallery.
+            release: the target.
+            spare_cores: share of cores that an upgrade leaves to searches, 0 to 1; 0 means the
+                default.
+
+        Returns:
+            The cost, and the route of upgrades.
+
+        Raises:
+            NotFoundError: the release is not published, or no gallery has this name.
+            PreconditionError: no upgrade leads to the release.
+            VerificationError: a file of the release does not match its signed digest.
+        """
         target = self._catalog.find(release)
         with self._galleries.using(name) as hosted:
             self._catalog.verified(release)
@@ -83,17 +122,33 @@ class Lifecycle:
         images: Mapping[str, bytes],
         budget: int,
     ) -> Job:
-        """Let a paused upgrade go on, and begin that of a gallery which stayed behind; where it did
-        not, embed items again from `images` by id, at most `budget` of them (0: all).
+        """Resume a gallery's paused upgrade, start it, or re-embed items from images.
 
-        `release`: the active one, or 0. Raises PreconditionError for another; BusyError,
-        CannotWriteError and what `backfill` raises.
+        A gallery that stayed with an older release is upgraded to the active one. Otherwise items
+        are re-embedded from `images`.
+
+        Args:
+            name: the gallery.
+            release: the active release, or 0 for it.
+            spare_cores: share of cores that the upgrade leaves to searches, 0 to 1; 0 means the
+                default.
+            images: encoded images by item id.
+            budget: at most so many items are re-embedded; 0 means all.
+
+        Returns:
+            The present state of the gallery's upgrade.
+
+        Raises:
+            PreconditionError: another release than the active one.
+            BusyError: an activation is under way.
+            CannotWriteError: the gallery cannot be written.
+            InvalidInputError: an image cannot be decoded.
         """
         active = self._catalog.manifest(self._state.active())
         if release not in (0, active.release):
             raise PreconditionError(
                 f"expected the active release {active.release}, got {release}; "
-                "ActivateRelease carries galleries to another"
+                "run `gateway activate` to move galleries to another release"
             )
         with self._galleries.using(name) as hosted:
             self._upgrading.resume(name)
@@ -104,54 +159,82 @@ class Lifecycle:
                     lambda count: self._upgrading.count_re_embedded(hosted, count),
                 )  # fmt: skip
         if behind:
-            # Begun by somebody who holds no gallery: whoever flips it waits for its users.
+            # Start it outside the block: a flip waits until no call uses the gallery.
             self._activations.start_gallery(name, spare_cores)
         return self.job(name)
 
     def register(self, hosted: Hosted, source: HealingSource | None) -> None:
-        """From now on the gallery heals from `source`, or no longer. Raises ConfigurationError for
-        one that the settings do not allow, NotFoundError, CannotWriteError, UnavailableError."""
+        """Set or remove the source from which a gallery's items are re-embedded.
+
+        Args:
+            hosted: the gallery.
+            source: the source; None removes it.
+
+        Raises:
+            ConfigurationError: the gateway's settings do not allow the source.
+            NotFoundError: the source does not exist.
+            CannotWriteError: the gallery's state cannot be written.
+            UnavailableError: the source does not answer.
+        """
         if source is not None:
-            self._healing.open(source, _OPENED_S)
+            self._healing.open(source, _OPEN_SECONDS)
         with hosted.write_lock.exclusive():
             hosted.remember({SOURCE: None if source is None else source.to_state()})
             self._serving.replan_one(hosted)
 
-    def ask_both(self, hosted: Hosted, wished: bool) -> None:
-        """From now on carried items are ranked by the model before, too, or no longer, where its
-        space is kept and the release has weights. Raises CannotWriteError, UnavailableError."""
+    def set_both_models(self, hosted: Hosted, enabled: bool) -> None:
+        """Set whether the previous model helps to rank migrated items.
+
+        It does so only while its space exists and the release has weights for it.
+
+        Args:
+            hosted: the gallery.
+            enabled: True to use both models.
+
+        Raises:
+            CannotWriteError: the gallery's state cannot be written.
+            UnavailableError: the database does not answer.
+        """
         with hosted.write_lock.exclusive():
-            hosted.remember({BOTH: wished or None})
+            hosted.remember({BOTH: enabled or None})
             self._serving.replan_one(hosted)
 
     def healing(self, name: str) -> HealingProgress | None:
-        """How far a gallery with a source has healed."""
+        """Return the progress of re-embedding in a gallery; None if it has no source."""
         with self._galleries.using(name) as hosted:
             return self._healing.progress(hosted)
 
     def pause(self, name: str) -> Job:
-        """Hold back the upgrade of a gallery, and those to come. Raises CannotWriteError."""
+        """Pause a gallery's upgrade, and later ones until it is resumed.
+
+        Returns:
+            The present state of the upgrade.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
         with self._galleries.using(name) as hosted:
             self._upgrading.pause(name)
             return self._job(hosted)
 
     def job(self, name: str) -> Job:
-        """The last upgrade of a gallery, as it is now."""
+        """Return the present state of a gallery's last upgrade."""
         with self._galleries.using(name) as hosted:
             return self._job(hosted)
 
     def _job(self, hosted: Hosted) -> Job:
-        # Looked at first: a job ends before its activation does.
+        # Read this first: a job ends before its activation does.
         running = self._activations.under_way() is not None
         job = self._upgrading.job(hosted.name)
         if job is None:
-            # None since the start: it is where it is.
+            # No upgrade has run since the start.
             release = hosted.spec().release
             job = Job(hosted.name, release, release, JobState.DONE)
         if not job.ended and not running:
             job = replace(job, state=JobState.FAILED, message="its activation has ended")
-        held_back = job.ended or (self._state.shared and job.state is JobState.RUNNING)
-        if held_back and self._upgrading.paused(hosted.name):
-            # Those to come, or one that another gateway leads, which stops after its chunk.
+        can_be_paused = job.ended or (self._state.shared and job.state is JobState.RUNNING)
+        if can_be_paused and self._upgrading.paused(hosted.name):
+            # The pause holds for later upgrades, or for one that another gateway leads and stops
+            # after its chunk.
             job = replace(job, state=JobState.PAUSED)
         return job

@@ -1,4 +1,4 @@
-"""Going back to the release before, and letting go of old ones for good."""
+"""Roll back to the previous release, and retire old releases for good."""
 
 import time
 from dataclasses import dataclass
@@ -16,14 +16,19 @@ from nobackfill.server.state import GatewayState, State
 log = structlog.get_logger("server.rollback")
 
 LARGEST_LISTING = 1000
-# A rollback without a release, repeated within this time, is taken for a client's retry.
+# A rollback that names no release, repeated within this time (seconds), counts as a client's retry.
 RETRY_S = 300.0
 
 
 @dataclass(frozen=True)
 class Rollback:
-    """What a rollback did, or would do: `lost` items have no vector in the space that answers then;
-    `listed` are the first of them, as (gallery, id)."""
+    """Describe the result of a rollback, or its cost beforehand.
+
+    Attributes:
+        release: the release that answers afterwards.
+        lost: number of items without a vector in that release's space.
+        listed: gallery and id of the first lost items.
+    """
 
     release: int
     lost: int
@@ -31,8 +36,7 @@ class Rollback:
 
 
 class Rollbacks:
-    """Rollbacks of one gateway: looked at first, then done, one at a time; and retirement, after
-    which there is no way back."""
+    """Plan and run rollbacks, one at a time, and retire old releases."""
 
     def __init__(
         self,
@@ -45,103 +49,143 @@ class Rollbacks:
         self._galleries = galleries
         self._serving = serving
         self._activations = activations
-        # Whether somebody looked since the last one, or since the start.
-        self._looked = False
+        # Whether a client planned a rollback since the last one, or since the start.
+        self._was_planned = False
 
     def plan(self) -> Rollback:
-        """Count and list what would not be found. Raises PreconditionError if there is no way
-        back."""
-        self._looked = True
+        """Count and list the items that would be lost by a rollback.
+
+        Raises:
+            PreconditionError: there is no release to return to.
+        """
+        self._was_planned = True
         return self._plan()
 
-    def do(self, to: int | None) -> Rollback:
-        """Call off what is under way, and let release `to` answer again, everywhere at once; None:
-        the one before.
+    def roll_back(self, to: int | None) -> Rollback:
+        """Cancel the activation under way, and let an earlier release answer again in all
+        galleries.
 
-        Repeated, it changes nothing: with `to` once that answers; without it for some minutes, as
-        long as nobody looked what a rollback would cost and no activation began. Raises BusyError
-        while another is done, PreconditionError if a rollback does not lead to `to`,
-        UnavailableError if its models cannot be loaded; then nothing has changed. A model server
-        that is away loads them when it comes.
+        A repeated call changes nothing: with `to`, once that release answers; without it, for five
+        minutes, unless a rollback was planned or an activation has begun. A model server that is
+        away loads the release's models when it returns.
+
+        Args:
+            to: the release to return to; None means the previous one.
+
+        Returns:
+            The result, with the items that were lost.
+
+        Raises:
+            BusyError: another rollback, activation or retirement takes too long.
+            PreconditionError: a rollback does not lead to `to`, or there is no release to return
+                to.
+            UnavailableError: the models cannot be loaded; nothing has changed.
         """
-        with self._activations.held():
-            return self._return(self._state.active() if self._again(to) else self._prepare(to))
+        with self._activations.exclusive():
+            return self._return(
+                self._state.active() if self._is_repeated(to) else self._prepare(to)
+            )
 
     def stop_canary(self, release: int) -> Rollback:
         """End the canary of a release, so that the active one answers all callers again.
 
-        The state decides in one step whether the canary stops or is promoted. Raises
-        PreconditionError where it was promoted or is not under way, and as `do`.
+        The state decides in one step whether the canary stops or is promoted.
+
+        Args:
+            release: the release of the canary.
+
+        Returns:
+            The result, with the items that were lost.
+
+        Raises:
+            PreconditionError: the canary was promoted, or does not run.
+            BusyError: another rollback, activation or retirement takes too long.
+            UnavailableError: the active release's models cannot be loaded; nothing has changed.
         """
-        with self._activations.held():
+        with self._activations.exclusive():
             target = self._state.active()
             self._serving.prepare(target)
             self._activations.drop_canary(release)
-            self._activations.call_off()
+            self._activations.cancel()
             return self._return(target)
 
     def retire(self) -> list[int]:
-        """Drop the spaces and models of every release older than the active one, for good.
+        """Delete the spaces and models of every release older than the active one, for good.
 
-        A gallery that stays behind keeps its active space. Returns the releases that are gone now.
-        Raises BusyError during an activation or a rollback.
+        A gallery that stayed with an older release keeps that space.
+
+        Returns:
+            The retired releases, in rising order.
+
+        Raises:
+            BusyError: an activation or a rollback is under way.
+            PreconditionError: no release was ever activated.
         """
-        with self._activations.held():
+        with self._activations.exclusive():
             self._activations.refuse_second("retire the old releases")
-            now, active = self._state.now, self._state.active()
+            state, active = self._state.current, self._state.active()
             galleries = self._galleries
-            kept = {part.query.release for h in galleries.all() for part in h.plan.parts} | {active}
-            present = {info.spec.release for h in galleries.all() for info in h.store.spaces()}
-            gone = sorted((present | set(now.previous)) - kept)
+            used = {
+                part.query.release for hosted in galleries.all() for part in hosted.plan.parts
+            } | {active}
+            present = {
+                info.spec.release for hosted in galleries.all() for info in hosted.store.spaces()
+            }
+            unused = sorted((present | set(state.previous)) - used)
             self._state.change(
-                previous=tuple(n for n in now.previous if n in kept),
-                retired=tuple(sorted({*now.retired, *(n for n in gone if n < active)})),
+                previous=tuple(n for n in state.previous if n in used),
+                retired=tuple(sorted({*state.retired, *(n for n in unused if n < active)})),
             )
             self._serving.settle(self._serving.replan())
             self._serving.drop_unused()
-        return [release for release in gone if release < active]
+        return [release for release in unused if release < active]
 
-    def _again(self, to: int | None) -> bool:
-        """Whether this was done already."""
-        now = self._state.now
-        if now.active is None or now.activation is not None:
+    def _is_repeated(self, to: int | None) -> bool:
+        """Tell whether this rollback has been done already."""
+        state = self._state.current
+        if state.active is None or state.activation is not None:
             return False
         if to is not None:
-            return now.active == to
-        recent = now.rolled_back is not None and 0 <= time.time() - now.rolled_back < RETRY_S
-        return recent and not self._looked
+            return state.active == to
+        recent = state.rolled_back is not None and 0 <= time.time() - state.rolled_back < RETRY_S
+        return recent and not self._was_planned
 
     def _prepare(self, to: int | None) -> int:
-        """The release that will answer: its models loaded, and no activation under way."""
-        target = _target(self._state.now)
+        """Load the models of the target release, and cancel the activation under way.
+
+        Returns:
+            The release that will answer.
+        """
+        target = _target(self._state.current)
         if to not in (None, target):
             raise PreconditionError(
-                f"a rollback leads to release {target}, not to {to}; look again what it would cost"
+                f"a rollback leads to release {target}, not to {to}; run `gateway rollback` "
+                "to see its cost"
             )
         self._serving.prepare(target)
-        self._activations.call_off()
+        self._activations.cancel()
         return target
 
     def _return(self, target: int) -> Rollback:
         with writes_locked(self._galleries):
-            result = self._state.together(lambda: self._switch(target))
+            result = self._state.transact(lambda: self._switch(target))
             old = self._serving.replan()
         self._serving.settle(old)
         log.info("rolled back", release=target, lost=result.lost)
         return result
 
     def _switch(self, target: int) -> Rollback:
-        # The activation may have ended in the meantime, or been called off before its switch.
+        # The activation may have ended in the meantime, or was cancelled before its switch.
         result = Rollback(target, 0, [])
-        if self._state.now.active != target:
+        if self._state.current.active != target:
             result = self._plan()
             self._serving.return_to(target)
-            self._looked = False
+            self._was_planned = False
         return_galleries(self._galleries, target)
         return result
 
     def _plan(self) -> Rollback:
-        target, lost, listed = _target(self._state.now), 0, list[tuple[str, str]]()
+        target, lost, listed = _target(self._state.current), 0, list[tuple[str, str]]()
         for hosted in self._galleries.all():
             space = _space_of(hosted, target)
             if space is None:
@@ -154,21 +198,21 @@ class Rollbacks:
         return Rollback(target, lost, listed[:LARGEST_LISTING])
 
 
-def _target(now: State) -> int:
-    """The release a rollback leads to."""
-    record = now.activation
-    if record is not None and now.active is not None and record.release != now.active:
-        # Not switched yet: the old release still answers.
-        return now.active
-    if not now.previous:
+def _target(state: State) -> int:
+    """Return the release that a rollback leads to."""
+    record = state.activation
+    if record is not None and state.active is not None and record.release != state.active:
+        # The activation has not switched: the old release still answers.
+        return state.active
+    if not state.previous:
         raise PreconditionError(
-            "there is no release to return to: none was active before, or it was retired"
+            "there is no release to return to: no other was active before, or it was retired"
         )
-    return now.previous[-1]
+    return state.previous[-1]
 
 
 def _space_of(hosted: Hosted, target: int) -> SpaceInfo | None:
-    """The space that would answer in a gallery, None where the gallery stays as it is."""
+    """Return the space that would answer in a gallery; None if the gallery does not change."""
     infos = hosted.store.spaces()
     active = next(info for info in infos if info.state == "active")
     if active.spec.release <= target:

@@ -1,7 +1,7 @@
-"""One activation, from verification to the last gallery: cutover, dual or direct.
+"""Run one activation, from verification to the last gallery: cutover, dual or direct.
 
-`Rollout` is a state machine whose phases are its methods, in order: verify, load, probe, upgrade,
-canary, switch. `RolloutRun` is what its watchers see of it.
+`Rollout` is a state machine whose phases are its methods, in this order: verify, load, probe,
+upgrade, canary, switch. `RolloutRun` is its thread, with the events that watchers read.
 """
 
 import threading
@@ -30,7 +30,7 @@ from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
 from nobackfill.server.galleries.plan import CANARY, old_model_part, own_part
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.serving import Serving
-from nobackfill.server.state import Activation, Canary, GatewayState, Lead, State, tried_well
+from nobackfill.server.state import Activation, Canary, GatewayState, Lead, State, clear_resumes
 from nobackfill.server.upgrades.upgrading import JobState, Upgrading
 from nobackfill.vectors import Vectors
 
@@ -38,11 +38,13 @@ log = structlog.get_logger("server.rollout")
 
 Result = TypeVar("Result")
 
-# Seconds between two looks at a canary's bounds; its evidence does not depend on it.
+# Seconds between two checks of a canary's bounds; its evidence does not depend on this.
 _CANARY_EVERY_S = 0.25
 
 
 class Phase(StrEnum):
+    """Name a phase of an activation, in the order in which they come."""
+
     VERIFYING = "verifying"
     LOADING = "loading"
     PROBING = "probing"
@@ -54,12 +56,20 @@ class Phase(StrEnum):
 
 
 class RolloutCancelledError(NobackfillError):
-    """The activation was called off by a rollback or by the gateway's end."""
+    """A rollback or the gateway's shutdown cancelled the activation."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What an activation reported, and when (Unix time)."""
+    """Report the progress of an activation.
+
+    Attributes:
+        phase: the phase it is in.
+        done: items upgraded.
+        total: items to upgrade; 0 outside of upgrades.
+        message: a sentence for operators; may be empty.
+        time: Unix time of the report.
+    """
 
     phase: Phase
     done: int
@@ -69,70 +79,103 @@ class Event:
 
 
 class RolloutRun:
-    """One activation as its watchers see it."""
+    """Run one activation in a thread, and let watchers follow its events."""
 
     def __init__(
         self, record: Activation, lead: Lead, work: Callable[["RolloutRun"], tuple[Phase, str]]
     ) -> None:
-        """`work` is done in a thread of its own once started; it returns DONE or FAILED, and the
-        message of that. `lead`: what it changes by; let go of in the end."""
+        """Prepare the thread of an activation.
+
+        Args:
+            record: the activation.
+            lead: the lead under which it changes galleries; closed at the end.
+            work: the activation itself; it returns DONE or FAILED, and a message.
+        """
         self.record = record
         self.lead = lead
         self._work = work
         self.cancelled = threading.Event()
         self._condition = threading.Condition()
         self._events: list[Event] = []
-        self._thread = threading.Thread(target=self._live, name="activation")
+        self._thread = threading.Thread(target=self._run_work, name="activation")
         self._ended = False
-        # While its canary waits for queries, nothing is moved: galleries may come and go.
+        # True while its canary waits for queries: galleries may then be created and deleted.
         self.waiting = False
 
     def start(self) -> None:
-        """Raises RuntimeError where no thread can be had."""
+        """Start the thread.
+
+        Raises:
+            RuntimeError: the system has no thread left.
+        """
         self._thread.start()
 
     def running(self) -> bool:
-        """Whether another must wait: False once it has reported its end, or its thread is gone."""
+        """Tell whether the activation still blocks others.
+
+        False once it has reported its end, or its thread is gone.
+        """
         return not self._ended and (self._thread.ident is None or self._thread.is_alive())
 
     def cancel(self) -> None:
-        """End it before its next step; returns once it has ended."""
+        """Stop the activation before its next step; returns once its thread has ended."""
         self.cancelled.set()
         self._thread.join()
 
     def stop_if_cancelled(self) -> None:
-        """Raises CancelledError."""
+        """Stop here if the activation was cancelled.
+
+        Raises:
+            RolloutCancelledError: it was cancelled.
+        """
         if self.cancelled.is_set():
             raise RolloutCancelledError(
-                f"the activation of release {self.record.release} was called off"
+                f"the activation of release {self.record.release} was cancelled"
             )
 
     def end(self, phase: Phase, message: str) -> None:
-        """Report the last: DONE or FAILED. Another activation may begin now."""
+        """Report the end of the activation; another may begin now.
+
+        Args:
+            phase: DONE or FAILED.
+            message: a sentence for operators.
+        """
         self._ended = True
         self.report(phase, message=message)
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
-        """`done` of `total` items."""
+        """Add an event, and wake the watchers.
+
+        Progress during the upgrade replaces the event before it.
+
+        Args:
+            phase: the phase it is in.
+            done: items upgraded.
+            total: items to upgrade.
+            message: a sentence for operators.
+        """
         with self._condition:
             last = self._events[-1] if self._events else None
-            # Progress within a phase replaces what was reported before.
             if last is not None and last.phase == phase == Phase.UPGRADING:
                 self._events.pop()
             self._events.append(Event(phase, done, total, message, time.time()))
             self._condition.notify_all()
 
-    def events(self, gone: Callable[[], bool] = lambda: False) -> Iterator[Event]:
-        """All reports, from the beginning to DONE or FAILED, or until `gone`."""
-        seen: list[Event] = []
-        while not gone():
-            for event in self._wait(seen):
+    def events(self, is_gone: Callable[[], bool] = lambda: False) -> Iterator[Event]:
+        """Yield all events from the beginning to DONE or FAILED.
+
+        Args:
+            is_gone: checked about twice a second; True ends the iteration early.
+        """
+        known: list[Event] = []
+        while not is_gone():
+            for event in self._wait(known):
                 yield event
                 if event.phase in (Phase.DONE, Phase.FAILED):
                     return
 
-    def _live(self) -> None:
-        """Whatever is raised in here, the run ends and says so."""
+    def _run_work(self) -> None:
+        """Run the work; the end is reported whatever it raises."""
         phase, message = Phase.FAILED, ""
         try:
             phase, message = self._work(self)
@@ -140,19 +183,30 @@ class RolloutRun:
             self.lead.close()
             self.end(phase, message)
 
-    def _wait(self, seen: list[Event]) -> list[Event]:
-        """What is not in `seen` yet; it is added there, progress in the place of progress."""
+    def _wait(self, known: list[Event]) -> list[Event]:
+        """Wait up to half a second for new events, and add them to `seen`.
+
+        Returns:
+            The new events.
+        """
         with self._condition:
-            self._condition.wait_for(lambda: self._events != seen, 0.5)
-            fresh = [event for event in self._events[max(0, len(seen) - 1) :] if event not in seen]
-            seen[:] = self._events
-            return fresh
+            self._condition.wait_for(lambda: self._events != known, 0.5)
+            new = [event for event in self._events[max(0, len(known) - 1) :] if event not in known]
+            known[:] = self._events
+            return new
 
 
 def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
-    """Golden probes through the running models: what Triton answers must be what was published.
+    """Run golden probes through the loaded models, and compare with the published answers.
 
-    Raises VerificationError when an output differs, UnavailableError.
+    Args:
+        folder: the publication folder.
+        manifest: the release.
+        models: what runs the models.
+
+    Raises:
+        VerificationError: an output differs from the published one.
+        UnavailableError: the model server does not answer.
     """
 
     def embed(images: Images) -> Vectors:
@@ -163,7 +217,7 @@ def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
 
     def side(images: Images) -> Vectors:
         vectors = models.side(manifest, images)
-        assert vectors is not None, "asked for releases with a side encoder only"
+        assert vectors is not None, "only releases with a side encoder get here"
         return vectors
 
     check_encoders(
@@ -177,7 +231,7 @@ def check_models(folder: Path, manifest: Manifest, models: Models) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a gateway that an activation moves together."""
+    """Group the parts of a gateway that an activation needs."""
 
     models: Models
     catalog: Catalog
@@ -190,7 +244,10 @@ class Parts:
 
 
 class Rollout:
-    """Runs in a thread of its own. Every step may be repeated: a restart begins from the first."""
+    """Activate one release.
+
+    Runs in a thread of its own. Every step can be repeated: a restart begins from the first.
+    """
 
     def __init__(self, run: RolloutRun, parts: Parts) -> None:
         self._run = run
@@ -200,27 +257,38 @@ class Rollout:
         self._total = 0
 
     def run(self) -> None:
-        """Raises NotFoundError, PreconditionError (a withdrawn release, dual without calibration, a
-        canary that stopped), GateFailedError, VerificationError, CancelledError and whatever an
-        upgrade raises."""
-        with self._parts.galleries.holding():
+        """Run the activation to its end.
+
+        Raises:
+            NotFoundError: the release is not published.
+            PreconditionError: the release is withdrawn, the rollout does not suit it, or its canary
+                stopped.
+            GateFailedError: the release did not pass its gate.
+            VerificationError: a file or a model is not as published.
+            RolloutCancelledError: the activation was cancelled.
+            NobackfillError: an upgrade failed.
+        """
+        with self._parts.galleries.hold_all():
             folder, manifest = self._verify()
             self._load(manifest)
             self._probe(folder, manifest)
-            carried = self._carry_all(manifest)
+            upgraded = self._upgrade_all(manifest)
             if self._record.canary is not None:
-                self._open_canary(carried, manifest)
+                self._start_canary(upgraded, manifest)
             elif self._record.rollout == "cutover":
-                self._switch_galleries(carried, manifest)
+                self._switch_galleries(upgraded, manifest)
         if self._record.canary is not None:
             self._wait_for_promotion()
-            # Galleries have come and gone meanwhile, and items.
-            with self._parts.galleries.holding():
-                self._switch_galleries(self._carry_all(manifest), manifest)
+            # Galleries and items may have been added and deleted during the canary.
+            with self._parts.galleries.hold_all():
+                self._switch_galleries(self._upgrade_all(manifest), manifest)
 
     def _verify(self) -> tuple[Path, Manifest]:
-        """Check the gate and the digests, and try the models in a child; the publication folder
-        and the manifest."""
+        """Check the release's gate and digests, and try its models in a child process.
+
+        Returns:
+            The publication folder and the manifest.
+        """
         number = self._record.release
         catalog = self._parts.catalog
         self._run.report(Phase.VERIFYING)
@@ -238,7 +306,9 @@ class Rollout:
         return folder, manifest
 
     def _load(self, manifest: Manifest) -> None:
-        """Wait for a model server that is away: that says nothing about the release."""
+        """Load the models; wait while the model server is away, which is not the release's
+        fault.
+        """
         models = self._parts.models
         self._run.report(Phase.LOADING)
         if not models.ready():
@@ -249,56 +319,65 @@ class Rollout:
         models.load(manifest)
 
     def _probe(self, folder: Path, manifest: Manifest) -> None:
-        """What the loaded models answer must be what was published."""
+        """Check the loaded models' answers against the published ones."""
         self._run.report(Phase.PROBING)
         check_models(folder, manifest, self._parts.models)
         self._run.stop_if_cancelled()
         if self._record.resumed:
-            # Its models did no harm: what ends the gateway from here on is something else.
-            self._together(lambda: self._parts.state.revise(tried_well))
+            # The models did not crash the gateway: a later crash has another cause.
+            self._transact(lambda: self._parts.state.revise(clear_resumes))
 
-    def _carry_all(self, manifest: Manifest) -> list[Hosted]:
-        """Fill the release's space in every gallery that can go; those where it is whole now."""
-        going = self._sort_galleries(manifest)
-        self._stage(going, manifest)
+    def _upgrade_all(self, manifest: Manifest) -> list[Hosted]:
+        """Fill the release's space in every gallery that has a route to it.
+
+        Returns:
+            The galleries whose new space is complete.
+        """
+        movable = self._sort_galleries(manifest)
+        self._stage(movable, manifest)
         if self._record.rollout != "cutover":
             self._switch_queries(manifest)
-        self._done, self._total = 0, sum(hosted.store.count() for hosted in going)
+        self._done, self._total = 0, sum(hosted.store.count() for hosted in movable)
         self._run.report(Phase.UPGRADING, 0, self._total)
-        return [hosted for hosted in going if self._carry(hosted, manifest)]
+        return [hosted for hosted in movable if self._upgrade_gallery(hosted, manifest)]
 
     def _sort_galleries(self, manifest: Manifest) -> list[Hosted]:
-        """Those that can go; the others note why they stay."""
-        going = []
-        directly = self._record.rollout == "direct"
+        """Return the galleries that have a route to the release; the others get a note with the
+        reason.
+        """
+        movable = []
+        is_direct = self._record.rollout == "direct"
         for hosted in self._parts.galleries.all():
             spec = hosted.spec()
             if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
-            if self._parts.upgrading.route(hosted, manifest.release, directly=directly) is not None:
-                going.append(hosted)
+            if (
+                self._parts.upgrading.route(hosted, manifest.release, directly=is_direct)
+                is not None
+            ):
+                movable.append(hosted)
             else:
                 note = (
                     f"no upgrade leads from release {spec.release} to {manifest.release} with the "
                     "side-information it has"
                 )
                 hosted.remember({NOTE: note})
-        return going
+        return movable
 
-    def _stage(self, going: list[Hosted], manifest: Manifest) -> None:
-        """From here on images that are put are embedded for both releases."""
-        for hosted in going:
+    def _stage(self, movable: list[Hosted], manifest: Manifest) -> None:
+        """Begin the new space in each gallery: from now on puts are embedded for both releases."""
+        for hosted in movable:
             old = self._parts.catalog.manifest(hosted.spec().release)
             self._refuse_rollout(manifest, old)
-        for hosted in going:
+        for hosted in movable:
             if hosted.plan.query.release == manifest.release or hosted.plan.canary is not None:
-                # Mixed already, by an activation that did not end: it goes on as it began.
+                # An earlier activation has begun this space; continue with it.
                 continue
-            kept = {info.spec.space for info in hosted.spaces()}
-            if self._record.rollout != "cutover" and manifest.space in kept:
+            present = {info.spec.space for info in hosted.spaces()}
+            if self._record.rollout != "cutover" and manifest.space in present:
                 hosted.expect(manifest.space)
             with hosted.write_lock.exclusive():
-                self._together(partial(self._begin, hosted, manifest))
+                self._transact(partial(self._begin, hosted, manifest))
                 self._parts.serving.replan_one(hosted)
 
     def _begin(self, hosted: Hosted, manifest: Manifest) -> None:
@@ -314,20 +393,24 @@ class Rollout:
             )
         if rollout == "dual" and not _can_merge(new, old):
             raise PreconditionError(
-                f"release {new.release} carries no calibration to rank its hits with those of "
+                f"release {new.release} has no calibration to rank its hits with those of "
                 f"release {old.release}; use the cutover rollout"
             )
 
-    def _carry(self, hosted: Hosted, manifest: Manifest) -> bool:
-        """Upgrade one gallery's vectors; whether all of them got there."""
+    def _upgrade_gallery(self, hosted: Hosted, manifest: Manifest) -> bool:
+        """Upgrade one gallery's vectors.
+
+        Returns:
+            True if every item has a vector in the new space; else the gallery gets a note.
+        """
         if self._parts.upgrading.route(hosted, manifest.release) is None:
-            hosted.remember({NOTE: "served directly; no upgrade was published"})
+            hosted.remember({NOTE: "searched directly: no upgrade was published for its release"})
             return False
-        before = self._done
-        left = self._upgrade(hosted, manifest)
-        self._done = before + hosted.store.count() - left
-        if left:
-            note = _stuck(left, hosted)
+        done = self._done
+        missing = self._upgrade(hosted, manifest)
+        self._done = done + hosted.store.count() - missing
+        if missing:
+            note = _missing_note(missing, hosted)
             hosted.remember({NOTE: note})
             self._parts.upgrading.finish(hosted.name, JobState.FAILED, note)
             return False
@@ -338,12 +421,16 @@ class Rollout:
         return True
 
     def _upgrade(self, hosted: Hosted, manifest: Manifest) -> int:
-        """Run the upgrade, over pauses, to its end; how many items stay behind."""
-        before = self._done
+        """Run a gallery's upgrade to its end, over pauses.
+
+        Returns:
+            The number of items without a vector in the new space.
+        """
+        already_done = self._done
 
         def on_progress(done: int) -> None:
-            self._parts.metrics.upgrade_ratio.set((before + done) / max(1, self._total))
-            self._run.report(Phase.UPGRADING, before + done, self._total)
+            self._parts.metrics.upgrade_ratio.set((already_done + done) / max(1, self._total))
+            self._run.report(Phase.UPGRADING, already_done + done, self._total)
 
         while True:
             outcome = self._parts.upgrading.run(
@@ -355,27 +442,34 @@ class Rollout:
             self._parts.upgrading.wait_resumed(hosted.name, self._run.cancelled.is_set)
 
     def _switch_queries(self, manifest: Manifest) -> None:
-        """Direct and dual: the new release answers from now on, in galleries of mixed spaces."""
+        """Let the new release answer from now on, in galleries that live in two spaces (direct and
+        dual).
+        """
         self._run.report(Phase.SWITCHING)
         seconds = self._record.old_space_seconds
-        self._together(lambda: self._parts.serving.activate(manifest, seconds))
+        self._transact(lambda: self._parts.serving.activate(manifest, seconds))
         self._parts.serving.replan()
 
-    def _open_canary(self, carried: list[Hosted], manifest: Manifest) -> None:
-        """From here on a share of the queries is answered in the new space of these galleries."""
-        for hosted in carried:
+    def _start_canary(self, upgraded: list[Hosted], manifest: Manifest) -> None:
+        """Start the canary: a share of the queries is answered in the new space of these
+        galleries.
+        """
+        for hosted in upgraded:
             with hosted.write_lock.exclusive():
                 hosted.remember({ROLLOUT: CANARY})
                 self._parts.serving.replan_one(hosted)
-            note = f"release {manifest.release} is on trial; it is not active yet"
+            note = f"release {manifest.release} runs as a canary; it is not active yet"
             self._parts.upgrading.finish(hosted.name, JobState.DONE, note)
 
     def _wait_for_promotion(self) -> None:
-        """Move the canary from step to step; return once the release is promoted.
+        """Move the canary from step to step until its release is promoted.
 
-        Raises PreconditionError where a bound is crossed or the release withdrawn, CancelledError.
-        A step takes its time of a gateway that serves: a restart begins it anew, and so does a
-        change of the canary's share or steps.
+        A step lasts its time in a gateway that serves: a restart, or a change of the canary's share
+        or steps, begins the step again.
+
+        Raises:
+            PreconditionError: a bound is crossed, or the release is withdrawn.
+            RolloutCancelledError: the activation was cancelled.
         """
         run, canaries, release = self._run, self._parts.canaries, self._record.release
         step, began = None, time.monotonic()
@@ -385,29 +479,29 @@ class Rollout:
                 run.stop_if_cancelled()
                 canary = canaries.setting()
                 if canary is None:
-                    # Another gateway may have called it off.
+                    # Another gateway may have cancelled it.
                     raise RolloutCancelledError(
-                        f"the activation of release {release} was called off"
+                        f"the activation of release {release} was cancelled"
                     )
                 self._judge_canary()
                 if canary.promoted:
                     log.info("canary promoted", release=release)
                     canaries.end(CanaryState.PROMOTED)
                     return
-                now = canary.share, canary.shadow, canary.every_s, canary.steps
-                if now != step:
-                    step, began = now, time.monotonic()
+                setting = canary.share, canary.shadow, canary.every_s, canary.steps
+                if setting != step:
+                    step, began = setting, time.monotonic()
                     log.info("canary", release=release, share=canary.share, shadow=canary.shadow)
                     run.report(Phase.CANARY, message=share_of(canary, release))
                 if canary.every_s and time.monotonic() - began >= canary.every_s:
-                    self._together(self._next_canary_step)
+                    self._transact(self._next_canary_step)
                 run.cancelled.wait(_CANARY_EVERY_S)
         finally:
             run.waiting = False
 
     def _next_canary_step(self) -> None:
-        met = self._parts.canaries.met(self._record.release)
-        self._parts.state.revise(lambda now: _next_step(now, met=met))
+        has_answered = self._parts.canaries.has_answered(self._record.release)
+        self._parts.state.revise(lambda state: _next_step(state, has_answered=has_answered))
 
     def _judge_canary(self) -> None:
         withdrawn = self._parts.catalog.releases.get(self._record.release)
@@ -416,20 +510,26 @@ class Rollout:
             reason = f"the release was withdrawn: {withdrawn}"
         if reason is not None:
             self._parts.canaries.end(CanaryState.STOPPED, reason)
-            raise PreconditionError(f"its canary stopped: {reason}")
+            raise PreconditionError(f"the canary stopped: {reason}")
 
-    def _switch_galleries(self, carried: list[Hosted], manifest: Manifest) -> None:
+    def _switch_galleries(self, upgraded: list[Hosted], manifest: Manifest) -> None:
         self._run.report(Phase.SWITCHING, self._done, self._total)
-        self._flip(carried, manifest, active=True)
+        self._flip(upgraded, manifest, active=True)
 
-    def _flip(self, carried: list[Hosted], manifest: Manifest, *, active: bool) -> None:
-        """Make the new space the one that answers, in all of these galleries at once.
+    def _flip(self, upgraded: list[Hosted], manifest: Manifest, *, active: bool) -> None:
+        """Make the new space the active one in all of these galleries at once.
 
-        Puts wait meanwhile; what came in the old space only since the upgrade is carried first.
+        Puts wait during the flip. Items that were put only in the old space since the upgrade are
+        upgraded first.
+
+        Args:
+            upgraded: galleries whose new space was complete.
+            manifest: the release.
+            active: also make the release the active one.
         """
 
         def switch() -> list[Hosted]:
-            flipped = [hosted for hosted in carried if self._is_whole(hosted, manifest)]
+            flipped = [hosted for hosted in upgraded if self._is_complete(hosted, manifest)]
             for hosted in flipped:
                 hosted.store.flip(manifest.space, state={ROLLOUT: None, NOTE: None})
             if active:
@@ -437,9 +537,9 @@ class Rollout:
             return flipped
 
         with ExitStack() as locks:
-            for hosted in carried:
+            for hosted in upgraded:
                 locks.enter_context(hosted.write_lock.exclusive())
-            flipped = self._together(switch)
+            flipped = self._transact(switch)
             if active:
                 old = self._parts.serving.replan()
             else:
@@ -448,59 +548,70 @@ class Rollout:
                 self._parts.upgrading.finish(hosted.name, JobState.DONE)
         self._parts.serving.settle(old)
 
-    def _is_whole(self, hosted: Hosted, manifest: Manifest) -> bool:
-        """Whether a gallery can be flipped: nobody puts from here on, what came last is carried."""
+    def _is_complete(self, hosted: Hosted, manifest: Manifest) -> bool:
+        """Upgrade a gallery's last items, and tell whether its new space is complete.
+
+        The caller holds the write lock. False also if the gallery has flipped already.
+        """
         if hosted.spec().space == manifest.space:
             return False
-        # Where gateways share it, this makes the others' puts wait.
+        # In a shared database this makes the other gateways' puts wait.
         hosted.store.begin(SpaceSpec.of(manifest))
         if hosted.store.left_behind(manifest.space):
-            # Within this thread's transaction.
+            # Run here, within this thread's transaction.
             self._parts.upgrading.run(hosted, manifest, 0.0, self._run.cancelled.is_set, here=True)
             self._run.stop_if_cancelled()
-        left = hosted.store.left_behind(manifest.space)
-        if left:
-            hosted.remember({NOTE: _stuck(left, hosted)})
-        return not left
+        missing = hosted.store.left_behind(manifest.space)
+        if missing:
+            hosted.remember({NOTE: _missing_note(missing, hosted)})
+        return not missing
 
-    def _together(self, work: Callable[[], Result]) -> Result:
-        """What is seen by all gateways at once, or by none where this one leads no more."""
-        return self._parts.state.together(work, self._run.lead)
+    def _transact(self, work: Callable[[], Result]) -> Result:
+        """Run work that all gateways see at once, or not at all if this one has lost the lead."""
+        return self._parts.state.transact(work, self._run.lead)
 
 
 def _can_merge(new: Manifest, old: Manifest) -> bool:
-    """Whether one ranking over both spaces is possible: scores for every origin there may be."""
+    """Tell whether hits of both spaces can be ranked together: every origin needs a calibration."""
     return bool(old_model_part(new, old).curves) and {"native", "upgraded"} <= set(
         own_part(new).curves
     )
 
 
-def _stuck(items: int, hosted: Hosted) -> str:
-    """Why a gallery cannot follow: what came without side-information, or lives elsewhere only."""
+def _missing_note(items: int, hosted: Hosted) -> str:
+    """Explain why a gallery cannot move: some items lack a vector or side-information."""
     return (
         f"{items} items have no vector in release {hosted.spec().release} with the "
-        "side-information that the upgrade reads; put their images again, or, as texts have none, "
-        "publish an upgrade that reads none"
+        "side-information that the upgrade needs; put their images again, or publish an upgrade "
+        "without side-information (texts have none)"
     )
 
 
 def share_of(canary: Canary, release: int) -> str:
-    """A sentence for who watches."""
-    does = "is compared with" if canary.shadow else "answers"
-    return f"release {release} {does} {canary.share:.3g} of the callers"
+    """Describe a canary's share in one sentence."""
+    verb = "is compared with" if canary.shadow else "answers"
+    return f"release {release} {verb} {canary.share:.3g} of the callers"
 
 
-def _next_step(now: State, *, met: bool) -> Mapping[str, object]:
-    """`met`: whether the release has answered a query; it is not promoted without."""
-    record = now.activation
+def _next_step(state: State, *, has_answered: bool) -> Mapping[str, object]:
+    """Compute a canary's next step.
+
+    Args:
+        state: the state.
+        has_answered: the release has answered a query here; without that it is not promoted.
+
+    Returns:
+        The changed fields of the state; empty if the last step waits for an operator.
+    """
+    record = state.activation
     if record is None or record.canary is None:
         return {}
     canary = record.canary
     if canary.steps:
         values: dict[str, object] = {"share": canary.steps[0], "steps": canary.steps[1:]}
-    elif canary.share == 1 and not canary.shadow and met:
+    elif canary.share == 1 and not canary.shadow and has_answered:
         values = {"promoted": True}
     else:
-        # The last step stays until somebody promotes it.
+        # The last step lasts until an operator promotes the release.
         return {}
     return {"activation": record.model_copy(update={"canary": canary.model_copy(update=values)})}

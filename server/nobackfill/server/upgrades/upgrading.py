@@ -368,12 +368,12 @@ class Upgrading:
 
     def paused(self, gallery: str) -> bool:
         """Whether the upgrades of a gallery are held back."""
-        return gallery in self._state.now.paused
+        return gallery in self._state.current.paused
 
     def forget_missing(self, galleries: set[str]) -> None:
         """At the start: forget pauses of galleries whose deletion a kill broke off; `galleries` are
         those that are there. Raises CannotWriteError."""
-        self.forget(set(self._state.now.paused) - galleries)
+        self.forget(set(self._state.current.paused) - galleries)
 
     def forget(self, galleries: set[str]) -> None:
         """Forget pauses and jobs of galleries that are gone. Raises CannotWriteError."""
@@ -382,7 +382,7 @@ class Upgrading:
                 self._jobs.pop(gallery, None)
         for gallery in galleries:
             self._state.keep_job(gallery, None)
-        if galleries & set(self._state.now.paused):
+        if galleries & set(self._state.current.paused):
             self._unpause(galleries)
         self.changed.notify()
 

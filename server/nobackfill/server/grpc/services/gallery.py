@@ -241,7 +241,7 @@ class GalleryService(GalleryServiceServicer):
                 self._lifecycle.register(hosted, from_source(request.source))
                 self._audit("register a source of", f"gallery {request.name}")
             if request.HasField("both_models"):
-                self._lifecycle.ask_both(hosted, request.both_models)
+                self._lifecycle.set_both_models(hosted, request.both_models)
                 self._audit("set both models of", f"gallery {request.name}")
             return pb.UpdateGalleryResponse(gallery=self._gallery(hosted))
 
@@ -264,7 +264,7 @@ class GalleryService(GalleryServiceServicer):
         response = pb.ListGalleriesResponse()
         for name in page:
             current().check()
-            if reason := galleries.aside().get(name):
+            if reason := galleries.set_aside_reasons().get(name):
                 response.galleries.add(name=name, set_aside=without_folders(reason))
                 continue
             # Deleted since the names were looked at.
@@ -341,7 +341,7 @@ class GalleryService(GalleryServiceServicer):
         self._state.audit(current().principal.name, what, of_what)
 
     def _gallery(self, hosted: Hosted) -> pb.Gallery:
-        return _gallery(hosted, self._state.now.ends)
+        return _gallery(hosted, self._state.current.ends)
 
 
 def _puts(request: pb.PutItemsRequest) -> tuple[list[Put], list[pb.ItemError]]:

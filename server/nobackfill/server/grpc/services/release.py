@@ -92,8 +92,8 @@ def _pair(pair: PairReport) -> pb.CanaryPair:
         p99=pair.p99,
         score=pair.score,
         sessions=pair.sessions,
-        approved=pair.said["approved"],
-        rejected=pair.said["rejected"],
+        approved=pair.feedback["approved"],
+        rejected=pair.feedback["rejected"],
     )
 
 
@@ -225,7 +225,7 @@ class ReleaseService(ReleaseServiceServicer):
                 canary,
             )
         self._audit("promote" if request.promote else "activate", f"release {number}")
-        for event in run.events(gone=lambda: self._gone()):
+        for event in run.events(is_gone=lambda: self._gone()):
             yield _response(event)
 
     def WatchCanary(  # type: ignore[override] # noqa: N802 - None: nothing is new
@@ -258,7 +258,7 @@ class ReleaseService(ReleaseServiceServicer):
         elif request.canary:
             result = self._rollbacks.stop_canary(request.canary)
         else:
-            result = self._rollbacks.do(to)
+            result = self._rollbacks.roll_back(to)
         if request.confirm:
             self._audit("roll back", f"to release {result.release}, {result.lost} items not found")
         return pb.RollbackReleaseResponse(
@@ -284,7 +284,7 @@ class ReleaseService(ReleaseServiceServicer):
 
     def _release(self, manifest: Manifest) -> pb.Release:
         withdrawn = self._catalog.releases.get(manifest.release)
-        state, reason = state_of(manifest.release, self._state.now, withdrawn)
+        state, reason = state_of(manifest.release, self._state.current, withdrawn)
         spaces = {m.space: m.release for m in self._catalog.manifests.values()}
         release = pb.Release(
             number=manifest.release,
@@ -301,7 +301,7 @@ class ReleaseService(ReleaseServiceServicer):
             upgrades_from=[upgrade.from_release for upgrade in manifest.upgrades],
             manifest=manifest.model_dump_json(),
         )
-        to_end(manifest.space, self._state.now.ends, release.ends_at)
+        to_end(manifest.space, self._state.current.ends, release.ends_at)
         return release
 
 

@@ -76,7 +76,7 @@ class SearchService(SearchServiceServicer):
                 hosted, _query(request.query), _k(request.k), from_filter(request.filter),
                 _ef(request.accuracy),
             )  # fmt: skip
-        return _response(found, request, self._state.now.ends)
+        return _response(found, request, self._state.current.ends)
 
     def at_once(
         self, messages: Sequence[tuple[bytes, Principal]]
@@ -132,7 +132,7 @@ class SearchService(SearchServiceServicer):
             responses=[
                 pb.SearchResponse(error=str(one))
                 if isinstance(one, InvalidInputError)
-                else _response(one, request, self._state.now.ends)
+                else _response(one, request, self._state.current.ends)
                 for one in found
             ]
         )

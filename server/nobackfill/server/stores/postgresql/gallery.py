@@ -28,7 +28,7 @@ from nobackfill.server.state import OutdatedError
 from nobackfill.server.stores.postgresql import rows, schema, writing
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
-from nobackfill.server.stores.postgresql.leading import gallery_changed, tell
+from nobackfill.server.stores.postgresql.leading import gallery_changed, notify
 from nobackfill.server.stores.postgresql.reads import Reads, existing
 from nobackfill.server.stores.postgresql.schema import schema_of, table_of
 from nobackfill.server.stores.postgresql.writing import advance
@@ -329,7 +329,7 @@ class PostgresqlGalleries:
                 for statement in schema.index_statements(made, info.number, info.spec):
                     run(connection, statement)
             rows.set_state(connection, made, state)
-            tell(connection)
+            notify(connection)
             return int(number)
 
         return PostgresqlGallery(self.database, self.database.write(work))
@@ -343,7 +343,7 @@ class PostgresqlGalleries:
             ).fetchone()
             if gone is not None:
                 schema.drop_gallery(connection, gone[0])
-                tell(connection)
+                notify(connection)
 
         self.database.write(work)
 

@@ -1,8 +1,8 @@
-"""The lead of an activation: an advisory lock of a connection held for it, and a term.
+"""Coordinate gateways that share a database: who leads, who serves, and what has changed.
 
-The lock ends with its gateway, so that another can take over at once. The term is in the row of the
-state: each lead has its own, and a transaction of a lead that is over is rolled back, however late
-it comes.
+The lead of an activation is an advisory lock of a connection, and a term. The lock ends with its
+gateway, so another can take over at once. The term is in the row of the state. Each lead has its
+own term: a transaction of a lead that is over is rolled back, however late it commits.
 """
 
 import threading
@@ -29,7 +29,7 @@ from nobackfill.server.stores.postgresql.database import Connection, Database, r
 
 _LEAD = "SELECT pg_try_advisory_lock(hashtext('nobackfill.lead'))"
 _RELEASES = "SELECT pg_advisory_lock(hashtext('nobackfill.releases'))"
-# A machine that is gone is noticed after so many seconds.
+# TCP keepalive (seconds): the server notices a dead machine within about ten seconds.
 _ALIVE = (
     "SELECT set_config(name, value, false) FROM (VALUES ('tcp_keepalives_idle', '5'),"
     " ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3')) AS s (name, value)"
@@ -38,7 +38,7 @@ _NEW_TERM = "UPDATE nobackfill.gateway SET term = term + 1 RETURNING term"
 
 
 class DatabaseLead(Lead):
-    """What is said of each method: Lead."""
+    """Lead an activation by an advisory lock and a term; see Lead for its methods."""
 
     def __init__(self, database: Database, connection: Connection, term: int) -> None:
         self._database = database
@@ -47,19 +47,19 @@ class DatabaseLead(Lead):
         self._lock = threading.Lock()
         self.term = term
 
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         with self._lock:
             if self._closed:
                 return False
             try:
                 if self._connection is None:
-                    self._connection = _locked(self._database)
+                    self._connection = _try_lock(self._database)
                 return self._connection is None or _term(self._connection) != self.term
             except psycopg.Error:
-                # The lock went with the connection: it is taken again at the next look.
+                # The lock ended with the connection; the next call takes it again.
                 self._connection = None
             except UnavailableError:
-                # Nobody else can have taken it from a database that is away.
+                # No other gateway can take it from a database that is away.
                 pass
             return False
 
@@ -71,8 +71,15 @@ class DatabaseLead(Lead):
 
 
 def take_lead(database: Database) -> DatabaseLead | None:
-    """None where another has it. Raises UnavailableError."""
-    connection = _locked(database)
+    """Take the lead of an activation.
+
+    Returns:
+        The lead; None if another gateway has it.
+
+    Raises:
+        UnavailableError: the database does not answer.
+    """
+    connection = _try_lock(database)
     if connection is None:
         return None
     try:
@@ -83,34 +90,51 @@ def take_lead(database: Database) -> DatabaseLead | None:
 
 
 def new_term(database: Database) -> int:
-    """From here on nobody leads who led before."""
+    """Begin a new term; every earlier lead is over."""
     return int(database.write(lambda connection: run(connection, _NEW_TERM).fetchone()[0]))
 
 
 def fence(database: Database, term: int) -> None:
-    """At the end of a transaction of the lead. Raises LeadLostError where that is over; while the
-    transaction lasts it is not."""
+    """Check at the end of a transaction that a lead still holds; it then holds until the commit.
+
+    Args:
+        database: the database, within the transaction.
+        term: the term of the lead.
+
+    Raises:
+        LeadLostError: another gateway leads.
+    """
     query = "SELECT term FROM nobackfill.gateway FOR UPDATE"
     if database.read(lambda connection: run(connection, query).fetchone()[0]) != term:
         raise LeadLostError("another gateway leads the activation now")
 
 
 @contextmanager
-def releases_held(database: Database, seconds: float) -> Iterator[None]:
-    """No other gateway begins, undoes or retires a release meanwhile, nor makes a gallery. Raises
-    BusyError after a while, UnavailableError."""
+def lock_releases(database: Database, seconds: float) -> Iterator[None]:
+    """Keep other gateways from activating, rolling back or retiring a release, or creating a
+    gallery.
+
+    Args:
+        database: the database.
+        seconds: longest time to wait for another gateway.
+
+    Raises:
+        BusyError: another gateway took longer.
+        UnavailableError: the database does not answer.
+    """
     with database.connect() as connection:
         run(connection, "SELECT set_config('lock_timeout', %s, false)", [f"{int(1000 * seconds)}"])
         try:
             run(connection, _RELEASES)
         except pg.LockNotAvailable as error:
             raise BusyError(
-                "another gateway begins, rolls back or retires a release; try again with a delay"
+                "another gateway activates, rolls back or retires a release; try again in a few "
+                "seconds"
             ) from error
         yield
 
 
-def _locked(database: Database) -> Connection | None:
+def _try_lock(database: Database) -> Connection | None:
     connection = database.connect()
     try:
         run(connection, _ALIVE)
@@ -127,17 +151,16 @@ def _term(connection: Connection) -> int:
     return int(run(connection, "SELECT term FROM nobackfill.gateway").fetchone()[0])
 
 
-# Who has a database: gateways that serve from it share an advisory lock, each by a connection held
-# for it; who moves galleries there or away has it alone.
-#
-# A server that is restarted lets go of the lock; it is taken again within a second. Should somebody
-# have been quicker who wants it alone, this one refuses to write from then on.
+# Tenure: gateways that serve from a database share an advisory lock, each by a connection of its
+# own. A process that moves galleries there or away holds the lock exclusively. When the server
+# restarts, the lock is lost and taken again within a second. If another process has taken it
+# exclusively by then, this gateway refuses to write from then on.
 
 log = structlog.get_logger("server.stores")
 
-_EVERY_S = 0.5
+_CHECK_SECONDS = 0.5
 _LOCK = "SELECT pg_try_advisory_lock{}(hashtext('nobackfill.gateway'))"
-# The server's processes that hold it, each for a gateway.
+# Process ids of the server's backends that hold the lock, one for each gateway.
 HOLDERS = (
     "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1"
     " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
@@ -146,20 +169,29 @@ HOLDERS = (
 
 
 class Tenure:
-    """Held from the constructor to `close`."""
+    """Hold a database from the constructor to `close`."""
 
-    def __init__(self, database: Database, *, alone: bool) -> None:
-        """Raises BusyError where another has it who does not share it, UnavailableError."""
+    def __init__(self, database: Database, *, exclusive: bool) -> None:
+        """Take the lock.
+
+        Args:
+            database: the database.
+            exclusive: take it exclusively.
+
+        Raises:
+            BusyError: another process holds the lock in a way that excludes this one.
+            UnavailableError: the database does not answer.
+        """
         self._database = database
-        self._lock = _LOCK.format("" if alone else "_shared")
+        self._lock = _LOCK.format("" if exclusive else "_shared")
         self._stopping = threading.Event()
-        connection = self._locked()
+        connection = self._try_lock()
         if connection is None:
             raise BusyError(
-                "another gateway serves from this database; stop it, or give another database"
-                if alone
+                "a gateway serves from this database; stop it, or name another database"
+                if exclusive
                 else "galleries are being moved to or from this database, or a gateway of an older "
-                "version serves from it; start when that has ended"
+                "version serves from it; start again when that has ended"
             )
         self._thread = threading.Thread(
             target=self._watch, args=(connection,), name="tenure", daemon=True
@@ -167,30 +199,34 @@ class Tenure:
         self._thread.start()
 
     def close(self) -> None:
-        """Let others take over."""
+        """Release the lock."""
         self._stopping.set()
         self._thread.join()
 
     def _watch(self, connection: Connection) -> None:
-        held: Connection | None = connection
-        while not self._stopping.wait(_EVERY_S):
+        lock: Connection | None = connection
+        while not self._stopping.wait(_CHECK_SECONDS):
             try:
-                if held is not None:
-                    run(held, "SELECT 1")
+                if lock is not None:
+                    run(lock, "SELECT 1")
                     continue
-                held = self._locked()
-                if held is None:
-                    log.error("somebody else has the database now; this gateway must end")
-                    self._database.refuse_writes("another has this database for itself")
+                lock = self._try_lock()
+                if lock is None:
+                    log.error(
+                        "another process has locked the database; this gateway must be stopped"
+                    )
+                    self._database.refuse_writes(
+                        "another process has locked this database for itself"
+                    )
                     return
             except psycopg.Error:
-                held = None
+                lock = None
             except NobackfillError as error:
                 log.warning("the database does not answer", error=str(error))
-        if held is not None:
-            held.close()
+        if lock is not None:
+            lock.close()
 
-    def _locked(self) -> Connection | None:
+    def _try_lock(self) -> Connection | None:
         connection = self._database.connect()
         if run(connection, self._lock).fetchone()[0]:
             (self._database.holder,) = run(connection, "SELECT pg_backend_pid()").fetchone()
@@ -199,41 +235,48 @@ class Tenure:
         return None
 
 
-# News: a notification with each commit that other gateways have to follow. One may be lost, so
-# whoever waits for them looks by itself, too.
+# News: a notification with each commit that other gateways must follow. One may be lost, so
+# listeners also poll.
 
 _CHANNEL = "nobackfill"
 
 
-def tell(connection: Connection) -> None:
-    """With the commit of this transaction."""
+def notify(connection: Connection) -> None:
+    """Notify other gateways when this transaction commits."""
     run(connection, f"SELECT pg_notify('{_CHANNEL}', '')")
 
 
 def gallery_changed(connection: Connection, number: int) -> None:
-    """The spaces or the state of a gallery: plans that were made before are outdated."""
+    """Record that a gallery's spaces or state changed: plans that were made before are outdated."""
     run(
         connection,
         "UPDATE nobackfill.galleries SET epoch = epoch + 1 WHERE number = %s",
         [number],
     )
-    tell(connection)
+    notify(connection)
 
 
 class News:
-    """What other gateways, and this one, have committed: from the constructor to `close`."""
+    """Wait for commits of any gateway, from the constructor to `close`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._connection: Connection | None = None
 
     def wait(self, seconds: float) -> None:
-        """Until there is some, or `seconds` are over. Raises UnavailableError."""
+        """Wait until there is a commit, or the time is over.
+
+        Args:
+            seconds: the longest wait.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         try:
             if self._connection is None:
                 self._connection = self._database.connect()
                 run(self._connection, f"LISTEN {_CHANNEL}")
-                # What came before is looked for at once.
+                # Return at once: commits before the LISTEN were not notified.
                 return
             for _ in self._connection.notifies(timeout=seconds, stop_after=1):
                 pass
@@ -242,12 +285,11 @@ class News:
             raise UnavailableError("the database does not answer") from error
 
     def close(self) -> None:
+        """Close the connection; a later `wait` opens another."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-
-# What gateways remember, in one row of the database, which any of them may change.
 
 Result = TypeVar("Result")
 
@@ -258,14 +300,19 @@ _WRITER = "(SELECT written_by FROM nobackfill.format)"
 
 
 class StateRow(GatewayState):
-    """What is said of each method: GatewayState. The row's epoch grows with each change."""
+    """Keep the shared state in one row of the database, whose epoch grows with each change."""
 
     shared = True
 
     def __init__(self, database: Database) -> None:
-        """Raises VerificationError for a damaged row, UnavailableError."""
+        """Read the state.
+
+        Raises:
+            VerificationError: the row is damaged, or a newer version wrote it.
+            UnavailableError: the database does not answer.
+        """
         self._database = database
-        self._seeing = threading.Lock()
+        self._update_lock = threading.Lock()
         self._epoch = -1
         query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway"
         epoch, value, writer = database.read(lambda c: run(c, query).fetchone())
@@ -279,15 +326,15 @@ class StateRow(GatewayState):
             " FROM nobackfill.galleries) FROM nobackfill.gateway"
         )
         epoch, value, writer, marks = self._database.read(lambda c: run(c, query).fetchone())
-        self._see(epoch, _state(value, writer))
+        self._update(epoch, _state(value, writer))
         return {name: (number, mark) for name, (number, mark) in marks.items()}
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
         def work(connection: Connection) -> tuple[int, State]:
             query = f"SELECT epoch, value, {_WRITER} FROM nobackfill.gateway FOR UPDATE"
             epoch, value, writer = run(connection, query).fetchone()
-            now = _state(value, writer)
-            new = State.model_validate({**dict(now), **values_of(now)})
+            state = _state(value, writer)
+            new = State.model_validate({**dict(state), **values_of(state)})
             run(
                 connection,
                 "UPDATE nobackfill.gateway SET value = %s, epoch = epoch + 1",
@@ -295,20 +342,20 @@ class StateRow(GatewayState):
             )
             if writer != (own := version("nobackfill")):
                 run(connection, "UPDATE nobackfill.format SET written_by = %s", [own])
-            tell(connection)
+            notify(connection)
             return epoch + 1, new
 
         epoch, new = self._database.write(work)
-        self._database.after_commit(lambda: self._see(epoch, new))
+        self._database.after_commit(lambda: self._update(epoch, new))
         return new
 
-    def _see(self, epoch: int, now: State) -> None:
-        """Nothing older is seen after something newer."""
-        with self._seeing:
+    def _update(self, epoch: int, state: State) -> None:
+        """Take a state unless a newer one is known."""
+        with self._update_lock:
             if epoch > self._epoch:
-                self._epoch, self._now = epoch, now
+                self._epoch, self._current = epoch, state
 
-    def together(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
+    def transact(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
         def fenced() -> Result:
             result = work()
             if isinstance(lead, DatabaseLead):
@@ -327,8 +374,8 @@ class StateRow(GatewayState):
 
         self._database.together(work)
 
-    def held(self, seconds: float) -> AbstractContextManager[None]:
-        return releases_held(self._database, seconds)
+    def exclusive(self, seconds: float) -> AbstractContextManager[None]:
+        return lock_releases(self._database, seconds)
 
     def job(self, gallery: str) -> str | None:
         query = "SELECT value FROM nobackfill.jobs WHERE gallery = %s"
@@ -358,8 +405,8 @@ class StateRow(GatewayState):
             "SELECT extract(epoch FROM at)::double precision, who, what, of_what"
             " FROM nobackfill.audit ORDER BY number DESC LIMIT %s"
         )
-        found = self._database.read(lambda c: run(c, query, [MOST_DEEDS]).fetchall())
-        return [Deed(*row) for row in reversed(found)]
+        rows = self._database.read(lambda c: run(c, query, [MOST_DEEDS]).fetchall())
+        return [Deed(*row) for row in reversed(rows)]
 
 
 def _state(value: str, writer: object) -> State:
