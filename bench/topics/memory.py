@@ -12,7 +12,7 @@ from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
-from nobackfill.server.galleries.hosted_file import beginning
+from nobackfill.server.galleries.hosted_file import index_opener
 from nobackfill.server.process_limits import bound_arenas
 from nobackfill.vectors import Vectors
 
@@ -101,7 +101,7 @@ def _built(path: Path, size: int) -> list[Row]:
 def _started(path: Path, size: int) -> list[Row]:
     with SqliteGallery.open(path) as store:
         before = _empty()
-        view = LiveView(store, store.active().spec.space, beginning(path.with_name("1.hnsw")))
+        view = LiveView(store, store.active().spec.space, index_opener(path.with_name("1.hnsw")))
         assert isinstance(view.snapshot().base.index, hnsw.HnswIndex)
         rows = [_row("start, peak", "VmHWM", before, size)]
         rows.append(_row("steady", "VmRSS", before, size))
@@ -113,9 +113,9 @@ def _upgraded(path: Path, size: int) -> list[Row]:
     with SqliteGallery.open(path) as store:
         before = _empty()
         spaces = [info.spec.space for info in store.spaces()]
-        old = LiveView(store, spaces[0], beginning(path.with_name("1.hnsw")))
+        old = LiveView(store, spaces[0], index_opener(path.with_name("1.hnsw")))
         _from_here()
-        new = LiveView(store, spaces[1], beginning(path.with_name("2.hnsw"), old))
+        new = LiveView(store, spaces[1], index_opener(path.with_name("2.hnsw"), old))
         inherited = new.snapshot().base.index
         assert isinstance(inherited, hnsw.HnswIndex) and not inherited.fresh
         rows = [_row("upgrade, peak until it serves", "VmHWM", before, size)]

@@ -19,7 +19,7 @@ from nobackfill.errors import NobackfillError, NotFoundError
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release import trial
 from nobackfill.server.embedding.embedding import InProcessModels
-from nobackfill.server.galleries.puts import Put
+from nobackfill.server.galleries.item_writer import Put
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.rollout import Event, Phase, RolloutRun
@@ -102,8 +102,8 @@ def put(life: Life, start: int, count: int) -> None:
     for i in range(start, start + count, 3):
         numbers = range(i, min(i + 3, start + count))
         puts = [Put(f"i{n}", png(PIXELS[n]), {"n": float(n)}) for n in numbers]
-        outcome = life.gateway.putting.put(life.gateway.galleries.get("g"), puts)
-        check(not outcome.refused, "good items are stored")
+        outcome = life.gateway.item_writer.put(life.gateway.galleries.get("g"), puts)
+        check(not outcome.refusals, "good items are stored")
         with (life.top / "acknowledged").open("a") as file:
             file.writelines(f"i{n}\n" for n in numbers)
 

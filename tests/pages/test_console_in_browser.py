@@ -206,7 +206,9 @@ def test_a_canary_is_watched_live_until_it_stops(
             if gateway.state.current.activation is None:
                 break
         expect(stopped).to_be_visible()
-        expect(panel).to_contain_text("queries failed with the new release where the old one answers")
+        expect(panel).to_contain_text(
+            "queries failed with the new release where the old one answers"
+        )
 
 
 def test_one_logs_in_and_sees_what_the_role_may(

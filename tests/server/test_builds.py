@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.gallery.search import hnsw
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries.indexing import Sharing
+from nobackfill.server.galleries.indexing import ThreadBudget
 from nobackfill.server.settings import Settings, cores
 from tests.server.support import Client, in_file, running
 from tests.server.test_indexing import put
@@ -58,13 +58,20 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
 
 
 def test_builds_share_what_there_is() -> None:
-    sharing, told = Sharing(5), []
-    with sharing.one():
+    sharing, told = ThreadBudget(5), []
+    with sharing.build():
         told.append(sharing.threads())
-        with sharing.one():
+        with sharing.build():
             told.append(sharing.threads())
     # More builds than threads never come; if so, each goes on.
-    with sharing.one(), sharing.one(), sharing.one(), sharing.one(), sharing.one(), sharing.one():
+    with (
+        sharing.build(),
+        sharing.build(),
+        sharing.build(),
+        sharing.build(),
+        sharing.build(),
+        sharing.build(),
+    ):
         told.append(sharing.threads())
     assert told == [5, 2, 1]
 

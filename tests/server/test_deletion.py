@@ -81,7 +81,7 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
     galleries = gateway.galleries
     with ThreadPoolExecutor(1) as pool, galleries.using("g") as hosted, hosted.using():
         deletion = pool.submit(client.delete_gallery, "g")
-        while not hosted.leaving:
+        while not hosted.is_closing:
             pass
         client.create_gallery("another")
         with refused(NotFoundError):

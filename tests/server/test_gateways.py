@@ -193,10 +193,10 @@ def test_a_gallery_made_while_its_gateway_looks_is_kept(
     monkeypatch.setattr(state, "look", looked)
     fleet.gateways[0].following.catch_up()
     monkeypatch.undo()
-    made = galleries.at_hand("late")
+    made = galleries.ready_gallery("late")
     assert made is not None
     fleet.gateways[0].following.catch_up()
-    assert galleries.at_hand("late") is made
+    assert galleries.ready_gallery("late") is made
     clients[0].delete_gallery("late")
     fleet.restart(0)
 

@@ -30,7 +30,7 @@ def test_what_comes_together_is_answered_together_and_each_by_itself(
     served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    answers = served.search.at_once
+    answers = served.search.answer_immediately
 
     def slow(messages: Sequence[tuple[bytes, Principal]]) -> Sequence[bytes | Later | None]:
         sizes.append(len(messages))
@@ -105,13 +105,13 @@ def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
     with Client(served.address) as client:
         expected = on_a_thread(client, request)
         for _ in range(60):
-            speed.took(0.5)
-        usual, before = speed._usual, searched_in_batches(served)
+            speed.record(0.5)
+        usual, before = speed._typical, searched_in_batches(served)
         for _ in range(3):
             assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
-        assert (speed._usual, searched_in_batches(served)) == (usual, before)
+        assert (speed._typical, searched_in_batches(served)) == (usual, before)
     for _ in range(200):
-        speed.took(0.0001)
+        speed.record(0.0001)
 
 
 @pytest.mark.hot_path

@@ -18,7 +18,7 @@ from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
 from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc.access import LOCAL, Principal, Role
-from nobackfill.server.grpc.services.search import _parsed
+from nobackfill.server.grpc.services.search import _parse_simple
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from tests.server.conftest import SERVED as COUNT
 from tests.server.support import (
@@ -40,7 +40,7 @@ def asking(one: Manifest, query: int, k: int = 10) -> search_pb2.SearchRequest:
     return search_pb2.SearchRequest(gallery="g", query=search_pb2.Query(embeddings=embeddings), k=k)
 
 
-def at_once(
+def answer_immediately(
     served: GatewayServer, request: search_pb2.SearchRequest
 ) -> search_pb2.SearchResponse | None:
     answer = told(served, request.SerializeToString())
@@ -48,7 +48,7 @@ def at_once(
 
 
 def told(served: GatewayServer, message: bytes) -> bytes | None:
-    answer = served.search.at_once([(message, LOCAL)])[0]
+    answer = served.search.answer_immediately([(message, LOCAL)])[0]
     assert answer is None or isinstance(answer, bytes)
     return answer
 
@@ -87,7 +87,7 @@ def test_the_same_answer_with_and_without_a_thread(
             if farthest is not None:
                 request.max_distance = farthest
             expected = on_a_thread(client, request)
-            assert at_once(served, request) == expected
+            assert answer_immediately(served, request) == expected
             assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
 
         same()
@@ -158,7 +158,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
             message = request.SerializeToString()
             # The second time in one call.
             compiled = told(served, message)
-            assert served.search._immediate.routed([message]) == [compiled]
+            assert served.search._immediate.answer_by_route([message]) == [compiled]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ImmediateAnswers, "routed", lambda *_: None)
                 assert told(served, message) == compiled
@@ -200,10 +200,10 @@ def test_requests_are_read_alike(
     for message in (request.SerializeToString(), by_image.SerializeToString()):
         if gallery and space:
             # NaN is not equal to itself.
-            assert repr(parse(message)) == repr(_parsed(message))
+            assert repr(parse(message)) == repr(_parse_simple(message))
         for other in (message + more, message[: len(message) - cut], more + message):
             found = parse(other)
-            assert found is None or repr(found) == repr(_parsed(other))
+            assert found is None or repr(found) == repr(_parse_simple(other))
 
 
 @pytest.mark.hot_path
@@ -222,12 +222,12 @@ def test_what_was_changed_is_not_answered_as_it_was(served: GatewayServer, one: 
     with Client(served.address) as client:
         request = asking(one, 4)
         first = client.raw.searches.Search(request, timeout=TIMEOUT_S).hits[0]
-        assert at_once(served, request) is not None
+        assert answer_immediately(served, request) is not None
         client.set_metadata("g", {"colour": "changed"}, ids=[first.id])
-        assert at_once(served, request) is None, "what changed has to be read"
+        assert answer_immediately(served, request) is None, "what changed has to be read"
         again = client.raw.searches.Search(request, timeout=TIMEOUT_S).hits[0]
         assert again.id == first.id and again.metadata["colour"].text == "changed"
-        assert at_once(served, request) is not None
+        assert answer_immediately(served, request) is not None
 
 
 def test_what_may_wait_or_is_wrong_is_left_to_a_thread(
@@ -236,7 +236,7 @@ def test_what_may_wait_or_is_wrong_is_left_to_a_thread(
     good = asking(one, 5)
     with Client(served.address) as client:
         on_a_thread(client, good)
-    assert at_once(served, good) is not None
+    assert answer_immediately(served, good) is not None
     others = [search_pb2.SearchRequest() for _ in range(8)]
     for other in others:
         other.CopyFrom(good)
@@ -250,11 +250,13 @@ def test_what_may_wait_or_is_wrong_is_left_to_a_thread(
     exact.accuracy.exact = True
     chosen.fields.keys.append("colour")
     filtered.filter.conditions.append(types_pb2.Condition(key="odd", exists=True))
-    assert [at_once(served, other) for other in others] == [None] * len(others)
+    assert [answer_immediately(served, other) for other in others] == [None] * len(others)
     stranger = Principal("somebody", Role.READER, frozenset({"others"}))
-    assert served.search.at_once([(good.SerializeToString(), stranger)]) == [None]
-    assert served.search.at_once([(good.SerializeToString(), replace(stranger, galleries=None))])[0]
-    assert served.search.at_once([(b"\xff\xff", LOCAL)]) == [None]
+    assert served.search.answer_immediately([(good.SerializeToString(), stranger)]) == [None]
+    assert served.search.answer_immediately(
+        [(good.SerializeToString(), replace(stranger, galleries=None))]
+    )[0]
+    assert served.search.answer_immediately([(b"\xff\xff", LOCAL)]) == [None]
 
 
 def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
@@ -263,14 +265,14 @@ def test_a_slow_gallery_is_searched_on_threads_until_it_is_quick(
     request = asking(one, 6)
     with Client(served.address) as client:
         on_a_thread(client, request)
-        assert at_once(served, request) is not None
+        assert answer_immediately(served, request) is not None
         speed = served.galleries.get("g").speed
         for _ in range(60):
-            speed.took(0.5)
-        assert at_once(served, request) is None
+            speed.record(0.5)
+        assert answer_immediately(served, request) is None
         for _ in range(200):
-            speed.took(0.0001)
-        assert at_once(served, request) is not None
+            speed.record(0.0001)
+        assert answer_immediately(served, request) is not None
         assert len(ids(client.raw.searches.Search(request, timeout=TIMEOUT_S))) == 10
 
 
@@ -300,4 +302,4 @@ def test_a_gallery_larger_than_memory_is_not_searched_twice(
         # Once its items are in memory, it is answered at once again.
         for _ in range(160):
             assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
-        assert at_once(served, request) is not None
+        assert answer_immediately(served, request) is not None

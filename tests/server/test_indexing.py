@@ -90,7 +90,7 @@ def test_a_space_that_was_left_is_let_go_of(
     left = weakref.ref(swapped.view(two.space))
     # From here on the graph has no file: its view waits for quiet times to be written again.
     assert client.delete("g", ["i7"]) == 1
-    time.sleep(3 * indexing._EVERY_S)
+    time.sleep(3 * indexing._POLL_SECONDS)
     client.rollback(confirm=True)
     wait_until(lambda: left() is None, "the view is still there")
 

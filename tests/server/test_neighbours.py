@@ -64,7 +64,7 @@ def test_a_large_gallery_without_a_graph_is_slow_before_it_is_searched(
     """The first burst on it held every thread of the quick lane once."""
     client.create_gallery("g")
     client.put_images(images(5))
-    asked = gateway.galleries.slow
+    asked = gateway.galleries.is_slow
     monkeypatch.setattr(speed, "_SLOW_ELEMENTS", 5 * one.embedder.dim)
     assert not asked("g")
     client.put_images(images(6)[5:], first=5)
@@ -81,7 +81,7 @@ def test_a_slow_gallery_delays_no_other(
     query = embedding(one, images(5)[2])
     slow = gateway.galleries.get("slow")
     # As its last searches did; nobody knows of one that was never searched.
-    slow.speed.took(10.0)
+    slow.speed.record(10.0)
 
     def ask() -> Answer[Hit]:
         return client.find_by(query, name="slow", k=1)
@@ -93,7 +93,7 @@ def test_a_slow_gallery_delays_no_other(
                 assert ids(client.find_by(query, name="quick", k=1)) == ["i2"]
             assert not any(future.done() for future in asked)
         assert all(ids(future.result(60)) == ["i2"] for future in asked)
-    while slow.slow:
+    while slow.is_slow:
         ask()
 
 
@@ -131,6 +131,6 @@ def test_searches_go_on_while_the_view_of_a_new_space_is_read(
     hosted = in_file(gateway)
     space = hosted.plan.parts[0].space
     # As who makes another view holds it for as long as that is read.
-    with hosted._making:
+    with hosted._views_lock:
         assert ids(client.find_by(embedding(one, images(5)[2]), k=1)) == ["i2"]
         assert hosted.view(space) is hosted.views()[space]

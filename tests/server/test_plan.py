@@ -29,10 +29,11 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries, CanaryAnswerer
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels
-from nobackfill.server.galleries.answering import Answerers, Choosing, PlainAnswerer
+from nobackfill.server.galleries.answering import Answerers, PlainAnswerer, SpaceChoice
 from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.hosted_file import InFiles
+from nobackfill.server.galleries.hosted_file import FileHome
+from nobackfill.server.galleries.item_writer import Quotas
 from nobackfill.server.galleries.plan import (
     CANARY,
     Filling,
@@ -41,7 +42,6 @@ from nobackfill.server.galleries.plan import (
     make_plan,
     own_part,
 )
-from nobackfill.server.galleries.puts import Quotas
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.access import LOCAL, Principal, Role
 from nobackfill.server.grpc.admission import Lane, Size
@@ -101,7 +101,7 @@ def parts(manifests: Mapping[int, Manifest], tmp_path: Path) -> Iterator[Parts]:
     canaries = Canaries(state, metrics)
     healing = Healing(embedding, Settings(model_repo=tmp_path, data=tmp_path), metrics)
     answerers = Answerers(embedding, catalog, state, metrics, canaries.answerer, healing.answerer)
-    home = InFiles(tmp_path / "galleries", Residents(8))
+    home = FileHome(tmp_path / "galleries", Residents(8))
     galleries = GalleryRegistry(home, catalog, state, answerers.of)
     yield Parts(manifests, state, catalog, canaries, answerers, galleries)
     canaries.close()
@@ -183,7 +183,7 @@ def test_plans(parts: Parts, given: dict[str, object], expected: tuple[object, .
     plan = parts.plan(**({"state": State(active=2), "rollout": None} | given))  # type: ignore[arg-type]
     assert (
         [(part.query.release, part.release) for part in plan.parts],
-        {part.release for part in plan.alone.values()},
+        {part.release for part in plan.single_parts.values()},
         [manifest.release for manifest in plan.writes],
         type(plan.answerer).__name__,
     ) == expected
@@ -213,7 +213,7 @@ def test_spaces_of_a_query(
     words: str,
 ) -> None:  # fmt: skip
     plan = parts.plan(spaces, State(active=2), "dual" if spaces is DUAL else None)
-    choosing = Choosing(parts.catalog, parts.state, plan.parts, plan.alone)
+    choosing = SpaceChoice(parts.catalog, parts.state, plan.parts, plan.single_parts)
     query = {parts.manifests[n].space if n in parts.manifests else "other": b"" for n in brings}
     if isinstance(expected, type) and issubclass(expected, NobackfillError):
         with pytest.raises(expected, match=words):
@@ -226,7 +226,7 @@ def test_spaces_of_a_query(
 def test_a_space_ends_at_its_time_and_when_it_is_retired(parts: Parts) -> None:
     one = parts.manifests[1].space
     plan = parts.plan(AFTER_SWAP, State(active=2), None)
-    choosing = Choosing(parts.catalog, parts.state, plan.parts, plan.alone)
+    choosing = SpaceChoice(parts.catalog, parts.state, plan.parts, plan.single_parts)
     for end in (time.time() + 3600, None):
         parts.state.change(ends={} if end is None else {one: end})
         assert [part.space for part in choosing.parts({one: b""}, plan.parts)] == [one]
@@ -235,7 +235,7 @@ def test_a_space_ends_at_its_time_and_when_it_is_retired(parts: Parts) -> None:
         choosing.parts({one: b""}, plan.parts)
     parts.state.change(ends={}, retired=(1,))
     plan = parts.plan(AFTER_SWAP, parts.state.current, None)
-    choosing = Choosing(parts.catalog, parts.state, plan.parts, plan.alone)
+    choosing = SpaceChoice(parts.catalog, parts.state, plan.parts, plan.single_parts)
     with pytest.raises(ReleaseRetiredError, match="queries of release 1"):
         choosing.parts({one: b""}, plan.parts)
 
@@ -276,7 +276,7 @@ def test_the_pair_of_a_canary(
     old, new = (
         PlainAnswerer(
             parts.answerers, (own_part(parts.manifests[n]),),
-            Choosing(parts.catalog, parts.state, (own_part(parts.manifests[1]),), {}),
+            SpaceChoice(parts.catalog, parts.state, (own_part(parts.manifests[1]),), {}),
         )
         for n in (1, 2)
     )  # fmt: skip
@@ -349,7 +349,7 @@ def test_the_quota_of_a_token(parts: Parts, there: int, ids: list[str], taken: b
     app = Principal("app", Role.WRITER, frozenset({"mine", "more"}), 10)
 
     def take() -> None:
-        with quotas.taking(app, "mine", ids) as allowance:
+        with quotas.reserve(app, "mine", ids) as allowance:
             # A store that others write, too, keeps to it.
             assert allowance is not None and allowance.items == 10
 
@@ -361,7 +361,7 @@ def test_the_quota_of_a_token(parts: Parts, there: int, ids: list[str], taken: b
         ):
             in_a_call("", take)
     for free in (LOCAL, Principal("free", Role.WRITER, frozenset({"mine"}))):
-        with quotas.taking(free, "mine", ["a", "b", "c"]) as allowance:
+        with quotas.reserve(free, "mine", ["a", "b", "c"]) as allowance:
             assert allowance is None
 
 

@@ -13,7 +13,7 @@ from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import search_pb2
 from tests.server.conftest import Stages
 from tests.server.support import Client, embedding, ids, images, running, vector
-from tests.server.test_immediate_answers import at_once, on_a_thread, told
+from tests.server.test_immediate_answers import answer_immediately, on_a_thread, told
 from tests.support import postgres as servers
 from tests.support import trials
 from tests.support.blocks import publish_block_release
@@ -88,10 +88,10 @@ def test_carried_and_native_are_one_ranking_along_the_scale(
                 if farthest is not None:
                     request.max_distance = farthest
                 expected = on_a_thread(client, request)
-                assert at_once(gateway, request) == expected
+                assert answer_immediately(gateway, request) == expected
                 message = request.SerializeToString()
                 assert client.raw.searches.Search(request) == expected
-                answers = gateway.search._immediate.routed([message])
+                answers = gateway.search._immediate.answer_by_route([message])
                 assert (answers == [told(gateway, message)]) or not routed
 
         check(set(), OLD)

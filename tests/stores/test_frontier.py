@@ -168,7 +168,7 @@ def test_what_is_carried_and_taken_back_leaves_no_frontier(database: Database) -
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        database.together(carrying)
+        database.transact(carrying)
     assert store.left_behind(TWO) == 1 and reached(store) <= 10
 
 

@@ -42,7 +42,7 @@ def only_thin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_good(store: PostgresqlGallery) -> bool:
     info = store.space(SPACE)
-    measured = graphs.measured(store.database, store.schema, info, lambda: None)
+    measured = graphs.measure_recall(store.database, store.schema, info, lambda: None)
     return graphs.has_graph(store.database, store.schema, info) and measured[1] >= graphs.RECALL
 
 
@@ -221,7 +221,10 @@ def test_a_wider_search_is_every_gateways(
     assert hosted.state(hosted_database.WIDTHS) == {SPACE: 400}
     assert widths() == (400, 400)
     monkeypatch.setattr(graphs, "_TRIED_EF", (EF, 400))
-    assert graphs.measured(empty.database, empty.schema, empty.space(SPACE), lambda: None)[0] == EF
+    assert (
+        graphs.measure_recall(empty.database, empty.schema, empty.space(SPACE), lambda: None)[0]
+        == EF
+    )
     hosted.make_ready(SPACE, lambda: None)
     assert hosted.state(hosted_database.WIDTHS) is None
     assert widths() == (EF, EF)

@@ -123,4 +123,4 @@ def rows_read(store: PostgresqlGallery, table: str) -> int:
         answers(store, 10)
         return store.database.read(read) - before
 
-    return store.database.together(asked)
+    return store.database.transact(asked)

@@ -83,7 +83,7 @@ def shares_of_searches(store: PostgresqlGallery, info: SpaceInfo, ef: int) -> fl
 
 @pytest.fixture
 def measuring(empty: PostgresqlGallery) -> Callable[[SpaceInfo], tuple[int, float]]:
-    return lambda info: graphs.measured(empty.database, empty.schema, info, nothing)
+    return lambda info: graphs.measure_recall(empty.database, empty.schema, info, nothing)
 
 
 def test_a_thin_graph_is_seen_and_a_whole_one_too(

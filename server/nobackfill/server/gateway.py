@@ -20,8 +20,8 @@ from nobackfill.server.following import Following
 from nobackfill.server.galleries.answering import Answerers, Searching
 from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.immediate_answers import ImageAnswers, ImmediateAnswers
-from nobackfill.server.galleries.indexing import Indexing, IndexSizes, vectors
-from nobackfill.server.galleries.puts import Putting
+from nobackfill.server.galleries.indexing import Indexing, IndexSizes, count_vectors
+from nobackfill.server.galleries.item_writer import ItemWriter
 from nobackfill.server.grpc.access import Tokens, certificates
 from nobackfill.server.grpc.listener import (
     GrpcListener,
@@ -131,7 +131,7 @@ class GatewayServer:
         galleries = self.galleries = GalleryRegistry(storage.home, catalog, state, answerers.of)
         self.searching = Searching(state)
         upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, elsewhere)
-        self.putting = Putting(embedding, upgrading.runner, state.catch_up)
+        self.item_writer = ItemWriter(embedding, upgrading.runner, state.catch_up)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
         parts = Parts(models, catalog, state, galleries, upgrading, serving, canaries, metrics)
         activations = self.activations = Activations(parts)
@@ -141,7 +141,7 @@ class GatewayServer:
         )
         self.following = Following(state, galleries, serving, catalog, activations, metrics)
         self.vault = VaultBlobs(data / "vault", self._settings.vault_quota)
-        metrics.gallery_items = lambda: vectors(galleries.all())
+        metrics.gallery_items = lambda: count_vectors(galleries.all())
         metrics.registry.register(IndexSizes(galleries.all))
         metrics.registry.register(CanarySeries(canaries))
 
@@ -211,8 +211,8 @@ class GatewayServer:
         self.search = self._search_service(closing)
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
-            slow=self.galleries.slow, at_once={SEARCH: self.search.at_once}, tracing=tracing,
-            plain=plain,
+            slow=self.galleries.is_slow, at_once={SEARCH: self.search.answer_immediately},
+            tracing=tracing, plain=plain,
         )  # fmt: skip
         metrics.expiries.metadata = self.catalog.expiries
         if tokens is not None:
@@ -240,7 +240,7 @@ class GatewayServer:
         )
 
     def _add_services(self, server: grpc.Server) -> None:
-        gallery = GalleryService(self.galleries, self.putting, self.lifecycle, self.state)
+        gallery = GalleryService(self.galleries, self.item_writer, self.lifecycle, self.state)
         release = ReleaseService(
             self.catalog, self.state, self.activations, self.rollbacks,
             self.canaries, self.metrics, self._stopping,

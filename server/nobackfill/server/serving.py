@@ -307,7 +307,9 @@ class Serving:
 
 
 def _drop_unused(hosted: Hosted, releases: Collection[int] | None) -> None:
-    needed_spaces = hosted.plan.searched() | {manifest.space for manifest in hosted.plan.writes}
+    needed_spaces = hosted.plan.searched_spaces() | {
+        manifest.space for manifest in hosted.plan.writes
+    }
     for info in hosted.spaces():
         matches = releases is None or info.spec.release in releases
         if matches and info.state != "active" and info.spec.space not in needed_spaces:

@@ -16,7 +16,7 @@ from nobackfill.errors import (
 )
 from nobackfill.extras import extra, load_plugin
 from nobackfill.gallery.connections import Residents
-from nobackfill.server.galleries.hosted_file import Home, InFiles
+from nobackfill.server.galleries.hosted_file import FileHome, Home
 from nobackfill.server.grpc import context
 from nobackfill.server.process_limits import open_galleries
 from nobackfill.server.settings import DATABASES, SQLITE, Settings
@@ -150,7 +150,7 @@ class Storage:
                     raise VerificationError(
                         f"{folder}: a restore into it did not end; run `gateway data restore` again"
                     )
-                self.home = InFiles(folder / "galleries", Residents(open_galleries()))
+                self.home = FileHome(folder / "galleries", Residents(open_galleries()))
                 self.state = StateFile(folder / "state.json")
             elif store.startswith(DATABASES):
                 self._open_database(store, data, ending, lock)
@@ -162,7 +162,7 @@ class Storage:
         self, store: str, data: Path, ending: ExitStack, lock: Literal["alone", "shared"] | None
     ) -> None:
         with extra("postgres"):
-            from nobackfill.server.galleries.hosted_database import InDatabase
+            from nobackfill.server.galleries.hosted_database import DatabaseHome
             from nobackfill.server.stores.postgresql import schema
             from nobackfill.server.stores.postgresql.database import Database
             from nobackfill.server.stores.postgresql.leading import News, StateRow, Tenure
@@ -173,7 +173,7 @@ class Storage:
         if lock is not None:
             ending.callback(Tenure(database, exclusive=lock == "alone").close)
         if engine is None:
-            self.home = InDatabase(database, data / "galleries")
+            self.home = DatabaseHome(database, data / "galleries")
         else:
             opened = load_plugin("stores", engine.partition("+")[0])
             self.home = ending.enter_context(

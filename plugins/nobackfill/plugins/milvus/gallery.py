@@ -19,7 +19,7 @@ from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import database_id
 from nobackfill.plugins.milvus.feeder import Feeder
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.hosted_database import HostedInDatabase, InDatabase
+from nobackfill.server.galleries.hosted_database import HostedInDatabase, DatabaseHome
 from nobackfill.server.stores.postgresql import rows, writing
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, Database, run
@@ -159,7 +159,7 @@ class HostedInMilvus(HostedInDatabase):
         )
 
 
-class InMilvus(InDatabase):
+class InMilvus(DatabaseHome):
     """The home of galleries in PostgreSQL with Milvus; implements Home."""
 
     def __init__(self, database: Database, scratch: Path, collections: Collections) -> None:
@@ -187,7 +187,7 @@ def open_home(
     Args:
         address: Milvus, as Collections takes it.
         database: the database of the galleries.
-        scratch: the folder of InDatabase.
+        scratch: the folder of DatabaseHome.
         feeds: start a thread that feeds changes to Milvus.
 
     Raises:

@@ -30,7 +30,7 @@ from nobackfill.server.canary.comparison import (
     CanaryState,
 )
 from nobackfill.server.canary.sessions import KINDS, Kind
-from nobackfill.server.galleries.answering import PlainAnswerer, only, reads
+from nobackfill.server.galleries.answering import PlainAnswerer, can_read, single_answer
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.plan import Query, QueryAnswer, SearchRequest
 from nobackfill.server.galleries.ranking import PlanPart, SearchResult
@@ -248,10 +248,10 @@ class CanaryAnswerer:
     ) -> SearchResult:
         call, (query,) = context.current(), request.queries
         by_new = is_chosen and not canary.shadow
-        if not all(reads(part.query, query) for part in (*self.new.parts, *self.old.parts)):
-            if not by_new or not reads(self._new_release, query):
-                return only(self.old.answer(hosted, request))
-            answer = only(self.new.answer(hosted, request))
+        if not all(can_read(part.query, query) for part in (*self.new.parts, *self.old.parts)):
+            if not by_new or not can_read(self._new_release, query):
+                return single_answer(self.old.answer(hosted, request))
+            answer = single_answer(self.new.answer(hosted, request))
             self._canaries.comparison(self._new_release.release).count_unpaired()
             return answer
         comparison = self._canaries.comparison(self._new_release.release)
@@ -260,8 +260,8 @@ class CanaryAnswerer:
         if by_new:
             trial = _Trial(canary, comparison, query, caller)
             answer, failed = trial.answer(
-                lambda: only(self.new.answer(hosted, request)),
-                lambda: only(self.old.answer(hosted, request)),
+                lambda: single_answer(self.new.answer(hosted, request)),
+                lambda: single_answer(self.old.answer(hosted, request)),
             )
             if failed:
                 if trial.timeout is not None:
@@ -269,7 +269,7 @@ class CanaryAnswerer:
                     self._canaries.offer(mirrored, lambda: mirrored.repeat(seconds_allowed))
                 return answer
         else:
-            answer = only(self.old.answer(hosted, request))
+            answer = single_answer(self.old.answer(hosted, request))
         answer = replace(answer, request_id=call.request_id)
         seconds = time.monotonic() - began
         is_slow = comparison.count_answer(canary, answer, seconds, caller, new=by_new)
@@ -343,7 +343,7 @@ class _MirroredQuery:
         return time.monotonic() - began
 
     def _answer(self, pair: PlainAnswerer) -> SearchResult:
-        return only(pair.answer(self.hosted, replace(self.request, background=True)))
+        return single_answer(pair.answer(self.hosted, replace(self.request, background=True)))
 
 
 @dataclass

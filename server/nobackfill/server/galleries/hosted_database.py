@@ -1,5 +1,7 @@
-"""Galleries in PostgreSQL: it searches, filters and indexes; this process keeps plans alone, for
-other gateways change what is there."""
+"""Serve a gallery in PostgreSQL, which searches, filters and indexes.
+
+This process keeps only plans, because other gateways change the galleries, too.
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +30,7 @@ from nobackfill.server.stores.postgresql.graphs import (
     graph_name,
     has_graph,
     make_graph,
-    measured,
+    measure_recall,
     wait_for_recall,
 )
 from nobackfill.server.stores.postgresql.search import (
@@ -42,55 +44,65 @@ from nobackfill.server.stores.postgresql.search import (
 )
 from nobackfill.vectors import Vectors
 
-# The wait of a flip for a database's graph: until it finds what is there, and how wide it is to be
-# searched for that.
-
 log = structlog.get_logger("server.indexing")
 
-# Key of `Hosted.state`: by space, how many candidates of its graph searches look at where EF find
-# too few.
+# Key of `Hosted.state`: by space, the search width (candidates of its graph) if EF finds too few.
 WIDTHS = "widths"
 
 
 class GraphWait:
-    """Of one space. A graph is built where there is none, beside puts and searches, and anew where
-    it finds too little as wide as it can be searched; if the new one does, too, somebody has to
-    make it denser, is told so, and waited for.
+    """Wait before a flip until the graph of a space has the required recall.
 
-    Before and after, it is looked which items the space has, so that searches meanwhile, and the
-    flip, look at later ones alone; a look that the database refuses is tried again, too."""
+    A graph is built if there is none, while puts and searches go on. It is built again if its
+    recall is too low at the largest search width. If that does not help, a note asks an operator to
+    make it denser, and the wait goes on.
+
+    Before and after, the gallery records which items the space has, so that searches and the flip
+    only check later ones.
+    """
 
     def __init__(
         self, hosted: Hosted, gallery: PostgresqlGallery, info: SpaceInfo,
-        between: Callable[[], None],
+        check_stop: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`between` is called again and again, and may raise to give up."""
+        """Prepare to wait.
+
+        Args:
+            hosted: the gallery.
+            gallery: its store.
+            info: the space.
+            check_stop: called often; it may raise to stop.
+        """
         self._hosted, self._gallery, self._info = hosted, gallery, info
-        self._between = between
+        self._check_stop = check_stop
         self._log = log.bind(gallery=hosted.name, release=info.spec.release)
         self._built, self._width, self._recall = False, EF, 1.0
 
     def wait(self) -> None:
-        """Returns once it finds RECALL, and searches are as wide. Raises what `between` does, and
-        CannotWriteError."""
-        wait_for_recall(self._ready, self._measure, self._between, self._tell)
+        """Return once the graph has the required recall, and searches are wide enough for it.
+
+        Raises:
+            CannotWriteError: the graph cannot be built.
+            NobackfillError: whatever `check_stop` raises.
+        """
+        wait_for_recall(self._ready, self._measure, self._check_stop, self._report)
         if self._hosted.state(NOTE):
             self._hosted.remember({NOTE: None})
 
     def _ready(self) -> bool:
         self._gallery.look_ahead(self._info.spec.space)
-        there = has_graph(self._gallery.database, self._gallery.schema, self._info)
-        if not there or (self._recall < RECALL and not self._built):
-            self._log.info("building a graph", there_is_one=there, recall=self._recall)
+        has_one = has_graph(self._gallery.database, self._gallery.schema, self._info)
+        if not has_one or (self._recall < RECALL and not self._built):
+            self._log.info("building a graph", there_is_one=has_one, recall=self._recall)
             make_graph(self._gallery.database, self._gallery.schema, self._info)
             self._built = True
         return True
 
     def _measure(self) -> float:
         database, schema = self._gallery.database, self._gallery.schema
-        width, recall = measured(database, schema, self._info, self._between)
+        width, recall = measure_recall(database, schema, self._info, self._check_stop)
         if not has_graph(database, schema, self._info):
-            # It went meanwhile, and every row was read.
+            # The graph was dropped during the measurement, so every row was read.
             return 0.0
         self._log.info("measured a graph", ef=width, recall=recall)
         self._width, self._recall = width, recall
@@ -100,51 +112,62 @@ class GraphWait:
         return recall
 
     def _remember_width(self) -> None:
-        """From the next plan on; a space that is gone is forgotten."""
+        """Store the search width, used from the next plan on; widths of deleted spaces are
+        removed.
+        """
         space = self._info.spec.space
-        before: Mapping[str, int] = self._hosted.state(WIDTHS) or {}
-        others = {one.spec.space for one in self._gallery.spaces()} - {space}
-        widths = {one: ef for one, ef in before.items() if one in others}
+        old_widths: Mapping[str, int] = self._hosted.state(WIDTHS) or {}
+        others = {other.spec.space for other in self._gallery.spaces()} - {space}
+        widths = {other: ef for other, ef in old_widths.items() if other in others}
         if self._width != EF:
             widths[space] = self._width
-        if widths != before:
+        if widths != old_widths:
             self._hosted.remember({WIDTHS: widths or None})
 
-    def _tell(self, recall: float) -> None:
+    def _report(self, recall: float) -> None:
         index = f"{self._gallery.schema}.{graph_name(self._info)}"
         note = (
             f"the graph of release {self._info.spec.release} finds {recall:.2f} of the {K} nearest "
-            f"among {self._width} candidates, expected {RECALL}; it is waited for: make it denser ("
-            f"ALTER INDEX {index} SET (m = 32, ef_construction = 256); REINDEX INDEX CONCURRENTLY "
-            f"{index}), or cancel the activation"
+            f"among {self._width} candidates, expected {RECALL}; the activation waits: make the "
+            f"graph denser (ALTER INDEX {index} SET (m = 32, ef_construction = 256); REINDEX INDEX "
+            f"CONCURRENTLY {index}), or cancel the activation with `gateway rollback --yes`"
         )
         self._log.warning("waiting for a graph", why=note)
         if self._hosted.state(NOTE) != note:
             self._hosted.remember({NOTE: note})
 
 
-# Counts of items and vectors may be so old: others put and delete, too.
-_COUNTED_S = 0.5
-# Candidates, as a multiple of the hits asked for, that are ranked along a scale, and the most.
-_WIDER, _WIDEST = 4, 500
+# Longest age (seconds) of cached counts: other gateways put and delete, too.
+_COUNT_SECONDS = 0.5
+# Candidates that are ranked along a scale: this multiple of the requested hits, and at most so
+# many.
+_SCALE_FACTOR, _MAX_SCALED = 4, 500
 
 
 class HostedInDatabase(Hosted):
-    """One gallery in a database. There are no views, for the database has them.
+    """Serve a gallery in a database.
 
-    What a plan is made of is read anew for each, in one snapshot, and its epoch with it.
+    It has no views: the database has the indexes. The data for each plan, and its epoch, are read
+    in one snapshot.
     """
 
     def __init__(
         self, name: str, folder: Path, store: PostgresqlGallery,
         candidates: CandidateSource | None = None,
     ) -> None:  # fmt: skip
-        """`candidates`: in place of the database's graphs."""
+        """Serve an open store.
+
+        Args:
+            name: the gallery's name.
+            folder: unused folder of this gateway.
+            store: the store; closed with the gallery.
+            candidates: finds candidates instead of the database's graphs; None means the graphs.
+        """
         self._candidates = candidates
         super().__init__(name, folder, store, PostgresqlFiltering(store.database, store.schema))
         self._gallery = store
         self.number = store.number
-        self._counted = 0.0
+        self._count_time = 0.0
         self._widths: Mapping[str, int] = self.state(WIDTHS) or {}
 
     def _read(self) -> tuple[Sequence[SpaceInfo], Filling | None, int]:
@@ -162,119 +185,132 @@ class HostedInDatabase(Hosted):
     ) -> None:  # fmt: skip
         def put() -> None:
             if allowance is not None:
-                there = count_alone(database, allowance.galleries)
-                allowance.check(there, len(set(ids)) - len(self._gallery.labels_of(list(ids))))
+                present = count_alone(database, allowance.galleries)
+                allowance.check(present, len(set(ids)) - len(self._gallery.labels_of(list(ids))))
             self._gallery.put(ids, vectors, digests=digests, metadata=metadata, epoch=plan.epoch)
 
         database = self._gallery.database
-        put() if allowance is None else database.together(put)
+        put() if allowance is None else database.transact(put)
 
     def items(self, labels: list[int], space: str) -> list[StoredItem | None]:
-        """Read each time: another gateway may have changed their metadata. Raises OutdatedError
-        where one has dropped the space since the plan was made: a search then begins anew."""
+        """Read items, uncached: another gateway may have changed their metadata.
+
+        Raises:
+            OutdatedError: another gateway has deleted the space; the search begins again.
+        """
         try:
             return self._gallery.items(labels, space)
         except (IncompatibleSpaceError, NotFoundError) as error:
-            raise OutdatedError("another gateway has dropped a space; try again") from error
+            raise OutdatedError("another gateway has deleted a space; try again") from error
 
     def _count(self, space: str | None) -> int:
         now = time.monotonic()
-        if now - self._counted > _COUNTED_S:
-            self._counts, self._counted = {}, now
+        if now - self._count_time > _COUNT_SECONDS:
+            self._counts, self._count_time = {}, now
         try:
             return super()._count(space)
         except (IncompatibleSpaceError, NotFoundError):
             if space is None:
                 raise
-            # Another gateway has dropped it since the spaces were read: nothing is in it.
+            # Another gateway has deleted the space since it was listed.
             return 0
 
     def wake(self) -> None:
-        """Nothing is read before it is asked for."""
+        """Do nothing: the database has the indexes."""
 
     def _prepare(self, plan: Plan) -> None:
-        """The database has all that searches need."""
+        """Do nothing: the database has all that searches need."""
 
     def forget_views(self, plan: Plan) -> None:
-        """There are none."""
+        """Do nothing: there are no views."""
 
     def search(
         self,
         parts: Sequence[PlanPart],
         queries: Sequence[Vectors],
         k: int,
-        allowed: Matches | None,
+        matches: Matches | None,
         ef: int,
     ) -> list[Neighbours]:
-        """All parts of one snapshot of the database."""
-        condition = allowed.condition if isinstance(allowed, PostgresqlMatches) else EVERYTHING
+        """Search all parts in one snapshot of the database; see Hosted.search."""
+        condition = matches.condition if isinstance(matches, PostgresqlMatches) else EVERYTHING
         tables = [self._table(part.space) for part in parts]
         if len(parts) == 2:
-            # Each item in the first part that has it.
+            # Items that the first part has are left out of the second.
             tables[1] = self._table(parts[1].space, parts[0].space)
-        asked = list(zip(tables, queries, strict=True))
-        # A graph cannot be asked for each origin alone without reading all rows: among more of the
-        # nearest are those that the scale puts first.
-        scaled = any(part.scale is not None for part in parts)
-        most = max(k, min(_WIDER * k, _WIDEST)) if scaled else k
+        requests = list(zip(tables, queries, strict=True))
+        # A graph cannot search one origin without reading all rows. So more of the nearest are
+        # fetched; the best by the scale are among them.
+        is_scaled = any(part.scale is not None for part in parts)
+        count = max(k, min(_SCALE_FACTOR * k, _MAX_SCALED)) if is_scaled else k
         try:
-            found = search(
-                self._gallery.database, asked, most, condition, ef, candidates=self._candidates
+            neighbours = search(
+                self._gallery.database, requests, count, condition, ef, candidates=self._candidates
             )
-            return [self._best(*pair, k) for pair in zip(parts, found, strict=True)]
+            return [self._best(*pair, k) for pair in zip(parts, neighbours, strict=True)]
         except NotFoundError as error:
-            # A table was dropped after the plan was made, or all of them.
-            raise OutdatedError("another gateway has dropped a space; try again") from error
+            # A table was dropped after the plan was made, or the gallery was deleted.
+            raise OutdatedError("another gateway has deleted a space; try again") from error
 
-    def _best(self, part: PlanPart, found: Neighbours, k: int) -> Neighbours:
-        """The `k` best by the part's scale, if it has one."""
+    def _best(self, part: PlanPart, neighbours: Neighbours, k: int) -> Neighbours:
+        """Return the `k` best neighbours along the part's scale; the nearest without one."""
         if part.scale is not None:
-            flat = found.labels.ravel()
+            flat = neighbours.labels.ravel()
             items = self.items(flat.tolist(), part.space)
-            carried = np.array([one is not None and one.origin == "upgraded" for one in items])
-            of_carried = carried.reshape(found.labels.shape)
-            found = rank_origins(found, of_carried, part.scale)
-        return Neighbours(found.labels[:, :k], found.distances[:, :k])
+            is_migrated = np.array(
+                [item is not None and item.origin == "upgraded" for item in items]
+            )
+            migrated = is_migrated.reshape(neighbours.labels.shape)
+            neighbours = rank_origins(neighbours, migrated, part.scale)
+        return Neighbours(neighbours.labels[:, :k], neighbours.distances[:, :k])
 
-    def _table(self, space: str, without: str | None = None) -> SpaceTable:
-        known = self.spaces()
+    def _table(self, space: str, excluded: str | None = None) -> SpaceTable:
+        spaces = self.spaces()
         try:
-            rest = None if without is None else space_of(known, without)
+            excluded_space = None if excluded is None else space_of(spaces, excluded)
             width = self._widths.get(space, EF)
-            return SpaceTable(self._gallery.schema, space_of(known, space), rest, width)
+            return SpaceTable(self._gallery.schema, space_of(spaces, space), excluded_space, width)
         except IncompatibleSpaceError as error:
-            raise OutdatedError("another gateway has dropped a space; try again") from error
+            raise OutdatedError("another gateway has deleted a space; try again") from error
 
     def compares(self, part: PlanPart, ef: int) -> bool:
-        """Whether a search of the part reads every vector."""
+        """Tell whether a search of a part reads every vector."""
         return compares(self._table(part.space).spec, ef)
 
-    def check_whole(self) -> None:
+    def check_complete(self) -> None:
         missing = self._gallery.missing_table()
         if missing is not None:
-            raise DamagedError(f"gallery {self.name!r} in the database", f"no table {missing}")
+            raise DamagedError(
+                f"gallery {self.name!r} in the database", f"table {missing} is missing"
+            )
 
     def expect(self, space: str) -> None:
-        """Look which items it has: a search looks for the others at later ones."""
+        """Record which items a space has, so that searches only check later ones."""
         self._gallery.look_ahead(space)
 
-    def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Build the graph of a space beside all else, unless it has a good one, and wait until it
-        finds what is there."""
-        between()
-        GraphWait(self, self._gallery, self._gallery.space(space), between).wait()
+    def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
+        """Build the graph of a space unless it has a good one, and wait until its recall is high
+        enough.
+        """
+        check_stop()
+        GraphWait(self, self._gallery, self._gallery.space(space), check_stop).wait()
 
 
-class InDatabase:
-    """What is said of each method: Home."""
+class DatabaseHome:
+    """Store galleries in a database."""
 
     def __init__(self, database: Database, scratch: Path) -> None:
-        """`scratch`: a folder of this gateway; nothing of a gallery is kept there."""
+        """Use a database.
+
+        Args:
+            database: the database.
+            scratch: a folder of this gateway; no gallery data is stored there.
+        """
         self._galleries = PostgresqlGalleries(database)
         self._scratch = scratch
 
     def sweep(self) -> None:
-        """There is nothing unfinished: galleries are made in one transaction."""
+        """Do nothing: a gallery is created in one transaction."""
 
     def names(self) -> list[str]:
         return self._galleries.names()

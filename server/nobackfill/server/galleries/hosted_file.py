@@ -1,6 +1,8 @@
-"""A gallery in a file: live views of the spaces it is searched in, their bases, its items' origins.
+"""Serve a gallery in a file: a live view of each space that is searched, with its index.
 
-A base is a graph that is made, renewed or inherited, tuned, and kept in a file beside the gallery.
+An index is a graph (the base of a view) that is built, renewed or inherited, then tuned, and saved
+in a file next to the gallery. This module also encodes hits, caches items, and creates and deletes
+galleries in files.
 """
 
 import contextlib
@@ -43,90 +45,104 @@ from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors
 from nobackfill.wire.values import ORIGINS, fill_value
 
-# Hits as the bytes of their messages: what a hit says of its item is made once, and its distance
-# and score are put between.
-
-# Fields 2 and 3 of Hit, each a tag and a float: a distance is written even where it is 0.
-_DISTANCE, _SCORED = struct.Struct("<Bf"), struct.Struct("<BfBf")
+# Hits are encoded once for each item; distance and score are inserted for each answer. Fields 2
+# (distance) and 3 (score) of Hit are a tag and a float each; a distance of 0 is written, too.
+_DISTANCE, _DISTANCE_AND_SCORE = struct.Struct("<Bf"), struct.Struct("<BfBf")
 _DISTANCE_TAG, _SCORE_TAG = 0x15, 0x1D
-# Field 7 of Hit, set.
-_BEYOND = b"\x38\x01"
-# Field 1 of SearchResponse, with a length.
+# Field 7 of Hit, beyond_calibration, set to true.
+_BEYOND_FIELD = b"\x38\x01"
+# Tag of field 1 of SearchResponse, the hits.
 _HITS_TAG = b"\x0a"
 
 
 class HitBytes(NamedTuple):
-    """One item's hit in one space: `scored`, or `plain` without a score, then distance and score,
-    then `rest`. `origin` as the wire names it. `beyond`: in place of `scored` where the hit lies
-    beyond the calibration, which it ends with."""
+    """Hold the encoded parts of one item's hit in one space.
+
+    A hit is `scored`, or `plain` without a score, followed by distance and score, followed by
+    `rest`. `beyond` replaces `scored` if the distance is beyond the calibration; the hit then ends
+    with that field. `origin` is the protocol's value.
+    """
 
     scored: bytes
     plain: bytes
-    rest: bytes
+    tail: bytes
     origin: types.Origin
     beyond: bytes
 
 
-def hit_bytes(item: StoredItem, release: int) -> HitBytes | None:
-    """Of an item whose vector `release` made; None if it has no vector now."""
+def encode_hit(item: StoredItem, release: int) -> HitBytes | None:
+    """Encode an item's hit.
+
+    Args:
+        item: the item as the space shows it.
+        release: the release that made its vector.
+
+    Returns:
+        The encoded parts; None if the item has no vector.
+    """
     if item.origin is None:
         return None
     head = pb.Hit(id=item.id).SerializeToString()
     message = pb.Hit(release=release, origin=ORIGINS[item.origin])
     for key, value in item.metadata.items():
         fill_value(value, message.metadata[key])
-    # Fields come in the order of their numbers, so that a parser meets what it expects.
-    rest = message.SerializeToString(deterministic=True)
-    size = len(head) + len(rest)
+    # Fields are written in the order of their numbers, which parsers read fastest.
+    tail = message.SerializeToString(deterministic=True)
+    size = len(head) + len(tail)
     return HitBytes(
-        _HITS_TAG + _varint(size + _SCORED.size) + head,
+        _HITS_TAG + _varint(size + _DISTANCE_AND_SCORE.size) + head,
         _HITS_TAG + _varint(size + _DISTANCE.size) + head,
-        rest,
+        tail,
         ORIGINS[item.origin],
-        _HITS_TAG + _varint(size + _SCORED.size + len(_BEYOND)) + head,
+        _HITS_TAG + _varint(size + _DISTANCE_AND_SCORE.size + len(_BEYOND_FIELD)) + head,
     )
 
 
-def joined(
+def encode_hits(
     hits: Sequence[HitBytes], distances: Sequence[float], scores: Sequence[Score | None]
 ) -> bytes:
-    """`hits` of a SearchResponse, in this order."""
+    """Encode the hits of a SearchResponse.
+
+    Args:
+        hits: encoded items, best first.
+        distances: distance of each hit.
+        scores: score of each hit; None without a calibration.
+    """
     parts: list[bytes] = []
     for hit, distance, score in zip(hits, distances, scores, strict=True):
         if score is None:
-            parts += (hit.plain, _DISTANCE.pack(_DISTANCE_TAG, distance), hit.rest)
+            parts += (hit.plain, _DISTANCE.pack(_DISTANCE_TAG, distance), hit.tail)
         else:
-            told = _SCORED.pack(_DISTANCE_TAG, distance, _SCORE_TAG, score.value)
+            values = _DISTANCE_AND_SCORE.pack(_DISTANCE_TAG, distance, _SCORE_TAG, score.value)
             if score.beyond:
-                parts += (hit.beyond, told, hit.rest, _BEYOND)
+                parts += (hit.beyond, values, hit.tail, _BEYOND_FIELD)
             else:
-                parts += (hit.scored, told, hit.rest)
+                parts += (hit.scored, values, hit.tail)
     return b"".join(parts)
 
 
 def _varint(value: int) -> bytes:
-    """Of a length, as protobuf writes it."""
-    found = bytearray()
+    """Encode a length as protobuf does."""
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    found.append(value)
-    return bytes(found)
+    encoded.append(value)
+    return bytes(encoded)
 
 
-# Items by label, kept in memory: what a hit says of an item, read from SQLite once.
-
-# Of the items of one gallery in one space, in memory.
-MOST_BYTES = 64 << 20
-# An Item, its id and an empty dict, and the bytes of its hit.
+# Most bytes of cached items of one gallery in one space.
+MAX_CACHE_BYTES = 64 << 20
+# Memory (bytes) of an item with its id and an empty dict, and of its encoded hit.
 _ITEM_BYTES = 900
 
 
 class ItemCache:
-    """Items as one space shows them. A label's id never changes; its metadata and origin may.
+    """Cache items as one space shows them, and their encoded hits.
 
-    An entry is dropped after the commit that changed it, and one that was read while any commit
-    went by is used but not kept, so that nothing stale stays.
+    A label's id never changes; its metadata and origin may. An entry is dropped after the commit
+    that changed it. An item that was read while any commit happened is returned but not cached, so
+    that the cache has no stale entry.
     """
 
     def __init__(self, store: Carrying, space: str) -> None:
@@ -135,39 +151,53 @@ class ItemCache:
         self._lock = threading.Lock()
         self._commits = 0
         self._items: OrderedDict[int, StoredItem] = OrderedDict()
-        # Of those items, as far as they were asked for.
-        self._shown: dict[int, HitBytes] = {}
+        # Encoded hits of cached items, made when first needed.
+        self._encoded: dict[int, HitBytes] = {}
         self._bytes = 0
 
     def get(self, labels: Sequence[int]) -> list[StoredItem | None]:
-        """Items in the order of `labels`; None for those deleted meanwhile."""
-        known = self._items
-        found = [known.get(label) for label in labels]
-        missing = [label for label, item in zip(labels, found, strict=True) if item is None]
+        """Return items, from the cache or the store.
+
+        Args:
+            labels: labels of the items.
+
+        Returns:
+            The items in the order of `labels`; None for deleted ones.
+        """
+        cacheded_hits = self._items
+        items = [cacheded_hits.get(label) for label in labels]
+        missing = [label for label, item in zip(labels, items, strict=True) if item is None]
         if not missing:
-            return found
+            return items
         commits = self._commits
-        read = self._store.items(missing, self._space)
+        loaded = self._store.items(missing, self._space)
         with self._lock:
             if commits == self._commits:
-                self._keep([item for item in read if item is not None])
-        rest = iter(read)
-        return [next(rest) if item is None else item for item in found]
+                self._add([item for item in loaded if item is not None])
+        stored = iter(loaded)
+        return [next(stored) if item is None else item for item in items]
 
     @property
-    def known(self) -> Mapping[int, HitBytes]:
-        """What `shown` has made of items that are in memory."""
-        return self._shown
+    def encoded_hits(self) -> Mapping[int, HitBytes]:
+        """The encoded hits of cached items by label."""
+        return self._encoded
 
-    def shown(
+    def encode(
         self, labels: Sequence[int], make: Callable[[StoredItem], HitBytes | None]
     ) -> list[HitBytes] | None:
-        """Hits of `labels`, in order; None if one is of an item that is not in memory. `make` is
-        the same at each call."""
-        known = self._shown
-        found: list[HitBytes] = []
+        """Encode hits of cached items.
+
+        Args:
+            labels: labels of the items.
+            make: encodes an item; the same function at each call.
+
+        Returns:
+            The hits in the order of `labels`; None if an item is not cached or has no vector.
+        """
+        encodeded_hits = self._encoded
+        hits: list[HitBytes] = []
         for label in labels:
-            hit = known.get(label)
+            hit = encodeded_hits.get(label)
             if hit is None:
                 item = self._items.get(label)
                 hit = None if item is None else make(item)
@@ -175,21 +205,21 @@ class ItemCache:
                     return None
                 with self._lock:
                     if self._items.get(label) is item:
-                        known[label] = hit
-            found.append(hit)
-        return found
+                        encodeded_hits[label] = hit
+            hits.append(hit)
+        return hits
 
-    def _keep(self, items: Sequence[StoredItem]) -> None:
-        """Under the lock. The oldest make room."""
+    def _add(self, items: Sequence[StoredItem]) -> None:
+        """Add items, and drop the oldest ones above the limit; the caller holds the lock."""
         for item in items:
             if item.label not in self._items:
                 self._bytes += size_of(item)
                 self._items[item.label] = item
-        while self._bytes > MOST_BYTES:
+        while self._bytes > MAX_CACHE_BYTES:
             self._drop(next(iter(self._items)))
 
     def _drop(self, label: int) -> None:
-        self._shown.pop(label, None)
+        self._encoded.pop(label, None)
         item = self._items.pop(label, None)
         if item is not None:
             self._bytes -= size_of(item)
@@ -202,7 +232,7 @@ class ItemCache:
                 self._drop(label)
 
     def on_change(self, change: Change) -> None:
-        """A listener for Store.subscribe."""
+        """Drop the items of a change; a listener for Store.subscribe."""
         labels = change.deleted.tolist() + change.described.tolist()
         if self._space in change.added:
             labels += change.added[self._space][0].tolist()
@@ -210,7 +240,7 @@ class ItemCache:
 
 
 def size_of(item: StoredItem) -> int:
-    """About how much memory an item and its hit take, in bytes."""
+    """Estimate the memory (bytes) of an item and its encoded hit."""
     size = 0
     for key, value in item.metadata.items():
         size += sys.getsizeof(key) + sys.getsizeof(value)
@@ -221,32 +251,38 @@ def size_of(item: StoredItem) -> int:
 
 log = structlog.get_logger("server.indexing")
 
-# Fewer vectors than this are searched exactly, faster than by a graph.
+# Fewer vectors than this are searched exactly, which is faster than a graph.
 SMALL = 2_000
-# A base is made anew when so many vectors lie beside it or so large a share of it is dead.
+# A base is built again when so many vectors are outside it, or so large a share of it is deleted.
 LARGEST_DELTA = 4_000
-_LARGEST_SHARE = 0.2
+_MAX_SHARE = 0.2
 
 
 class HostedInFile(Hosted):
-    """One gallery in a file, searched in this process by a live view of each space."""
+    """Serve a gallery in a file; a live view of each space is searched in this process."""
 
     store: SqliteGallery
 
     def __init__(self, name: str, folder: Path, store: SqliteGallery) -> None:
-        """`folder`: where indexes are kept."""
-        # Held to make or drop views. The mapping is replaced: a search of a view that is there does
-        # not wait while another is read.
-        self._making = threading.Lock()
+        """Serve an open store.
+
+        Args:
+            name: the gallery's name.
+            folder: folder for its indexes.
+            store: the store; closed with the gallery.
+        """
+        # Held while views are made or freed. The mapping is replaced, so a search of one view does
+        # not wait while another is loaded.
+        self._views_lock = threading.Lock()
         self._views: Mapping[str, LiveView] = {}
         self._items: dict[str, ItemCache] = {}
         self.origins = Origins(store)
-        self._rest: tuple[Snapshot, Snapshot, Snapshot] | None = None
-        self.ready: dict[str, Any] = {}  # by space, what ImmediateAnswers have made
+        self._remainder: tuple[Snapshot, Snapshot, Snapshot] | None = None
+        self.ready: dict[str, Any] = {}  # by space, prepared by ImmediateAnswers
         super().__init__(name, folder, store, FilterEngine(store))
 
-    def check_whole(self) -> None:
-        """A file has no parts that can be missing."""
+    def check_complete(self) -> None:
+        """Do nothing: a file has no parts that can be missing."""
 
     def wake(self) -> None:
         if not self._views:
@@ -257,22 +293,30 @@ class HostedInFile(Hosted):
             self._wake(plan)
 
     def _wake(self, plan: Plan) -> None:
-        for space in plan.searched():
+        for space in plan.searched_spaces():
             self.view(space)
 
     def view(
-        self, space: str, source: LiveView | None = None, between: Callable[[], None] = lambda: None
-    ) -> LiveView:  # fmt: skip
-        """The live view of a space, made when it is first asked for: with the index that is kept of
-        it, or that it inherits from `source`. `between` may raise to give up."""
+        self,
+        space: str,
+        source: LiveView | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> LiveView:
+        """Return the live view of a space; it is made at the first call.
+
+        Args:
+            space: id of the space.
+            source: a view whose graph is inherited if no index was saved.
+            check_stop: called often while the view is made; it may raise to stop.
+        """
         view = self._views.get(space)
         if view is not None:
             return view
         locks.check_lock_order(Level.VIEW, self.name)
-        with self._making, locks.hold_level(Level.VIEW, self.name):
+        with self._views_lock, locks.hold_level(Level.VIEW, self.name):
             view = self._views.get(space)
             if view is None:
-                begin = beginning(self.index_path(space), source, between)
+                begin = index_opener(self.index_path(space), source, check_stop)
                 view = LiveView(self.store, space, begin)
                 self._views = {**self._views, space: view}
             return view
@@ -284,7 +328,7 @@ class HostedInFile(Hosted):
         return self.items_of(space).get(labels)
 
     def items_of(self, space: str) -> ItemCache:
-        """The items that are kept in memory as `space` shows them."""
+        """Return the cache of items as a space shows them."""
         cache = self._items.get(space)
         if cache is None:
             with self._lock:
@@ -296,56 +340,70 @@ class HostedInFile(Hosted):
         parts: Sequence[PlanPart],
         queries: Sequence[Vectors],
         k: int,
-        allowed: Matches | None,
+        matches: Matches | None,
         ef: int,
     ) -> list[Neighbours]:
         snapshots = self._snapshots(parts)
-        found = [
-            self.best(part, snapshot, column, k, allowed, ef)
+        neighbours = [
+            self.best(part, snapshot, column, k, matches, ef)
             for part, snapshot, column in zip(parts, snapshots, queries, strict=True)
         ]
         if not ef:
-            # What was asked of a graph, which is tuned on some of it.
+            # A sample of these queries is used to tune the graph.
             for part, snapshot, column in zip(parts, snapshots, queries, strict=True):
                 if not isinstance(snapshot.base.index, ExactIndex):
                     self.view(part.space).asked.see(column)
-        return found
+        return neighbours
 
     def best(
         self, part: PlanPart, snapshot: Snapshot, queries: Vectors, k: int,
-        allowed: Matches | None = None, ef: int = 0,
+        matches: Matches | None = None, ef: int = 0,
     ) -> Neighbours:  # fmt: skip
-        """What a part answers, its snapshot being this: the nearest, or, where carried and native
-        vectors do not compare, the best along its scale."""
-        mask = None if allowed is None else allowed.mask
-        carried = self.origins.mixed(part, snapshot)
-        if carried is None or part.scale is None:
+        """Search one part's snapshot.
+
+        Args:
+            part: the part.
+            snapshot: its snapshot.
+            queries: float32 [q, dim].
+            k: most neighbours of each query.
+            matches: items that may be found; None means all.
+            ef: width of the graph search; 0 means the index's own.
+
+        Returns:
+            The nearest vectors; the best along the part's scale if it has migrated and native
+            vectors, whose distances do not compare.
+        """
+        mask = None if matches is None else matches.mask
+        migrated = self.origins.migrated_labels(part, snapshot)
+        if migrated is None or part.scale is None:
             return snapshot.search(queries, k, mask, ef)
         return search_origins(
-            lambda chosen: snapshot.search(queries, k, chosen, ef),
-            carried.origins, part.scale, k, mask,
+            lambda origin_mask: snapshot.search(queries, k, origin_mask, ef),
+            migrated.origins, part.scale, k, mask,
         )  # fmt: skip
 
     def _snapshots(self, parts: Sequence[PlanPart]) -> list[Snapshot]:
-        """One snapshot a part, each item in the first part that has it.
+        """Take a snapshot of each part, so that each item is in the first part that has it.
 
-        The later part is taken first: what moves to the earlier part between the two is then left
-        out of the later one, and never missing from both.
+        The later part is taken first. An item that moves between the two snapshots is then left out
+        of the later part, and never missing from both.
         """
         if len(parts) == 1:
             return [self.view(parts[0].space).snapshot()]
         new, old = parts
-        before = self.view(old.space).snapshot()
-        upgraded = self.view(new.space).snapshot()
-        return [upgraded, self.rest(before, upgraded)]
+        old_snapshot = self.view(old.space).snapshot()
+        new_snapshot = self.view(new.space).snapshot()
+        return [new_snapshot, self.remainder(old_snapshot, new_snapshot)]
 
-    def rest(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
-        """What `snapshot` has and `other` has not; kept for the next search of the same two."""
-        known = self._rest
-        if known is not None and known[0] is snapshot and known[1] is other:
-            return known[2]
-        self._rest = snapshot, other, snapshot.without(other.labels())
-        return self._rest[2]
+    def remainder(self, snapshot: Snapshot, other: Snapshot) -> Snapshot:
+        """Return the vectors of a snapshot that another snapshot lacks; cached for the next
+        search.
+        """
+        cached = self._remainder
+        if cached is not None and cached[0] is snapshot and cached[1] is other:
+            return cached[2]
+        self._remainder = snapshot, other, snapshot.without(other.labels())
+        return self._remainder[2]
 
     def compares(self, part: PlanPart, ef: int) -> bool:
         base = self.view(part.space).snapshot().base
@@ -354,26 +412,34 @@ class HostedInFile(Hosted):
     def expect(self, space: str) -> None:
         self.view(space)
 
-    def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Give a space that an upgrade has filled its first index; `between` may raise to stop.
-        Where the release was active before a rollback, its own index is still there; what cannot be
-        inherited is built."""
+    def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
+        """Make the first index of a space that an upgrade has filled.
+
+        If the release was active before a rollback, its own index is used. Otherwise the old
+        space's graph is inherited; without one the index is built.
+
+        Args:
+            space: id of the space.
+            check_stop: called often; it may raise to stop.
+        """
         source = self.view(self.spec().space)
-        view = self.view(space, source, between)
-        self._inherit_index(space, view, source, between)
+        view = self.view(space, source, check_stop)
+        self._inherit_index(space, view, source, check_stop)
 
     def forget_views(self, plan: Plan) -> None:
-        self._rest = None
+        self._remainder = None
         locks.check_lock_order(Level.VIEW, self.name)
-        with self._making:
-            kept = plan.searched()
-            gone = [view for space, view in self._views.items() if space not in kept]
-            self._views = {space: v for space, v in self._views.items() if space in kept}
-        for view in gone:
+        with self._views_lock:
+            searched = plan.searched_spaces()
+            unused = [view for space, view in self._views.items() if space not in searched]
+            self._views = {space: view for space, view in self._views.items() if space in searched}
+        for view in unused:
             view.close()
-        self.origins.keep(kept)
+        self.origins.retain(searched)
         with self._lock:
-            self._items = {space: one for space, one in self._items.items() if space in kept}
+            self._items = {
+                space: cache for space, cache in self._items.items() if space in searched
+            }
             self.ready = {}
 
     def drop(self, space: str) -> None:
@@ -381,7 +447,7 @@ class HostedInFile(Hosted):
         self.index_path(space).unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.origins.keep(())
+        self.origins.retain(())
         for view in self.views().values():
             view.close()
         super().close()
@@ -392,195 +458,253 @@ class HostedInFile(Hosted):
             cache.on_change(change)
 
     def index_path(self, space: str) -> Path:
-        """Where the index of a space is cached."""
+        """Return the file that caches the index of a space."""
         return self.folder / f"{space}.hnsw"
 
     def make_index(
-        self, space: str, view: LiveView, between: Callable[[], None], threads: hnsw.Threads
+        self, space: str, view: LiveView, check_stop: Callable[[], None], threads: hnsw.Threads
     ) -> None:
-        """Give the view a base of all its vectors: its own, renewed, or a fresh graph.
+        """Build the base of a view from all its vectors: renew its graph, or build another.
 
-        `between` is called now and then, and may raise to give up; `threads` as in hnsw.build.
+        Args:
+            space: id of the space.
+            view: the view of the space.
+            check_stop: called often; it may raise to stop.
+            threads: number of threads, as in hnsw.build.
         """
         base = view.snapshot().base.index
         old = base if isinstance(base, HnswIndex) and base.fresh else None
-        self._compact(view, old, between, threads)
+        self._compact(view, old, check_stop, threads)
         self._save_index(space, view)
 
     def _inherit_index(
-        self, space: str, view: LiveView, source: LiveView, between: Callable[[], None]
+        self, space: str, view: LiveView, source: LiveView, check_stop: Callable[[], None]
     ) -> None:
-        """After an upgrade: the graph of the space before, over the new vectors, unless the view
-        began with one. It serves at once; a fresh one follows in the background. `between` as in
-        `make_index`."""
-        if isinstance(view.snapshot().base.index, HnswIndex) or not due(view):
+        """Take the graph of the old space for the new vectors, unless the view has a graph already.
+
+        It serves at once; a new graph is built in the background.
+        """
+        if isinstance(view.snapshot().base.index, HnswIndex) or not needs_index(view):
             self._save_index(space, view)
             return
         base = source.snapshot().base.index
-        self._compact(view, base if isinstance(base, HnswIndex) else None, between)
+        self._compact(view, base if isinstance(base, HnswIndex) else None, check_stop)
         self._save_index(space, view)
 
     def _compact(
         self,
         view: LiveView,
         old: HnswIndex | None,
-        between: Callable[[], None],
+        check_stop: Callable[[], None],
         threads: hnsw.Threads = hnsw.one_thread,
     ) -> None:
         began = time.monotonic()
 
         def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
-            base = hnsw.renew(spec, labels, vectors, old=old, threads=threads, between=between)
-            return tuned(base, view, between)
+            base = hnsw.renew(spec, labels, vectors, old=old, threads=threads, between=check_stop)
+            return tune(base, view, check_stop)
 
         view.compact(build)
         seconds = round(time.monotonic() - began, 3)
         log.info("indexed", gallery=self.name, items=len(view.snapshot()), seconds=seconds)
 
     def _save_index(self, space: str, view: LiveView) -> None:
-        """Keep the base for the next start: changes since are found in the gallery itself."""
+        """Save the base for the next start, which reads later changes from the gallery itself."""
         index = view.snapshot().base.index
         try:
             if isinstance(index, HnswIndex):
                 index.save(self.index_path(space))
         except CannotWriteError as error:
-            # It is a cache: the next start builds again.
+            # The index is a cache: the next start builds it again.
             log.warning("index not saved", error=str(error))
 
 
-def due(view: LiveView) -> bool:
-    """Whether a view has changed enough since its base was made, or its base was only carried."""
+def needs_index(view: LiveView) -> bool:
+    """Tell whether a view needs a new base: it has changed much, or its base was only inherited."""
     snapshot = view.snapshot()
     total, base = len(snapshot), snapshot.base.index
     if total < SMALL:
         return False
     if not isinstance(base, HnswIndex) or not base.fresh:
         return True
-    # Also what was deleted before the gateway started.
-    dead = len(base.graph) - len(snapshot.base)
-    return len(snapshot.delta) > max(LARGEST_DELTA, _LARGEST_SHARE * len(base.labels)) or (
-        dead > _LARGEST_SHARE * len(base.labels)
+    # Includes vectors that were deleted before the gateway started.
+    deleted = len(base.graph) - len(snapshot.base)
+    return len(snapshot.delta) > max(LARGEST_DELTA, _MAX_SHARE * len(base.labels)) or (
+        deleted > _MAX_SHARE * len(base.labels)
     )
 
 
-def tuned(base: Index, view: LiveView, between: Callable[[], None]) -> Index:
-    """A graph as wide as finds what is really asked of the view; `between` as in
-    `HostedInFile.make_index`."""
+def tune(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
+    """Tune a graph for the queries that were really asked.
+
+    Args:
+        base: the index of the view.
+        view: the view, which samples its queries.
+        check_stop: called often; it may raise to stop.
+
+    Returns:
+        A graph with a suitable search width; `base` if it is no graph, or nothing was asked.
+    """
     queries = view.asked.sample()
     if not isinstance(base, HnswIndex) or not len(queries):
         return base
-    index = hnsw.tuned(base, queries, between)
+    index = hnsw.tuned(base, queries, check_stop)
     if index.ef != base.ef:
         log.info("tuned", ef=index.ef, before=base.ef)
     return index
 
 
-def beginning(
-    path: Path, source: LiveView | None = None, between: Callable[[], None] = lambda: None
+def index_opener(
+    path: Path, source: LiveView | None = None, check_stop: Callable[[], None] = lambda: None
 ) -> Opener:
-    """Take the index at `path`, with tombstones for what is gone and what came since beside it;
-    else the links of `source`'s. Neither builds anything. `between` may raise to give up."""
+    """Return a function that opens a view's first index, without building anything.
+
+    It loads a saved index, with deletions marked and later vectors outside of the graph. Without
+    one it inherits the graph of another view.
+
+    Args:
+        path: file of the saved index; deleted if it is damaged.
+        source: a view whose graph may be inherited; None means no view.
+        check_stop: called often; it may raise to stop.
+
+    Returns:
+        The function; it raises NotFoundError if there is no graph, or too few vectors for one.
+    """
 
     def begin(spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple[Index, Rows]:
         if len(labels) < SMALL:
-            raise NotFoundError("searched exactly: a few vectors only")
+            raise NotFoundError("too few vectors for a graph; they are searched exactly")
         with contextlib.suppress(NotFoundError):
             try:
                 return hnsw.load(path, spec, labels, vectors)
             except VerificationError as error:
-                log.warning("index file refused, building anew", error=str(error))
+                log.warning("index file is damaged; the index is built again", error=str(error))
                 path.unlink(missing_ok=True)
         base = None if source is None else source.snapshot().base.index
         if not isinstance(base, HnswIndex):
             raise NotFoundError("there is no graph to inherit")
-        return hnsw.revive(base.skeleton(sums=False), spec, labels, vectors, between)
+        return hnsw.revive(base.skeleton(sums=False), spec, labels, vectors, check_stop)
 
     return begin
 
 
 class Origins:
-    """Which spaces of a gallery hold carried and native vectors that are ranked along a scale."""
+    """Know which vectors of a gallery were migrated, in spaces where a scale ranks both origins."""
 
     def __init__(self, store: SqliteGallery) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._carried: Mapping[str, CarriedLabels] = {}
+        self._migrated: Mapping[str, CarriedLabels] = {}
 
-    def known(self, part: PlanPart) -> bool:
-        """Whether `mixed` answers without reading the file."""
-        return part.scale is None or part.space in self._carried
+    def is_loaded(self, part: PlanPart) -> bool:
+        """Tell whether `migrated_labels` answers without reading the file."""
+        return part.scale is None or part.space in self._migrated
 
-    def mixed(self, part: PlanPart, snapshot: Snapshot) -> CarriedLabels | None:
-        """What tells the origins of the vectors of a part; None where their distances rank them:
-        without a scale, and while they are all of one origin."""
+    def migrated_labels(self, part: PlanPart, snapshot: Snapshot) -> CarriedLabels | None:
+        """Return the migrated labels of a part.
+
+        Returns None if distances alone rank the part: without a scale, or if all vectors have one
+        origin.
+        """
         if part.scale is None:
             return None
-        carried = self._carried.get(part.space)
-        if carried is None:
-            carried = self._read(part.space)
-        return carried if 0 < len(carried) < len(snapshot) else None
+        migrated = self._migrated.get(part.space)
+        if migrated is None:
+            migrated = self._read(part.space)
+        return migrated if 0 < len(migrated) < len(snapshot) else None
 
     def _read(self, space: str) -> CarriedLabels:
         with self._lock:
-            carried = self._carried.get(space)
-            if carried is None:
-                carried = CarriedLabels(self._store, space)
+            migrated = self._migrated.get(space)
+            if migrated is None:
+                migrated = CarriedLabels(self._store, space)
                 try:
-                    carried.load()
+                    migrated.load()
                 except BaseException:
-                    carried.close()
+                    migrated.close()
                     raise
-                self._carried = {**self._carried, space: carried}
-            return carried
+                self._migrated = {**self._migrated, space: migrated}
+            return migrated
 
-    def keep(self, spaces: Collection[str]) -> None:
-        """Let go of all other spaces."""
+    def retain(self, spaces: Collection[str]) -> None:
+        """Free the labels of all other spaces."""
         with self._lock:
-            gone = [one for space, one in self._carried.items() if space not in spaces]
-            self._carried = {s: one for s, one in self._carried.items() if s in spaces}
-        for one in gone:
-            one.close()
+            unused = [labels for space, labels in self._migrated.items() if space not in spaces]
+            self._migrated = {
+                space: labels for space, labels in self._migrated.items() if space in spaces
+            }
+        for labels in unused:
+            labels.close()
 
-
-# Galleries in files: a folder each, made and deleted by a rename.
 
 NAME = re.compile(r"^[a-z0-9_-]{1,64}\Z")
 _FILE = "gallery.sqlite"
-# A folder with this prefix is a gallery being made or deleted when the gateway died.
+# Prefix of a folder whose creation or deletion was interrupted.
 _UNFINISHED = ".tmp-"
 
 
 class Home(Protocol):
-    """Where galleries are kept, by name."""
+    """Store galleries by name."""
 
     def sweep(self) -> None:
-        """Remove what was never finished, before anything is opened. Raises CannotWriteError."""
+        """Remove what an interrupted creation or deletion left, before any gallery is opened.
+
+        Raises:
+            CannotWriteError: it cannot be removed.
+        """
         ...
 
     def names(self) -> Iterable[str]:
-        """Those that are there, in order."""
+        """Return the names of all galleries, in order."""
         ...
 
     def open(self, name: str) -> Hosted:
-        """Raises VerificationError, NotFoundError, BusyError, UnavailableError."""
+        """Open a gallery.
+
+        Raises:
+            NotFoundError: no gallery has this name.
+            VerificationError: the gallery is damaged.
+            BusyError: another process holds it.
+            UnavailableError: the database does not answer.
+        """
         ...
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
-        """A gallery with these spaces, the last of them active, as the last step. Raises
-        CannotWriteError, AlreadyExistsError."""
+        """Create a gallery atomically.
+
+        Args:
+            name: its name.
+            specs: its spaces; the last one is active.
+            state: its first state.
+
+        Raises:
+            AlreadyExistsError: a gallery has this name.
+            CannotWriteError: it cannot be written.
+        """
         ...
 
     def remove(self, name: str) -> Callable[[], None]:
-        """Take a gallery away that nobody uses: from here on it is gone. What is returned is to be
-        called once it is closed. Raises CannotWriteError."""
+        """Remove a gallery that nobody uses, atomically.
+
+        Returns:
+            A function that frees its storage, to be called once it is closed.
+
+        Raises:
+            CannotWriteError: it cannot be removed.
+        """
         ...
 
 
-class InFiles:
-    """What is said of each method: Home."""
+class FileHome:
+    """Store each gallery in a folder of its own; it is created and removed by a rename."""
 
     def __init__(self, folder: Path, residents: Residents) -> None:
-        """`residents` bounds how many of their files are open at once."""
+        """Use a folder.
+
+        Args:
+            folder: the folder of all galleries; `sweep` creates it.
+            residents: limits how many of their files are open at once.
+        """
         self._folder = folder
         self._residents = residents
 
@@ -592,7 +716,7 @@ class InFiles:
         if not self._folder.is_dir():
             return []
         folders = sorted(self._folder.iterdir())
-        return [one.name for one in folders if NAME.match(one.name) and (one / _FILE).is_file()]
+        return [path.name for path in folders if NAME.match(path.name) and (path / _FILE).is_file()]
 
     def open(self, name: str) -> Hosted:
         folder = self._folder / name
@@ -614,9 +738,9 @@ class InFiles:
         durable.publish_dir(unfinished, self._folder / name)
 
     def remove(self, name: str) -> Callable[[], None]:
-        gone = self._unfinished(name)
-        durable.publish_dir(self._folder / name, gone)
-        return lambda: durable.remove_tree(gone)
+        removed = self._unfinished(name)
+        durable.publish_dir(self._folder / name, removed)
+        return lambda: durable.remove_tree(removed)
 
     def _unfinished(self, name: str) -> Path:
         return self._folder / f"{_UNFINISHED}{name}-{uuid.uuid4().hex}"

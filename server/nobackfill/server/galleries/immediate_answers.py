@@ -1,7 +1,7 @@
-"""Searches that are answered where they arrive: handing one to a thread takes as long as doing it.
+"""Answer searches on the thread that receives calls: handing one to another thread takes as long.
 
-Nothing here waits: what is read are references to what never changes (a plan, a snapshot) and the
-items that are in memory. Whatever else a search needs, or is wrong with it, is left to a thread.
+Nothing here waits. It reads only references to immutable objects (a plan, a snapshot) and cached
+items. A search that needs more, or has an error, is left to another thread.
 """
 
 import math
@@ -19,16 +19,16 @@ from nobackfill.gallery.search.view import LiveView, Snapshot, curves_of, parse
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.embedding.image_queue import ImageQueue, QueuedImage
 from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.hosted import Hosted, light
+from nobackfill.server.galleries.hosted import Hosted, is_light
 from nobackfill.server.galleries.hosted_file import (
     HitBytes,
     HostedInFile,
     ItemCache,
-    hit_bytes,
-    joined,
+    encode_hit,
+    encode_hits,
 )
 from nobackfill.server.galleries.plan import Plan
-from nobackfill.server.galleries.ranking import PlanPart, rounded, scores_of
+from nobackfill.server.galleries.ranking import PlanPart, round_distances, scores_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Later, Unanswered
 from nobackfill.server.state import GatewayState, State
@@ -40,17 +40,25 @@ if TYPE_CHECKING:
     from nobackfill.gallery.search._native import Curves
 
 
-# Values, k, and how far hits may be.
+# A query by embedding: little-endian float32 values, k, and the largest distance of a hit.
 VectorQuery = tuple[bytes, int, float]
 
-# More hits than this are encoded on a thread.
-DEFAULT_K, MOST_HITS = 10, 64
+# Default number of hits; answers with more hits than MAX_HITS are made on another thread.
+DEFAULT_K, MAX_HITS = 10, 64
 
 
 @dataclass(frozen=True)
-class _ReadySearch:
-    """What answers of one part have in common. `end`: what follows the hits, in which the query's
-    space ends at `ends`."""
+class _PreparedPart:
+    """Hold what all answers of one part share.
+
+    Attributes:
+        part: the part.
+        items: cached items.
+        make: encodes a hit.
+        ends: Unix time at which queries of the space end; None without an end.
+        end: encoded fields that follow the hits.
+        curves: calibration for compiled code; None without compiled code.
+    """
 
     part: PlanPart
     items: ItemCache
@@ -61,8 +69,8 @@ class _ReadySearch:
 
 
 @dataclass(frozen=True)
-class _Route:
-    """From requests to answers in one call of compiled code, as long as nothing of this changes."""
+class _CompiledRoute:
+    """Answer requests in one call of compiled code, while nothing that it depends on changes."""
 
     answers: Callable[[list[bytes]], list[bytes | None]]
     hosted: HostedInFile
@@ -73,11 +81,12 @@ class _Route:
     state: State
     exact: bool
 
-    def holds(self) -> bool:
+    def is_valid(self) -> bool:
+        """Tell whether everything that the route depends on is unchanged."""
         hosted = self.hosted
         return (
             hosted.plan is self.plan
-            and hosted.origins.mixed(self.part, self.snapshot) is None
+            and hosted.origins.migrated_labels(self.part, self.snapshot) is None
             and self.view.snapshot() is self.snapshot
             and hosted.views().get(self.snapshot.spec.space) is self.view
             and hosted.exact is self.exact
@@ -85,130 +94,158 @@ class _Route:
 
 
 class ImmediateAnswers:
-    """Answers queries by one embedding."""
+    """Answer queries by one embedding."""
 
     def __init__(self, galleries: GalleryRegistry, state: GatewayState, metrics: Metrics) -> None:
         self._galleries = galleries
         self._state = state
         self._exact, self._graph = (metrics.searches.labels(kind) for kind in ("exact", "graph"))
-        # What answered last.
-        self._route: _Route | None = None
+        # The route of the last answer; None if it had none.
+        self._route: _CompiledRoute | None = None
 
-    def routed(self, messages: list[bytes]) -> list[bytes | None] | None:
-        """To each of `messages` the answer, where all is as it was when one was answered last; None
-        to those that ask something else, and for all: ask `answers`."""
+    def answer_by_route(self, messages: list[bytes]) -> list[bytes | None] | None:
+        """Answer encoded requests by the route of the last answer.
+
+        Args:
+            messages: encoded SearchRequests.
+
+        Returns:
+            The encoded answer to each, None for a request that the route does not fit; or None for
+            all if the route is no longer valid. The caller then uses `answer`.
+        """
         route = self._route
         if (
             route is None
-            or not route.holds()
-            or self._galleries.at_hand(route.hosted.name) is not route.hosted
+            or not route.is_valid()
+            or self._galleries.ready_gallery(route.hosted.name) is not route.hosted
             or self._state.current is not route.state
-            or not route.hosted.speed.at_its_best
+            or not route.hosted.speed.is_fast
         ):
             self._route = None
             return None
         began = time.monotonic()
         answers = route.answers(messages)
-        whole = len(answers) - answers.count(None)
-        if whole:
-            route.hosted.speed.took_whole(time.monotonic() - began, whole)
-            self._graph.inc(whole)
-            if chosen := route.view.asked.chosen(whole):
-                told = [
+        count = len(answers) - answers.count(None)
+        if count:
+            route.hosted.speed.record_immediate(time.monotonic() - began, count)
+            self._graph.inc(count)
+            if sample := route.view.asked.chosen(count):
+                answered = [
                     m for m, answer in zip(messages, answers, strict=True) if answer is not None
                 ]
-                route.view.asked.keep(_values(told[number] for number in chosen))
+                route.view.asked.keep(_values(answered[number] for number in sample))
         return answers
 
-    def named(self) -> str:
-        """The gallery that `routed` answers for."""
+    def route_gallery(self) -> str:
+        """Return the gallery that `answer_by_route` answers for; empty without a route."""
         return "" if self._route is None else self._route.hosted.name
 
-    def answers(
+    def answer(
         self, gallery: str, space: str, queries: Sequence[VectorQuery]
     ) -> list[bytes | None]:
-        """To each of the `queries` in `space` a SearchResponse, or None: ask on a thread."""
-        state, hosted = self._state.current, self._galleries.at_hand(gallery)
+        """Answer queries by embedding.
+
+        Args:
+            gallery: name of the gallery.
+            space: id of the queries' space.
+            queries: the queries.
+
+        Returns:
+            An encoded SearchResponse to each query; None if it needs another thread.
+        """
+        state, hosted = self._state.current, self._galleries.ready_gallery(gallery)
         if not isinstance(hosted, HostedInFile):
             return [None] * len(queries)
         plan = hosted.plan
         part = plan.answerer.space_part(hosted, space)
         if part is None:
             return [None] * len(queries)
-        answers = self.of_part(hosted, part, queries, arriving=True)
-        if None not in answers:
-            self._route = _route(hosted, plan, part, state)
-        return answers
+        answer = self.answer_part(hosted, part, queries, on_receiver=True)
+        if None not in answer:
+            self._route = _compile_route(hosted, plan, part, state)
+        return answer
 
-    def of_part(
+    def answer_part(
         self,
         hosted: HostedInFile,
         part: PlanPart,
         queries: Sequence[VectorQuery],
         *,
-        arriving: bool = False,
+        on_receiver: bool = False,
     ) -> list[bytes | None]:
-        """As `answers`, for who holds the gallery and the plan that the part is of. A thread that
-        is none where calls arrive may take its time, and waits for others: what it takes says
-        nothing of the gallery."""
-        nothing: list[bytes | None] = [None] * len(queries)
-        # Taken before the views: what is made ready for one that goes lands in a mapping that goes.
-        known = hosted.ready
+        """Answer queries of one part.
+
+        The caller is a user of the gallery and of the plan.
+
+        Args:
+            hosted: the gallery.
+            part: the part of its plan.
+            queries: the queries.
+            on_receiver: the caller is the thread that receives calls. Only then is the time limited,
+                and recorded for the gallery's speed.
+
+        Returns:
+            As `answer`.
+        """
+        no_answers: list[bytes | None] = [None] * len(queries)
+        # Read this before the views: parts that are prepared for freed views then land in a freed
+        # mapping.
+        prepared_parts = hosted.ready
         view = hosted.views().get(part.space)
-        if view is None or not hosted.origins.known(part):
-            return nothing
+        if view is None or not hosted.origins.is_loaded(part):
+            return no_answers
         ends = self._state.current.ends.get(part.query.space)
-        ready = known.get(part.space)
+        ready = prepared_parts.get(part.space)
         if ready is None or ready.part is not part or ready.ends != ends:
-            ready = known[part.space] = _ready(hosted, part, ends)
+            ready = prepared_parts[part.space] = _prepare(hosted, part, ends)
         snapshot = view.snapshot()
         if (
             (ends is not None and time.time() >= ends)
-            or not (hosted.speed.quick(snapshot) if arriving else light(snapshot))
-            or not hosted.speed.worth_a_try()
+            or not (hosted.speed.is_quick(snapshot) if on_receiver else is_light(snapshot))
+            or not hosted.speed.should_try()
         ):
-            return nothing
+            return no_answers
         began = time.monotonic()
-        answers = _answers(hosted, snapshot, ready, queries)
-        if arriving:
-            hosted.speed.took(time.monotonic() - began, len(queries))
-        self._count(snapshot, view, queries, answers)
-        return answers
+        answer = _answers(hosted, snapshot, ready, queries)
+        if on_receiver:
+            hosted.speed.record(time.monotonic() - began, len(queries))
+        self._count(snapshot, view, queries, answer)
+        return answer
 
     def _count(
         self,
         snapshot: Snapshot,
         view: LiveView,
         queries: Sequence[VectorQuery],
-        answers: Sequence[bytes | None],
+        answer: Sequence[bytes | None],
     ) -> None:
-        pairs = zip(queries, answers, strict=True)
-        seen = [values for (values, _, _), answer in pairs if answer is not None]
-        if not seen:
+        pairs = zip(queries, answer, strict=True)
+        vectors = [vector for (vector, _, _), answer in pairs if answer is not None]
+        if not vectors:
             return
         if not snapshot.graphed:
-            self._exact.inc(len(seen))
+            self._exact.inc(len(vectors))
         else:
-            self._graph.inc(len(seen))
-            view.asked.see(np.frombuffer(b"".join(seen), "<f4").reshape(len(seen), -1))
+            self._graph.inc(len(vectors))
+            view.asked.see(np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), -1))
 
 
 def _answers(
-    hosted: HostedInFile, snapshot: Snapshot, ready: _ReadySearch, queries: Sequence[VectorQuery]
+    hosted: HostedInFile, snapshot: Snapshot, ready: _PreparedPart, queries: Sequence[VectorQuery]
 ) -> list[bytes | None]:
     compiled = snapshot.compiled
     answers: list[bytes | None] = [None] * len(queries)
     if (
         compiled is not None
         and ready.curves is not None
-        and hosted.origins.mixed(ready.part, snapshot) is None
+        and hosted.origins.migrated_labels(ready.part, snapshot) is None
     ):
         answers = compiled.answers(
-            queries, hosted.exact, ready.items.known, ready.curves, ready.end
+            queries, hosted.exact, ready.items.encoded_hits, ready.curves, ready.end
         )
     for number, answer in enumerate(answers):
         if answer is not None:
-            hosted.speed.tried(whole=True)
+            hosted.speed.record_attempt(in_memory=True)
         else:
             answers[number] = _in_python(hosted, snapshot, ready, *queries[number])
     return answers
@@ -217,90 +254,99 @@ def _answers(
 def _in_python(
     hosted: HostedInFile,
     snapshot: Snapshot,
-    ready: _ReadySearch,
+    ready: _PreparedPart,
     values: bytes,
     k: int,
     farthest: float,
 ) -> bytes | None:
-    """The same bytes; None where there is something to say or to read."""
+    """Answer one query without compiled code, with the same bytes; None if it needs another
+    thread.
+    """
     if len(values) != 4 * snapshot.spec.dim:
         return None
     try:
-        found = hosted.best(ready.part, snapshot, np.frombuffer(values, "<f4")[None], k)
+        neighbours = hosted.best(ready.part, snapshot, np.frombuffer(values, "<f4")[None], k)
     except InvalidInputError:
         return None
-    labels = found.labels[0].tolist()
+    labels = neighbours.labels[0].tolist()
     while labels and labels[-1] < 0:
         labels.pop()
-    hits = ready.items.shown(labels, ready.make)
-    hosted.speed.tried(whole=hits is not None)
+    hits = ready.items.encode(labels, ready.make)
+    hosted.speed.record_attempt(in_memory=hits is not None)
     if hits is None:
         return None
-    distances = found.distances[0, : len(labels)]
+    distances = neighbours.distances[0, : len(labels)]
     return _encoded(ready.part, hits, distances, farthest, exact=hosted.exact) + ready.end
 
 
-def _ready(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _ReadySearch:
+def _prepare(hosted: HostedInFile, part: PlanPart, ends: float | None) -> _PreparedPart:
     end = pb.SearchResponse(release=part.query.release, space=part.query.space)
     if ends is not None:
         end.space_ends_at.FromNanoseconds(int(ends * 1e9))
     curves = {int(ORIGINS[origin]): curve.points() for origin, curve in part.curves.items()}
-    return _ReadySearch(
+    return _PreparedPart(
         part,
         hosted.items_of(part.space),
-        partial(hit_bytes, release=part.release),
+        partial(encode_hit, release=part.release),
         ends,
         end.SerializeToString(),
         curves_of(curves),
     )
 
 
-def _route(hosted: HostedInFile, plan: Plan, part: PlanPart, state: State) -> _Route | None:
-    """Where a query's space has no end, nothing is healed, and there is compiled code for it."""
+def _compile_route(
+    hosted: HostedInFile, plan: Plan, part: PlanPart, state: State
+) -> _CompiledRoute | None:
+    """Make the compiled route of a part; None if a query's answer depends on more than its
+    snapshot.
+    """
     ready, view = hosted.ready.get(part.space), hosted.views().get(part.space)
     space, exact = part.query.space, hosted.exact
-    if view is None or not isinstance(ready, _ReadySearch) or ready.part is not part:
+    if view is None or not isinstance(ready, _PreparedPart) or ready.part is not part:
         return None
     snapshot = view.snapshot()
     if snapshot.compiled is None or ready.curves is None or ready.ends is not None:
         return None
     if space in state.ends or plan.heals == part.space:
         return None
-    if hosted.origins.mixed(part, snapshot) is not None:
+    if hosted.origins.migrated_labels(part, snapshot) is not None:
         return None
     answers = snapshot.compiled.route(
-        hosted.name, space, DEFAULT_K, MOST_HITS, exact, ready.items.known, ready.curves, ready.end
+        hosted.name,
+        space,
+        DEFAULT_K,
+        MAX_HITS,
+        exact,
+        ready.items.encoded_hits,
+        ready.curves,
+        ready.end,
     )
-    return _Route(answers, hosted, plan, part, view, snapshot, state, exact)
+    return _CompiledRoute(answers, hosted, plan, part, view, snapshot, state, exact)
 
 
 def _values(messages: Iterable[bytes]) -> Vectors:
-    """Of requests that were read once [q, dim]."""
-    assert parse is not None, "compiled code has read them"
-    found = [asked[2] for asked in map(parse, messages) if asked is not None]
-    return np.frombuffer(b"".join(found), "<f4").reshape(len(found), -1)
+    """Return the vectors of requests that compiled code has parsed, float32 [q, dim]."""
+    assert parse is not None, "compiled code has parsed them before"
+    values = [request[2] for request in map(parse, messages) if request is not None]
+    return np.frombuffer(b"".join(values), "<f4").reshape(len(values), -1)
 
 
 def _encoded(
     part: PlanPart, hits: list[HitBytes], distances: Vectors, farthest: float, *, exact: bool
 ) -> bytes:
-    shown = distances if exact else rounded(distances)
-    scores = scores_of(part, [origin_name(hit.origin) for hit in hits], shown)
-    told = shown.tolist()
+    distances_shown = distances if exact else round_distances(distances)
+    scores = scores_of(part, [origin_name(hit.origin) for hit in hits], distances_shown)
+    values = distances_shown.tolist()
     if farthest < math.inf:
-        within = [place for place, distance in enumerate(told) if distance <= farthest]
-        hits, told = [hits[n] for n in within], [told[n] for n in within]
-        scores = [scores[n] for n in within]
-    return joined(hits, told, scores)
-
-
-# Searches by one image that hold no thread: decoded and embedded together with others, then found
-# as an embedding is. What needs more, and every refusal, is left to a thread.
+        near = [place for place, distance in enumerate(values) if distance <= farthest]
+        hits, values = [hits[n] for n in near], [values[n] for n in near]
+        scores = [scores[n] for n in near]
+    return encode_hits(hits, values, scores)
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
-    """One query, counted among who uses the gallery and its plan."""
+class _ImageQuery:
+    """Hold a query by one image, a user of the gallery and of its plan."""
 
     hosted: HostedInFile
     plan: Plan
@@ -310,12 +356,17 @@ class _Asked:
     call: Unanswered
 
     def end(self, answer: bytes | None) -> None:
+        """Answer the call, None for another thread, and leave the gallery and the plan."""
         _leave(self.hosted, self.plan)
         self.call.done(answer)
 
 
 class ImageAnswers:
-    """Answers queries by one image."""
+    """Answer queries by one image without holding a thread.
+
+    Images of many calls are decoded and embedded together, then searched as embeddings. A query
+    that needs more, or has an error, is left to another thread.
+    """
 
     def __init__(
         self, galleries: GalleryRegistry, immediate: ImmediateAnswers, embedding: Embedding,
@@ -324,15 +375,22 @@ class ImageAnswers:
         self._galleries = galleries
         self._immediate = immediate
         self._embedding = embedding
-        self._queue: ImageQueue[_Asked] = ImageQueue(embedding, metrics, self._answer)
+        self._queue: ImageQueue[_ImageQuery] = ImageQueue(embedding, metrics, self._answer)
 
     def close(self) -> None:
-        """End its threads; what nobody has begun is left to others."""
+        """Stop the threads; waiting queries are left to others."""
         self._queue.close()
 
     def later(self, gallery: str, image: bytes, k: int, farthest: float) -> Later | None:
-        """What answers a query; None: on a thread."""
-        hosted = self._galleries.at_hand(gallery)
+        """Return what answers a query later; None if it needs another thread.
+
+        Args:
+            gallery: name of the gallery.
+            image: the encoded image.
+            k: most hits.
+            farthest: largest distance of a hit.
+        """
+        hosted = self._galleries.ready_gallery(gallery)
         if (
             not isinstance(hosted, HostedInFile)
             or hosted.plan.answerer.image_part(hosted) is None
@@ -351,38 +409,42 @@ class ImageAnswers:
                 _leave(hosted, plan)
             call.done(None)
             return
-        asked = _Asked(hosted, plan, part, k, farthest, call)
-        self._queue.add(QueuedImage(asked, part.query, image, call.deadline, call.is_wanted))
+        query = _ImageQuery(hosted, plan, part, k, farthest, call)
+        self._queue.add(QueuedImage(query, part.query, image, call.deadline, call.is_wanted))
 
-    def _answer(self, found: Sequence[tuple[QueuedImage[_Asked], Vectors | None]]) -> None:
-        answers: dict[QueuedImage[_Asked], bytes | None] = {waiting: None for waiting, _ in found}
+    def _answer(self, embedded: Sequence[tuple[QueuedImage[_ImageQuery], Vectors | None]]) -> None:
+        answers: dict[QueuedImage[_ImageQuery], bytes | None] = {
+            waiting: None for waiting, _ in embedded
+        }
         try:
-            self._search(found, answers)
+            self._search(embedded, answers)
         finally:
             for waiting, answer in answers.items():
                 waiting.of.end(answer)
 
     def _search(
         self,
-        found: Sequence[tuple[QueuedImage[_Asked], Vectors | None]],
-        answers: dict[QueuedImage[_Asked], bytes | None],
+        embedded: Sequence[tuple[QueuedImage[_ImageQuery], Vectors | None]],
+        answers: dict[QueuedImage[_ImageQuery], bytes | None],
     ) -> None:
-        rows = {waiting: row for waiting, row in found if row is not None}
-        together: dict[tuple[HostedInFile, PlanPart], list[QueuedImage[_Asked]]] = {}
+        rows = {waiting: row for waiting, row in embedded if row is not None}
+        groups: dict[tuple[HostedInFile, PlanPart], list[QueuedImage[_ImageQuery]]] = {}
         for waiting in rows:
-            together.setdefault((waiting.of.hosted, waiting.of.part), []).append(waiting)
-        for (hosted, part), some in together.items():
-            queries = [(rows[one].tobytes(), one.of.k, one.of.farthest) for one in some]
-            made = self._immediate.of_part(hosted, part, queries)
-            answers.update(zip(some, made, strict=True))
+            groups.setdefault((waiting.of.hosted, waiting.of.part), []).append(waiting)
+        for (hosted, part), group in groups.items():
+            queries = [(rows[one].tobytes(), one.of.k, one.of.farthest) for one in group]
+            group_answers = self._immediate.answer_part(hosted, part, queries)
+            answers.update(zip(group, group_answers, strict=True))
         for waiting, row in rows.items():
             if answers[waiting] is None:
-                # The thread that answers embeds it no second time.
+                # The thread that answers it finds the embedding there and does not make it again.
                 self._embedding.keep(waiting.manifest, waiting.image, row)
 
 
 def _enter(hosted: Hosted) -> Plan | None:
-    """The gallery's plan: both are from now on used by one more. None: the gallery is closed."""
+    """Become a user of a gallery and its plan, and return the plan; None if the gallery is
+    closed.
+    """
     return hosted.enter_plan() if hosted.users.enter() else None
 
 

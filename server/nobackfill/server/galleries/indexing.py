@@ -1,4 +1,4 @@
-"""Indexes of live views, made in the background: loaded if good, else built; compacted if due."""
+"""Keep the index of every view: build, renew, tune and save it in the background."""
 
 import contextlib
 import functools
@@ -16,63 +16,76 @@ from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Index, give_way
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.hosted_file import HostedInFile, due, tuned
+from nobackfill.server.galleries.hosted_file import HostedInFile, needs_index, tune
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 
-# While a gallery is filled, that keeps its graph from being made over and over. Once nothing
-# changed for so long, fewer than this lie beside it: every search compares each of them.
+# A gallery that is being filled is not indexed over and over. Once nothing has changed for _QUIET_S
+# seconds, its graph is renewed if more than _QUIET_DELTA vectors are outside it, which every search
+# compares.
 _QUIET_DELTA = 1_000
 _QUIET_S = 1.0
-# A space that an upgrade fills is searched exactly up to here.
-_LARGEST_FILLING = 200_000
-_EVERY_S = 0.5
-# An index that could not be written, on a full disk say, is tried again after so long.
-_UNWRITTEN_S = 20.0
-# An index is tuned on queries once so many more were asked, at most so often, and in no more than
-# one part of its time in so many.
-_ENOUGH_ASKED = 32
-_TUNED_EVERY_S = 30.0
-_TUNED_SHARE = 50
-# A gallery whose index cannot be made for a reason nobody foresaw is tried again after so long.
-_REST_S = 30.0
+# A space that an upgrade fills is searched exactly up to so many vectors.
+_MAX_FILLING = 200_000
+_POLL_SECONDS = 0.5
+# An index that could not be saved, as on a full disk, is saved again after so many seconds.
+_SAVE_RETRY_SECONDS = 20.0
+# An index is tuned after so many more queries, at most once in so many seconds, and for at most one
+# part in so many of the time.
+_MIN_QUERIES = 32
+_TUNE_SECONDS = 30.0
+_TUNE_SHARE = 50
+# A gallery whose index failed with an unexpected error is tried again after so many seconds.
+_FAILURE_PAUSE_SECONDS = 30.0
 
 
 class Indexing:
-    """Looks after every view of every gallery: one thread finds what is due, and makers make it, as
-    many galleries at a time as there may be threads. Those that are not many share them."""
+    """Keep the indexes of all galleries.
+
+    One thread looks for work, and other threads do it, each for one gallery at a time. They share
+    the given number of threads.
+    """
 
     def __init__(
         self, galleries: Callable[[], Iterable[Hosted]], metrics: Metrics, threads: int
     ) -> None:
-        """`threads`: how many cores all builds together may keep busy."""
+        """Prepare the threads.
+
+        Args:
+            galleries: yields all galleries.
+            metrics: counts unexpected errors.
+            threads: number of cores that all builds together may use.
+        """
         self._galleries = galleries
         self._metrics = metrics
         self._makers = ThreadPoolExecutor(threads, "index", initializer=self._give_way)
-        self._sharing = Sharing(threads)
-        # Galleries that wait for a maker, or have one.
+        self._budget = ThreadBudget(threads)
+        # Galleries that wait for a thread, or have one.
         self._busy: weakref.WeakSet[HostedInFile] = weakref.WeakSet()
-        # Views whose index is not on the disk: the snapshot last seen, and since when. Weak: a view
-        # that a swap left behind must not keep its vectors and its graph here.
+        # For views whose index is not saved: the snapshot last seen, and since when. The references
+        # are weak, so that a freed view does not keep its vectors and its graph in memory.
         self._since: weakref.WeakKeyDictionary[LiveView, tuple[weakref.ref[Snapshot], float]] = (
             weakref.WeakKeyDictionary()
         )
-        # Views whose index was tuned on what was asked: how much had been by then, and from when on
-        # that is worth its time again.
+        # For tuned views: the number of queries by then, and the time from which to tune again.
         self._tuned: weakref.WeakKeyDictionary[LiveView, tuple[int, float]] = (
             weakref.WeakKeyDictionary()
         )
-        # Galleries that failed for a reason nobody foresaw: left alone until then.
-        self._resting: weakref.WeakKeyDictionary[HostedInFile, float] = weakref.WeakKeyDictionary()
+        # Galleries that failed with an unexpected error, and the time until which they are left
+        # alone.
+        self._paused_until: weakref.WeakKeyDictionary[HostedInFile, float] = (
+            weakref.WeakKeyDictionary()
+        )
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, name="indexing", daemon=True)
 
     def start(self) -> None:
+        """Start the thread that looks for work."""
         self._thread.start()
 
     def close(self) -> None:
-        """End; a build under way is given up."""
+        """Stop; a build that is running is given up."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -90,104 +103,107 @@ class Indexing:
                 for hosted in self._galleries():
                     if isinstance(hosted, HostedInFile):
                         self._look_at(hosted)
-            self._wake.wait(_EVERY_S)
+            self._wake.wait(_POLL_SECONDS)
 
     @contextlib.contextmanager
-    def _alone(self, hosted: HostedInFile) -> Iterator[None]:
-        """What fails in one gallery keeps no other from its index, and is tried again later."""
-        self._resting[hosted] = time.monotonic() + _REST_S
+    def _isolate(self, hosted: HostedInFile) -> Iterator[None]:
+        """Keep an error in one gallery from the others; the gallery is tried again later."""
+        self._paused_until[hosted] = time.monotonic() + _FAILURE_PAUSE_SECONDS
         with error_boundary(self._metrics, "indexing"):
             yield
-            del self._resting[hosted]
+            del self._paused_until[hosted]
 
     def _look_at(self, hosted: HostedInFile) -> None:
-        if hosted in self._busy or time.monotonic() < self._resting.get(hosted, 0.0):
+        if hosted in self._busy or time.monotonic() < self._paused_until.get(hosted, 0.0):
             return
-        there_is = False
-        with self._alone(hosted):
-            there_is = next(self._due(hosted), None) is not None
-        if there_is:
+        has_work = False
+        with self._isolate(hosted):
+            has_work = next(self._pending_work(hosted), None) is not None
+        if has_work:
             self._busy.add(hosted)
             self._makers.submit(self._look_after, hosted)
 
     def _look_after(self, hosted: HostedInFile) -> None:
-        """A maker's turn: all that is due in one gallery."""
+        """Do all the work of one gallery, on a thread of the pool."""
         try:
             if hosted.users.enter():
                 try:
-                    with self._alone(hosted), contextlib.suppress(_StoppedError):
-                        for work in self._due(hosted):
+                    with self._isolate(hosted), contextlib.suppress(_StoppedError):
+                        for work in self._pending_work(hosted):
                             work()
                 finally:
                     hosted.users.leave()
         finally:
             self._busy.discard(hosted)
 
-    def _due(self, hosted: HostedInFile) -> Iterator[Callable[[], None]]:
-        """What there is to do, one after another; asked again, the same."""
+    def _pending_work(self, hosted: HostedInFile) -> Iterator[Callable[[], None]]:
+        """Yield the work that a gallery needs."""
         for space, view in hosted.views().items():
-            if space not in hosted.plan.alone and len(view.snapshot()) < _LARGEST_FILLING:
-                # An upgrade fills it; it inherits an index when it is full.
+            if space not in hosted.plan.single_parts and len(view.snapshot()) < _MAX_FILLING:
+                # An upgrade fills this space; it inherits an index when it is complete.
                 continue
-            if due(view) or self._settled(hosted, space, view):
+            if needs_index(view) or self._is_settled(hosted, space, view):
                 yield functools.partial(self._make, hosted, space, view)
-            elif self._asked_anew(view):
+            elif self._needs_tuning(view):
                 yield functools.partial(self._tune, hosted, view)
 
-    def _settled(self, hosted: HostedInFile, space: str, view: LiveView) -> bool:
-        """Whether a graph has no file or much beside it, and nothing changed for a while that would
-        cost it again."""
+    def _is_settled(self, hosted: HostedInFile, space: str, view: LiveView) -> bool:
+        """Tell whether a graph is unsaved, or much is outside it, while nothing has changed for a
+        while.
+        """
         snapshot = view.snapshot()
         base = snapshot.base.index
-        behind = len(snapshot.delta) > _QUIET_DELTA
-        if not isinstance(base, HnswIndex) or (hosted.index_path(space).exists() and not behind):
+        has_delta = len(snapshot.delta) > _QUIET_DELTA
+        if not isinstance(base, HnswIndex) or (hosted.index_path(space).exists() and not has_delta):
             self._since.pop(view, None)
             return False
-        seen, since = self._since.get(view, (None, 0.0))
-        if seen is None or seen() is not snapshot:
+        last_snapshot, since = self._since.get(view, (None, 0.0))
+        if last_snapshot is None or last_snapshot() is not snapshot:
             self._since[view] = (weakref.ref(snapshot), time.monotonic())
             return False
-        return time.monotonic() - since >= (_QUIET_S if behind else _UNWRITTEN_S)
+        return time.monotonic() - since >= (_QUIET_S if has_delta else _SAVE_RETRY_SECONDS)
 
-    def _asked_anew(self, view: LiveView) -> bool:
-        """Whether a graph was asked enough since it was tuned, and that is not long ago."""
+    def _needs_tuning(self, view: LiveView) -> bool:
+        """Tell whether a graph got enough queries since it was tuned, and may be tuned again by
+        now.
+        """
         if not isinstance(view.snapshot().base.index, HnswIndex):
             return False
-        seen, rested = self._tuned.get(view, (0, 0.0))
-        return view.asked.seen - seen >= _ENOUGH_ASKED and time.monotonic() >= rested
+        tuned_queries, next_time = self._tuned.get(view, (0, 0.0))
+        return view.asked.seen - tuned_queries >= _MIN_QUERIES and time.monotonic() >= next_time
 
     def _tune(self, hosted: HostedInFile, view: LiveView) -> None:
-        began, seen = time.monotonic(), view.asked.seen
-        view.tune(lambda base: tuned(base, view, self._giving_up(hosted)))
+        began, queries = time.monotonic(), view.asked.seen
+        view.tune(lambda base: tune(base, view, self._stop_check(hosted)))
         ended = time.monotonic()
-        rest = max(_TUNED_EVERY_S, _TUNED_SHARE * (ended - began))
-        self._tuned[view] = seen, ended + rest
+        pause = max(_TUNE_SECONDS, _TUNE_SHARE * (ended - began))
+        self._tuned[view] = queries, ended + pause
 
     def _make(self, hosted: HostedInFile, space: str, view: LiveView) -> None:
-        with self._sharing.one():
-            hosted.make_index(space, view, self._giving_up(hosted), self._sharing.threads)
-        # A disk that is full is tried again after another while.
+        with self._budget.build():
+            hosted.make_index(space, view, self._stop_check(hosted), self._budget.threads)
+        # A full disk is tried again after a while.
         self._since.pop(view, None)
 
-    def _giving_up(self, hosted: HostedInFile) -> Callable[[], None]:
+    def _stop_check(self, hosted: HostedInFile) -> Callable[[], None]:
         def give_up() -> None:
-            if self._stopping.is_set() or hosted.leaving:
+            if self._stopping.is_set() or hosted.is_closing:
                 raise _StoppedError
 
         return give_up
 
 
-class Sharing:
-    """Threads that builds have together."""
+class ThreadBudget:
+    """Divide threads among the builds that run."""
 
     def __init__(self, threads: int) -> None:
-        self._all = threads
+        self._total = threads
         self._lock = threading.Lock()
         self._builds = 0
 
     @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """One more build, to the end of the block."""
+    def build(self) -> Iterator[None]:
+        """Count one more build during a block."""
         with self._lock:
             self._builds += 1
         try:
@@ -197,20 +213,24 @@ class Sharing:
                 self._builds -= 1
 
     def threads(self) -> int:
-        """How many each of the builds may use now: hnsw.Threads."""
-        return max(1, self._all // max(1, self._builds))
+        """Return how many threads each build may use now, at least 1."""
+        return max(1, self._total // max(1, self._builds))
 
 
 class _StoppedError(Exception):
-    """The gateway ends, and the index is made at the next start; or the gallery is deleted."""
-
-
-# What the indexes of all galleries hold, for metrics: read from views, never from a table.
+    """The gateway stops, or the gallery is deleted; the index is built at the next start."""
 
 
 @dataclass(frozen=True)
-class Searched:
-    """Vectors of a space by how a search meets them; `due`: a graph of them all is to be made."""
+class IndexCounts:
+    """Count the vectors of a space by how they are searched.
+
+    Attributes:
+        graph: vectors in a graph.
+        exact: vectors that every search compares, in a space without a graph.
+        delta: vectors outside the graph, which every search compares.
+        due: a graph of all vectors is to be built.
+    """
 
     graph: int
     exact: int
@@ -218,45 +238,48 @@ class Searched:
     due: bool = False
 
 
-def searched(view: LiveView) -> Searched:
-    """Of one space, as it is now."""
-    return replace(_counts(view.snapshot()), due=due(view))
+def count_index(view: LiveView) -> IndexCounts:
+    """Count the vectors of one view."""
+    return replace(_counts(view.snapshot()), due=needs_index(view))
 
 
-def _counts(snapshot: Snapshot) -> Searched:
+def _counts(snapshot: Snapshot) -> IndexCounts:
     base = len(snapshot.base)
     graph = base if snapshot.graphed else 0
-    return Searched(graph, base - graph, len(snapshot.delta))
+    return IndexCounts(graph, base - graph, len(snapshot.delta))
 
 
 class IndexSizes(Collector):
-    """Vectors by how they are searched, and the age of the oldest graph."""
+    """Export to Prometheus the vectors by how they are searched, and the age of the oldest
+    graph.
+    """
 
     def __init__(self, galleries: Callable[[], Iterable[Hosted]]) -> None:
         self._galleries = galleries
         self._lock = threading.Lock()
-        # When each graph was first seen. Weak: looking must not keep one in memory.
-        self._seen: weakref.WeakKeyDictionary[Index, float] = weakref.WeakKeyDictionary()
+        # When each graph was first seen; weak, so that this keeps no graph in memory.
+        self._first_seen: weakref.WeakKeyDictionary[Index, float] = weakref.WeakKeyDictionary()
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, from the views."""
         vectors = {"graph": 0, "exact": 0, "delta": 0}
         oldest = now = time.monotonic()
         for hosted in self._galleries():
             for view in hosted.views().values():
                 snapshot = view.snapshot()
                 counts = _counts(snapshot)
-                for searched in vectors:
-                    vectors[searched] += getattr(counts, searched)
+                for kind in vectors:
+                    vectors[kind] += getattr(counts, kind)
                 if snapshot.graphed:
                     with self._lock:
-                        oldest = min(oldest, self._seen.setdefault(snapshot.base.index, now))
+                        oldest = min(oldest, self._first_seen.setdefault(snapshot.base.index, now))
         family = GaugeMetricFamily(
             "nobackfill_index_vectors",
             "Vectors that are searched: by a graph, exactly, or exactly beside a graph (delta).",
             labels=["searched"],
         )
-        for searched, count in vectors.items():
-            family.add_metric([searched], count)
+        for kind, count in vectors.items():
+            family.add_metric([kind], count)
         yield family
         yield GaugeMetricFamily(
             "nobackfill_index_age_seconds",
@@ -265,11 +288,11 @@ class IndexSizes(Collector):
         )
 
 
-def vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
-    """Vectors of all galleries, by release and state of their space."""
+def count_vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
+    """Count the vectors of all galleries, by release and state of their space."""
     sizes: dict[tuple[int, str], int] = {}
     for hosted in galleries:
-        if hosted.leaving:
+        if hosted.is_closing:
             continue
         counts = hosted.sizes()
         for info in hosted.spaces():

@@ -1,4 +1,4 @@
-"""Locks of a gallery: their order, its readers and writers, and one writer at a time."""
+"""Order the locks of the galleries, and provide counted users and a readers-writer lock."""
 
 import threading
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Level(IntEnum):
-    """What may be waited for, in the order above."""
+    """Name the things that a thread may wait for, in the order in which it must take them."""
 
     RELEASES = 0
     NAMES = 1
@@ -18,7 +18,9 @@ class Level(IntEnum):
 
 
 class LockOrderError(AssertionError):
-    """A wait against the order: two threads could wait for each other for ever."""
+    """A thread waited against the order of locks; two threads could wait for each other for
+    ever.
+    """
 
 
 class _HeldLocks(threading.local):
@@ -30,18 +32,31 @@ _held = _HeldLocks()
 
 
 def check_lock_order(level: Level, name: str = "") -> None:
-    """Before this thread waits for `level` of the gallery `name`. Raises LockOrderError."""
-    for other, held in _held.stack:
-        if other > level or (other == level and held >= name):
+    """Check that this thread may wait for a lock.
+
+    Args:
+        level: the kind of lock.
+        name: the gallery's name, for locks of one gallery; names are taken in rising order.
+
+    Raises:
+        LockOrderError: the thread holds a lock that comes later.
+    """
+    for other, held_name in _held.stack:
+        if other > level or (other == level and held_name >= name):
             raise LockOrderError(
-                f"waiting for {level.name} {name!r} while holding {other.name} {held!r}; "
-                "take them in the order of server/galleries/lock_order.py"
+                f"waiting for {level.name} {name!r} while holding {other.name} {held_name!r}; "
+                "take them in the order of nobackfill.server.galleries.locks.Level"
             )
 
 
 @contextmanager
 def hold_level(level: Level, name: str = "") -> Iterator[None]:
-    """Remember that this thread holds `level` of the gallery `name`."""
+    """Record that this thread holds a lock during a block.
+
+    Args:
+        level: the kind of lock.
+        name: the gallery's name, for locks of one gallery.
+    """
     _held.stack.append((level, name))
     try:
         yield
@@ -49,61 +64,87 @@ def hold_level(level: Level, name: str = "") -> Iterator[None]:
         _held.stack.remove((level, name))
 
 
-# Who uses something that is let go of when nobody does any more.
-
-
 class Users:
-    """Counts those who use something that may only be let go when nobody does."""
+    """Count the users of an object that may only be freed when it has none."""
 
     def __init__(self, level: Level, name: str = "") -> None:
-        """`level` and `name`: what is used, for the order of locks."""
+        """Start without users.
+
+        Args:
+            level: the kind of object, for the order of locks.
+            name: its gallery's name, for the order of locks.
+        """
         self._level = level
         self._name = name
         self._lock = threading.Lock()
-        self._none = threading.Condition(self._lock)
+        self._is_free = threading.Condition(self._lock)
         self._count = 0
-        self._closed = False
+        self._is_closed = False
 
     def enter(self) -> bool:
-        """One more uses it; False, and nothing is counted, once it is closed. Never waits."""
+        """Count one more user, without waiting; False if the object is closed."""
         with self._lock:
-            self._count += not self._closed
-            return not self._closed
+            self._count += not self._is_closed
+            return not self._is_closed
 
     def leave(self) -> None:
-        """One fewer does."""
+        """Count one user less."""
         with self._lock:
             self._count -= 1
             if not self._count:
-                self._none.notify_all()
+                self._is_free.notify_all()
 
     def wait_until_none(self, timeout_s: float) -> bool:
-        """Wait until nobody uses it; False if somebody still does after `timeout_s` seconds."""
+        """Wait until there is no user.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns:
+            False if there is still a user.
+
+        Raises:
+            LockOrderError: the thread holds a lock that comes later.
+        """
         check_lock_order(self._level, self._name)
         with self._lock:
-            return self._none.wait_for(lambda: not self._count, timeout_s)
+            return self._is_free.wait_for(lambda: not self._count, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """The same, and nobody enters any more from the moment that nobody uses it."""
+        """Wait until there is no user, and from then on let none enter.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns:
+            False if there is still a user; then the object stays open.
+
+        Raises:
+            LockOrderError: the thread holds a lock that comes later.
+        """
         check_lock_order(self._level, self._name)
         with self._lock:
-            self._closed = self._none.wait_for(lambda: not self._count, timeout_s)
-            return self._closed
+            self._is_closed = self._is_free.wait_for(lambda: not self._count, timeout_s)
+            return self._is_closed
 
     def reopen(self) -> None:
-        """Let users in again."""
+        """Let users enter again."""
         with self._lock:
-            self._closed = False
-
-
-# The lock on writes to a gallery: shared by puts, exclusive to who changes its spaces.
+            self._is_closed = False
 
 
 class WriteLock:
-    """Who waits to have it exclusively goes before those who come later to share it."""
+    """Lock the writes of a gallery: puts share it, and a change of its spaces holds it exclusively.
+
+    A thread that waits to hold it exclusively goes before threads that come later to share it.
+    """
 
     def __init__(self, name: str = "") -> None:
-        """`name`: of its gallery, for the order of locks."""
+        """Make a free lock.
+
+        Args:
+            name: the gallery's name, for the order of locks.
+        """
         self._name = name
         self._condition = threading.Condition()
         self._shared = 0
@@ -112,7 +153,11 @@ class WriteLock:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Held together with others who share it."""
+        """Hold the lock during a block, together with others that share it.
+
+        Raises:
+            LockOrderError: the thread holds a lock that comes later.
+        """
         check_lock_order(Level.WRITES, self._name)
         with self._condition:
             self._condition.wait_for(lambda: not self._exclusive and not self._waiting)
@@ -127,7 +172,11 @@ class WriteLock:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Held by the caller only."""
+        """Hold the lock during a block, alone.
+
+        Raises:
+            LockOrderError: the thread holds a lock that comes later.
+        """
         check_lock_order(Level.WRITES, self._name)
         with self._condition:
             self._waiting += 1

@@ -1,4 +1,4 @@
-"""How a gallery is searched and written at present: pure decisions, no I/O."""
+"""Decide how a gallery is searched and written: pure functions, without I/O."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -13,30 +13,35 @@ from nobackfill.server.galleries.locks import Level, Users
 from nobackfill.server.galleries.ranking import PlanPart, SearchResult
 from nobackfill.server.state import RolloutName, State
 
-# What a gallery remembers of its staging space once that is whole, and a canary may search it.
+# A gallery's rollout while a canary may search its complete, but not active, space.
 CANARY = "canary"
-# What it remembers of the source of its images, if it has one.
+# Key of a gallery's state: the source from which its items are re-embedded.
 SOURCE = "source"
-# Whether both models rank what is carried, where a release has weights for that.
+# Key of a gallery's state: whether the previous model helps to rank migrated items.
 BOTH = "both"
 Filling = RolloutName | Literal["canary"]
 
 
-# A query by embedding: space id to little-endian float32 values.
+# Query by embedding: little-endian float32 values by space id.
 ByEmbedding = Mapping[str, bytes]
-# An image, a text, or vectors.
+# Query: an encoded image, a text, or embeddings.
 Query = bytes | str | ByEmbedding
-# What is found, or why the query was refused.
+# The answer to a query, or the error that refused it.
 QueryAnswer = SearchResult | InvalidInputError
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What one call asks of a gallery: the `k` nearest items to each of `queries`.
+    """Ask a gallery for the nearest items to some queries.
 
-    `ef` as in Index.search. `single`: a call of one query, which may be answered together with
-    those of other calls. `background`: nobody waits for the answer, and no other call's query is
-    answered together with it. `heal`: re-embed hits first, where the gallery does.
+    Attributes:
+        queries: the queries.
+        k: most hits for each query.
+        filtered: only items that pass this filter; None means all.
+        ef: width of the graph search, as in Index.search; 0 means the index's own.
+        single: the call has one query, which may be batched with those of other calls.
+        background: no caller waits; the query is not batched with others.
+        heal: re-embed first hits if the gallery does so.
     """
 
     queries: tuple[Query, ...]
@@ -49,26 +54,33 @@ class SearchRequest:
 
 
 class Answerer(Protocol):
-    """Answers searches in one mode of a plan; nobackfill.server.galleries.answering says which
-    there are. `hosted` is the gallery: a Hosted, whose module imports this one."""
+    """Answer searches in one mode of a plan; nobackfill.server.galleries.answering has the modes.
+
+    `hosted` is a Hosted, whose module imports this one.
+    """
 
     def answer(self, hosted: Any, request: SearchRequest) -> list[QueryAnswer]:
-        """Answer each query of a request. Raises as Searching.batch."""
+        """Answer each query of a request.
+
+        Raises:
+            NobackfillError: as Searching.batch.
+        """
         ...
 
     def image_part(self, hosted: Any) -> PlanPart | None:
-        """The part whose nearest items answer an image; None where more has a say."""
+        """Return the part whose nearest items answer an image; None if more is needed."""
         ...
 
     def space_part(self, hosted: Any, space: str) -> PlanPart | None:
-        """The part whose nearest items answer one embedding in a space; None where more has a
-        say."""
+        """Return the part whose nearest items answer an embedding of a space; None if more is
+        needed.
+        """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Both:
-    """The space before, whose model has its say in how carried items are ranked."""
+    """Hold the previous space, and the weights by which both models rank migrated items."""
 
     part: PlanPart
     joint: Joint
@@ -76,21 +88,27 @@ class Both:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Every item is answered for by the first of `parts` that has it.
+    """Describe how a gallery is searched and written until its next plan.
 
-    `alone`: spaces, by the query's space, in which a query by embedding is answered on its own.
-    `writes`: releases whose models embed each image that is put, active space first.
-    `accepts`: spaces in which bare embeddings may be put. `canary`: the release on trial in its own
-    space, which is whole; None at nearly all times. `heals`: the space whose carried vectors are
-    made anew from their images as people look; None without a source, and while another is filled.
-    `both`: asked beside the active space; None where nobody wishes it, or no release has weights.
-    `epoch`: of what it was made of, where other gateways change that, too. `answerer`: what answers
-    searches in the mode that canary, heals and both say, as `answerer_of` makes it. `query`: the
-    release that answers image queries.
+    Attributes:
+        parts: spaces for images, texts and complete embeddings; the first part that has an item
+            answers for it.
+        alone: by space of the query, the part that answers a query with only that embedding.
+        writes: releases that embed each image that is put, the active one first.
+        accepts: spaces in which bare embeddings may be put.
+        answerer_of: makes the answerer.
+        canary: the complete space of a canary's release; None without a canary.
+        epoch: counts changes of the gallery in a shared database.
+        heals: the space whose migrated vectors are re-embedded when queries find them; None without
+            a source, and during an upgrade.
+        both: the previous space and its weights; None unless both models rank.
+        users: calls that use the plan.
+        query: the release that embeds image and text queries.
+        answerer: answers searches in the mode of the plan.
     """
 
     parts: tuple[PlanPart, ...]
-    alone: Mapping[str, PlanPart]
+    single_parts: Mapping[str, PlanPart]
     writes: tuple[Manifest, ...]
     accepts: frozenset[str]
     answerer_of: InitVar["AnswererOf"]
@@ -106,13 +124,13 @@ class Plan:
         object.__setattr__(self, "query", self.parts[0].query)
         object.__setattr__(self, "answerer", answerer_of(self))
 
-    def searched(self) -> set[str]:
-        """Spaces that need a view."""
+    def searched_spaces(self) -> set[str]:
+        """Return the ids of all spaces that searches use."""
         on_trial = () if self.canary is None else (self.canary,)
-        return {part.space for part in (*self.parts, *self.alone.values(), *on_trial)}
+        return {part.space for part in (*self.parts, *self.single_parts.values(), *on_trial)}
 
     def models(self) -> list[Manifest]:
-        """Releases whose models it uses, the one that answers first."""
+        """Return the releases whose models the plan uses, the one that embeds queries first."""
         return [*(part.query for part in self.parts), *self.writes]
 
 
@@ -120,30 +138,30 @@ AnswererOf = Callable[[Plan], Answerer]
 
 
 def own_part(manifest: Manifest) -> PlanPart:
-    """A release's queries in its own space."""
+    """Make the part for a release's queries in its own space."""
     space, curves, scale = manifest.space, dict[Origin, Scorer](), None
     for origin in ("native", "upgraded", "re-embedded"):
         if curve := find(manifest, space, space, origin):
             curves[origin] = Scorer(curve)
             scale = Scale(*curve.scale) if curve.scale else scale
-    # What was embedded from its image is what native vectors are.
+    # A re-embedded vector is as good as a native one.
     if "native" in curves:
         curves.setdefault("re-embedded", curves["native"])
     return PlanPart(space, manifest.release, manifest, None, curves, scale)
 
 
 def direct_part(new: Manifest, old: Manifest) -> PlanPart:
-    """Queries of `new` in the space of `old`, as `new` declares that they may."""
+    """Make the part for queries of `new` in the space of `old`, which `new` declares searchable."""
     curve = find(new, new.space, old.space, "direct")
     curves: dict[Origin, Scorer] = {"direct": Scorer(curve)} if curve else {}
     return PlanPart(old.space, old.release, new, "direct", curves)
 
 
 def old_model_part(new: Manifest, old: Manifest) -> PlanPart:
-    """Queries of `old` in its own space, while `new` answers: the dual rollout."""
+    """Make the part for queries of `old` in its own space while `new` answers (rollout dual)."""
     own = own_part(old).curves
-    announced = find(new, old.space, old.space, "old-model")
-    curve = Scorer(announced) if announced else own.get("native")
+    published = find(new, old.space, old.space, "old-model")
+    curve = Scorer(published) if published else own.get("native")
     curves: dict[Origin, Scorer] = {"old-model": curve} if curve else {}
     return PlanPart(old.space, old.release, old, "old-model", curves)
 
@@ -159,11 +177,20 @@ def make_plan(
     source: bool = False,
     both: bool = False,
 ) -> Plan:
-    """The plan of a gallery with these `spaces`; `rollout` is how it came to its staging space, and
-    CANARY once that is whole. `source`: its items can be had again; `both`: both models are asked.
+    """Make the plan of a gallery.
 
-    While an item of the active release may still be missing from its space, direct and dual search
-    two spaces. With cutover the old space answers until the gallery is flipped.
+    While the active release's space may lack items, the rollouts direct and dual search two spaces.
+    With cutover the old space answers until the flip.
+
+    Args:
+        spaces: the gallery's spaces; one of them is active.
+        state: the gateway's state.
+        manifests: published releases by number.
+        answerer_of: makes the plan's answerer.
+        rollout: rollout of the staging space; CANARY once that is complete; None without one.
+        epoch: the gallery's epoch.
+        source: items can be re-embedded from a source.
+        both: the previous model helps to rank migrated items.
     """
     active = next(info.spec for info in spaces if info.state == "active")
     previous = [
@@ -172,32 +199,36 @@ def make_plan(
         if info.state == "previous" and info.spec.release not in state.retired
     ]
     native = own_part(manifests[active.release])
-    kept = [native, *(own_part(manifests[spec.release]) for spec in previous)]
+    available = [native, *(own_part(manifests[spec.release]) for spec in previous)]
     parts: tuple[PlanPart, ...] = (native,)
     staged = _staged(spaces, state, manifests)
     if staged is not None:
-        kept.append(staged)
+        available.append(staged)
         if staged.query.release == state.active and rollout in ("direct", "dual"):
             make = direct_part if rollout == "direct" else old_model_part
             parts = (staged, make(staged.query, native.query))
-    alone = {part.space: part for part in kept if part is not staged}
-    accepts = frozenset({*alone, parts[0].space})
-    writes = tuple(part.query for part in kept)
+    single_parts = {part.space: part for part in available if part is not staged}
+    accepts = frozenset({*single_parts, parts[0].space})
+    writes = tuple(part.query for part in available)
     canary = staged if rollout == CANARY and len(parts) == 1 and _on_trial(state, staged) else None
-    embeds = native.query.embedder.vectors_of is None
-    heals = native.space if source and embeds and staged is None else None
-    asks = both and len(parts) == 1 and canary is None and heals is None
-    before = _both(native.query, kept[1:]) if asks else None
-    return Plan(parts, alone, writes, accepts, answerer_of, canary, epoch, heals, before)
+    is_own_model = native.query.embedder.vectors_of is None
+    heals = native.space if source and is_own_model and staged is None else None
+    uses_both = both and len(parts) == 1 and canary is None and heals is None
+    previous_model = _both(native.query, available[1:]) if uses_both else None
+    return Plan(
+        parts, single_parts, writes, accepts, answerer_of, canary, epoch, heals, previous_model
+    )
 
 
 def _both(new: Manifest, previous: Sequence[PlanPart]) -> Both | None:
-    """The newest space before that `new` has weights for; by the route that keeps most."""
+    """Return the newest previous space for which `new` has weights, by the route with the best
+    quality.
+    """
     for part in sorted(previous, key=lambda part: -part.release):
         routes = [route for route in new.routes if route.releases[0] == part.release]
         for route in sorted(routes, key=lambda route: -route.kept):
-            if found := route.both:
-                return Both(part, Joint(found.new, found.old, found.offset))
+            if weights := route.both:
+                return Both(part, Joint(weights.new, weights.old, weights.offset))
     return None
 
 
@@ -211,9 +242,9 @@ def _on_trial(state: State, staged: PlanPart | None) -> bool:
 def _staged(
     spaces: Sequence[SpaceInfo], state: State, manifests: Mapping[int, Manifest]
 ) -> PlanPart | None:
-    """The space being filled for the active or coming release; none left by a rollback."""
-    wanted = {state.active, state.activation.release if state.activation else None}
+    """Return the part of the space that is being filled; None for one that a rollback left."""
+    releases = {state.active, state.activation.release if state.activation else None}
     for info in spaces:
-        if info.state == "staging" and info.spec.release in wanted:
+        if info.state == "staging" and info.spec.release in releases:
             return own_part(manifests[info.spec.release])
     return None

@@ -1,4 +1,4 @@
-"""From neighbours to hits: one ranking over all parts of a gallery, with calibrated scores."""
+"""Rank neighbours into hits: one list over all parts of a gallery, with calibrated scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,22 @@ from nobackfill.release.calibration import Scale, Scorer
 from nobackfill.release.manifest import Manifest
 from nobackfill.vectors import Vectors
 
-# Items as a space shows them, in the order of the labels; None for those deleted meanwhile.
+# Reads items by label and space, in the order of the labels; None for deleted ones.
 ItemsOf = Callable[[list[int], str], list[StoredItem | None]]
 
 
 @dataclass(frozen=True, eq=False)
 class PlanPart:
-    """Vectors of one space, searched by queries of one space.
+    """Describe one space that a plan searches, and the queries that search it.
 
-    `release` made the vectors. `origin` None: each hit has its item's own; direct and old-model
-    hold for the part. `curves` turn distances into scores, by the origin of the vector. `scale`:
-    where carried vectors stand among native ones; None: where their distances say.
+    Attributes:
+        space: id of the space of the stored vectors.
+        release: the release that made these vectors.
+        query: manifest of the release that makes the queries.
+        origin: origin of every hit, direct or old-model; None if each item has its own.
+        curves: by origin of a vector, the calibration from distance to score.
+        scale: how distances of migrated vectors compare with those of native ones; None if they
+            compare as they are.
     """
 
     space: str
@@ -35,8 +40,16 @@ class PlanPart:
 
 
 class RankedHit(NamedTuple):
-    """`release` made the vector that was compared; `score` is None without a calibration, and
-    `beyond_calibration` where that saw no such distance."""
+    """Hold one hit.
+
+    Attributes:
+        item: the item.
+        distance: its distance to the query.
+        score: calibrated probability of a match, 0 to 1; None without a calibration.
+        release: the release that made the vector.
+        origin: how the vector was made.
+        beyond_calibration: True if the calibration saw no such distance.
+    """
 
     item: StoredItem
     distance: float
@@ -48,17 +61,19 @@ class RankedHit(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Hits of one query, nearest first, and what answered it."""
+    """Hold the hits of one query, nearest first, and the space that answered it.
+
+    `request_id` identifies the answer for feedback; it is empty without a canary.
+    """
 
     hits: list[RankedHit]
     release: int
     space: str
-    # What a feedback about it names, where somebody asks for that.
     request_id: str = ""
 
 
 class Score(NamedTuple):
-    """A calibrated probability, and whether it lies `beyond` the distances of the calibration."""
+    """Hold a calibrated probability; `beyond` is True if the calibration saw no such distance."""
 
     value: float
     beyond: bool
@@ -66,7 +81,7 @@ class Score(NamedTuple):
 
 def rank(
     parts: Sequence[PlanPart],
-    found: Sequence[Neighbours],
+    neighbours: Sequence[Neighbours],
     row: int,
     k: int,
     items: ItemsOf,
@@ -74,21 +89,32 @@ def rank(
     exact: bool,
     by_score: bool = False,
 ) -> list[RankedHit]:
-    """The `k` best hits of query `row`, `found` being each part's neighbours.
+    """Rank the hits of one query.
 
-    One part: by distance. Several: by score, as distances of different spaces do not compare;
-    where a score is missing (a direct search that was published without calibration), by distance,
-    which the release then declares to compare. `by_score`: one part, too, whose vectors are of
-    several origins: along its scale, if it has one. Always by what was computed; the hits show it
-    rounded, score and all, unless `exact`.
+    Hits of one part are ranked by distance. Hits of several parts are ranked by score, because
+    distances of different spaces do not compare. If a score is missing (a direct search without a
+    calibration), they are ranked by distance, which the release then declares comparable. Ranking
+    uses exact distances; the hits have rounded ones, unless `exact` is set.
+
+    Args:
+        parts: the searched parts.
+        found: neighbours of each part.
+        row: row of the query in the neighbours.
+        k: most hits to return.
+        items: reads items by label.
+        exact: return exact distances, and scores of them.
+        by_score: rank one part by score, too, along its scale if it has one.
+
+    Returns:
+        At most `k` hits, best first; deleted items are left out.
     """
-    # What is ranked, with what is shown.
+    # Pairs: the hit with exact distances, for ranking, and the hit to return.
     hits: list[tuple[RankedHit, RankedHit]] = []
-    for part, neighbours in zip(parts, found, strict=True):
-        hits += _hits(part, neighbours, row, k, items, exact=exact)
+    for part, nearest in zip(parts, neighbours, strict=True):
+        hits += _hits(part, nearest, row, k, items, exact=exact)
     scale = parts[0].scale
     if by_score and scale is not None:
-        hits.sort(key=lambda pair: _along(scale, pair[0]))
+        hits.sort(key=lambda pair: _by_scale(scale, pair[0]))
     elif len(parts) > 1 or by_score:
         scored = all(hit.score is not None for hit, _ in hits)
         order = _by_score if scored else _by_distance
@@ -96,9 +122,18 @@ def rank(
     return [shown for _, shown in hits[:k]]
 
 
-def rounded(distances: Vectors) -> Vectors:
-    """To three significant digits: enough to rank by and to draw a line at, too little to copy a
-    stored vector exactly from its distances to some queries."""
+def round_distances(distances: Vectors) -> Vectors:
+    """Round distances to three significant digits.
+
+    That is enough for ranking and thresholds, but too little to reconstruct a stored vector from
+    its distances to some queries.
+
+    Args:
+        distances: float32 [n].
+
+    Returns:
+        float32 [n].
+    """
     return np.array([float(f"{distance:.3g}") for distance in distances.tolist()], np.float32)
 
 
@@ -109,21 +144,23 @@ def _hits(
     while labels and labels[-1] < 0:
         labels.pop()
     distances = neighbours.distances[row, : len(labels)]
-    found = items(labels, part.space)
-    origins = [part.origin or (item.origin if item else None) for item in found]
+    stored_items = items(labels, part.space)
+    origins = [part.origin or (item.origin if item else None) for item in stored_items]
 
     def hits(distances: Vectors) -> list[RankedHit]:
         scores = scores_of(part, origins, distances)
         return [
             _hit(item, distance, score, part.release, origin)
             for item, origin, distance, score in zip(
-                found, origins, distances.tolist(), scores, strict=True
+                stored_items, origins, distances.tolist(), scores, strict=True
             )
             if item is not None and origin is not None
         ]
 
-    true = hits(distances)
-    return list(zip(true, true if exact else hits(rounded(distances)), strict=True))
+    exact_hits = hits(distances)
+    return list(
+        zip(exact_hits, exact_hits if exact else hits(round_distances(distances)), strict=True)
+    )
 
 
 def _hit(
@@ -137,7 +174,16 @@ def _hit(
 def scores_of(
     part: PlanPart, origins: Sequence[Origin | None], distances: Vectors
 ) -> list[Score | None]:
-    """Of each hit, None where its origin has no calibration."""
+    """Return the calibrated score of each hit.
+
+    Args:
+        part: the part that was searched.
+        origins: origin of each hit; None has no score.
+        distances: float32 [n].
+
+    Returns:
+        One score for each hit; None if its origin has no calibration.
+    """
     kinds = set(origins)
     if len(kinds) == 1:
         curve = part.curves.get(origins[0]) if origins[0] else None
@@ -162,10 +208,10 @@ def _by_score(hit: RankedHit) -> tuple[float, float, int]:
     return -hit.score, hit.distance, hit.item.label
 
 
-def _along(scale: Scale, hit: RankedHit) -> tuple[float, float, int]:
-    """As nobackfill.gallery.search.index ranks."""
-    apart = float(scale(hit.distance)) if hit.origin == "upgraded" else hit.distance
-    return apart, hit.distance, hit.item.label
+def _by_scale(scale: Scale, hit: RankedHit) -> tuple[float, float, int]:
+    """Return the sort key along a scale; nobackfill.gallery.search.index ranks in the same way."""
+    scaled_distance = float(scale(hit.distance)) if hit.origin == "upgraded" else hit.distance
+    return scaled_distance, hit.distance, hit.item.label
 
 
 def _by_distance(hit: RankedHit) -> tuple[float, int]:

@@ -117,7 +117,7 @@ class Healer(Reembedding[int]):
                 if len(some) == few:
                     return some
         self._rest = None
-        if not self._hosted.leaving:
+        if not self._hosted.is_closing:
             self._all_tried = time.monotonic() + _TRIED_S
         return some
 
@@ -126,7 +126,7 @@ class Healer(Reembedding[int]):
         follows once the gallery is to be deleted: many pages may hold no carried item."""
         for least_certain in (True, False):
             after = None
-            while not self._hosted.leaving:
+            while not self._hosted.is_closing:
                 page, after = self._hosted.store.page(
                     self.space, _PAGE, after=after, least_certain=least_certain
                 )

@@ -37,10 +37,10 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.answering import (
     PlainAnswerer,
     Question,
-    asked,
-    nearest,
-    passing,
+    find_nearest,
+    matches_of,
     rank_nearest,
+    valid_questions,
 )
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile
@@ -77,7 +77,7 @@ def _candidates(
         answer
         if isinstance(answer, InvalidInputError)
         else (question, _labels(one, answer[0][0].labels[answer[1]], native))
-        for question, one, answer in zip(questions, wide, nearest(wide, allowed), strict=True)
+        for question, one, answer in zip(questions, wide, find_nearest(wide, allowed), strict=True)
     ]
 
 
@@ -232,12 +232,14 @@ class HealingAnswerer:
         """Raises as Searching.batch."""
         questions = self._plain.questions(hosted, request)
         answers: dict[Question, QueryAnswer] = {}
-        healed = [one for one in asked(questions) if request.heal and self._heals(hosted, one)]
+        healed = [
+            one for one in valid_questions(questions) if request.heal and self._heals(hosted, one)
+        ]
         if healed:
             with context.part("search"):
-                found = self._healing.find(healed, passing(hosted, request.filtered))
+                found = self._healing.find(healed, matches_of(hosted, request.filtered))
             answers.update(zip(healed, found, strict=True))
-        left = [one for one in asked(questions) if one not in answers]
+        left = [one for one in valid_questions(questions) if one not in answers]
         answers |= self._plain.find(hosted, left, request)
         return [one if isinstance(one, InvalidInputError) else answers[one] for one in questions]
 
@@ -314,7 +316,7 @@ class Healing:
         hosted, part = questions[0].hosted, questions[0].parts[0]
         healer = self._healer(hosted, part.query)
         if healer is None:
-            answers = nearest(questions, allowed)
+            answers = find_nearest(questions, allowed)
             return [rank_nearest(q, a) for q, a in zip(questions, answers, strict=True)]
         near = _candidates(healer, questions, allowed)
         # All of them together wait as long as one.
@@ -352,7 +354,7 @@ class Healing:
     def _healer(self, hosted: Hosted, manifest: Manifest) -> Healer | None:
         """Return the healer of the gallery's present space and source; None: it has none now."""
         source = hosted.state(SOURCE)
-        if source is None or hosted.leaving or time.monotonic() < self._trouble.get(hosted, 0.0):
+        if source is None or hosted.is_closing or time.monotonic() < self._trouble.get(hosted, 0.0):
             return None
         given = HealingSource.from_state(source)
         known = self._healers.get(hosted)
@@ -455,7 +457,7 @@ class Healing:
                     worked += time.monotonic() - began
         with self._lock:
             for hosted in list(self._healers):
-                if hosted not in seen and (hosted.leaving or hosted.state(SOURCE) is None):
+                if hosted not in seen and (hosted.is_closing or hosted.state(SOURCE) is None):
                     self._replace(hosted)
         self._let_go()
         return worked

@@ -72,7 +72,7 @@ class _Measuring:
         # The newest release that answered before the one that does now, where it is kept.
         older = {
             part.release: space
-            for space, part in plan.alone.items()
+            for space, part in plan.single_parts.items()
             if part.release < plan.query.release
         }
         self._old = {older[max(older)]} if older else set[str]()

@@ -1,4 +1,4 @@
-"""Between protocol messages and what the gateway works on."""
+"""Convert between protocol messages and the gateway's types."""
 
 from collections.abc import Collection, Mapping
 
@@ -20,24 +20,34 @@ from nobackfill.gallery.spec import Metadata
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.wire.values import NEWER, Values, fill_value, from_scalar
 
-# The last second that a Timestamp can hold: the end of the year 9999, in Unix time.
+# Last second (Unix time) that a Timestamp can hold: the end of the year 9999.
 _LAST = 253_402_300_799
 
 
 def keys_of(fields: types.Fields | None) -> Collection[str] | None:
-    """The keys that an answer shall bring; None: all."""
+    """Return the metadata keys that an answer includes; None for all."""
     return None if fields is None else frozenset(fields.keys)
 
 
 def to_metadata(metadata: Metadata, keys: Collection[str] | None, into: Values) -> None:
-    """Fill what an answer brings of an item."""
+    """Encode an item's metadata.
+
+    Args:
+        metadata: the metadata.
+        keys: keys to include; None means all.
+        into: the message to fill.
+    """
     for key, value in metadata.items():
         if keys is None or key in keys:
             fill_value(value, into[key])
 
 
 def from_filter(filtered: types.Filter) -> Filter | None:
-    """None: everything passes. Raises InvalidInputError for a condition without a test."""
+    """Parse a filter; None if every item passes.
+
+    Raises:
+        InvalidInputError: a condition has no test, or an invalid one.
+    """
     parts = [_condition(one) for one in filtered.conditions if one.key != NEWER]
     expression = _expression(filtered.expression) if filtered.HasField("expression") else None
     if expression is None:
@@ -46,7 +56,7 @@ def from_filter(filtered: types.Filter) -> Filter | None:
 
 
 def _expression(expression: types.Expression) -> Filter:
-    """Goes no deeper than protobuf lets a message be, 100 levels."""
+    """Parse an expression; protobuf limits its depth to 100 levels."""
     kind = expression.WhichOneof("kind")
     if kind == "condition":
         return _condition(expression.condition)
@@ -55,7 +65,7 @@ def _expression(expression: types.Expression) -> Filter:
     if kind == "any":
         return AnyOf(tuple(_expression(part) for part in expression.any.of))
     if kind == "not":
-        # A word of the language: it cannot be an attribute's name in the source.
+        # `not` is a keyword of Python, so the attribute needs getattr.
         return Not(_expression(getattr(expression, "not")))
     raise InvalidInputError(
         "filter: expected condition, all, any or not in an expression, got none"
@@ -87,18 +97,24 @@ def _bounds(bounds: types.Condition.Range | types.Condition.IntegerRange) -> dic
 
 
 def _moments(bounds: types.Condition.TimeRange, key: str) -> dict[str, int]:
-    """Bounds in microseconds; what lies between two of them is on the right side of each."""
-    found = {}
+    """Convert time bounds to microseconds, rounded so that no moment changes its side."""
+    bounds_us = {}
     for field, moment in bounds.ListFields():
         if not 0 <= moment.nanos < 1_000_000_000:
             raise InvalidInputError(f"filter on {key[:64]!r}: expected nanos from 0 to 999999999")
-        whole, rest = divmod(moment.nanos, 1000)
-        after = rest and field.name in ("at_least", "less_than")
-        found[field.name] = moment.seconds * 1_000_000 + whole + bool(after)
-    return found
+        microseconds, nanoseconds = divmod(moment.nanos, 1000)
+        rounds_up = nanoseconds and field.name in ("at_least", "less_than")
+        bounds_us[field.name] = moment.seconds * 1_000_000 + microseconds + bool(rounds_up)
+    return bounds_us
 
 
 def to_end(space: str, ends: Mapping[str, float], message: Timestamp) -> None:
-    """Set when a space ends, where that is announced; `ends` in Unix time, by space."""
+    """Fill in when queries of a space end, if an end is announced.
+
+    Args:
+        space: id of the space.
+        ends: Unix time by space.
+        message: the timestamp to fill.
+    """
     if space in ends:
         message.FromNanoseconds(int(min(ends[space], _LAST) * 1e9))

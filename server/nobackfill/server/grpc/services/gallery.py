@@ -1,4 +1,4 @@
-"""GalleryService."""
+"""Implement GalleryService: galleries and their items."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -13,9 +13,9 @@ from nobackfill.gallery.listing import ListingPlace
 from nobackfill.gallery.reading import StoredItem
 from nobackfill.server.galleries.galleries import CREATED, GalleryRegistry
 from nobackfill.server.galleries.hosted import NOTE, Hosted
-from nobackfill.server.galleries.indexing import searched
+from nobackfill.server.galleries.indexing import count_index
+from nobackfill.server.galleries.item_writer import BareVectors, ItemWriter, Put, Quotas
 from nobackfill.server.galleries.plan import BOTH, SOURCE
-from nobackfill.server.galleries.puts import Bare, Put, Putting, Quotas
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.access import Role
 from nobackfill.server.grpc.admission import LARGEST_COUNT
@@ -36,96 +36,143 @@ from nobackfill.v1 import types_pb2 as types
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceServicer
 from nobackfill.wire.values import ORIGINS, from_value
 
-# Items of a gallery, for GalleryService: pages, and changes by ids or by filter.
-
 LARGEST_CHANGE = 10_000
 LARGEST_PAGE = 1000
 DEFAULT_PAGE = 100
-# A page ends at the item that makes it larger.
+# A page ends with the item that makes it larger than this.
 PAGE_BYTES = 1 << 20
-# Items read together, of which each may have 64 KiB of metadata.
+# Items that are read at once; each may have 64 KiB of metadata.
 _READ = 50
 
 
 def get(hosted: Hosted, name: str) -> pb.GetItemResponse:
-    """Raises NotFoundError."""
-    found = hosted.store.get(name)
-    if found is None:
-        raise NotFoundError(f"gallery {hosted.name!r} has no item of that id")
-    item = hosted.store.items([found.label], hosted.spec().space)[0] or found
+    """Read an item.
+
+    Args:
+        hosted: the gallery.
+        name: id of the item.
+
+    Raises:
+        NotFoundError: the gallery has no such item.
+    """
+    entry = hosted.store.get(name)
+    if entry is None:
+        raise NotFoundError(f"gallery {hosted.name!r} has no item with this id")
+    item = hosted.store.items([entry.label], hosted.spec().space)[0] or entry
     response = pb.GetItemResponse(id=item.id, spaces=hosted.spaces_of(item.label))
     to_metadata(item.metadata, None, response.metadata)
-    _tell_vector(item, response)
+    _fill_vector(item, response)
     return response
 
 
 def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
-    """Raises InvalidInputError for a size, a token or a filter that is none."""
+    """List a page of items.
+
+    Args:
+        hosted: the gallery.
+        request: the request.
+
+    Raises:
+        InvalidInputError: the page size, order, token or filter is not valid.
+    """
     if request.page_size > LARGEST_PAGE:
         raise InvalidInputError(
             f"page_size: expected at most {LARGEST_PAGE}, got {request.page_size}"
         )
     if request.order not in (pb.ITEM_ORDER_UNSPECIFIED, pb.ITEM_ORDER_LEAST_CERTAIN):
-        raise InvalidInputError(f"order: expected a known one, got {request.order}")
+        raise InvalidInputError(
+            f"order: expected one of the protocol's values, got {request.order}"
+        )
     least_certain = request.order == pb.ITEM_ORDER_LEAST_CERTAIN
-    after = (
+    place = (
         ListingPlace.read(request.page_token, least_certain=least_certain)
         if request.page_token
         else None
     )
     filtered = from_filter(request.filter)
-    allowed = None if filtered is None else hosted.filtering.passing(filtered)
+    matches = None if filtered is None else hosted.filtering.passing(filtered)
     keys = keys_of(request.fields if request.HasField("fields") else None)
     response, size = pb.ListItemsResponse(), 0
-    left = request.page_size or DEFAULT_PAGE
-    while left > 0:
+    remaining = request.page_size or DEFAULT_PAGE
+    while remaining > 0:
         context.current().check()
-        found, after = hosted.store.page(
+        listed, place = hosted.store.page(
             hosted.spec().space,
-            min(left, _READ),
-            after=after,
-            allowed=allowed,
+            min(remaining, _READ),
+            after=place,
+            allowed=matches,
             least_certain=least_certain,
         )
-        for item, place in found:
-            listed = response.items.add(id=item.id)
-            to_metadata(item.metadata, keys, listed.metadata)
-            _tell_vector(item, listed)
-            left -= 1
-            size += listed.ByteSize()
+        for item, item_place in listed:
+            message = response.items.add(id=item.id)
+            to_metadata(item.metadata, keys, message.metadata)
+            _fill_vector(item, message)
+            remaining -= 1
+            size += message.ByteSize()
             if size > PAGE_BYTES:
-                response.next_page_token = place.token()
+                response.next_page_token = item_place.token()
                 return response
-        if after is None:
+        if place is None:
             return response
-    response.next_page_token = after.token() if after is not None else ""
+    response.next_page_token = place.token() if place is not None else ""
     return response
 
 
 def count(hosted: Hosted, filtered: types.Filter) -> int:
-    """Items that pass."""
-    asked = from_filter(filtered)
-    return hosted.store.count() if asked is None else len(hosted.filtering.passing(asked))
+    """Count the items that pass a filter; all items without a condition.
+
+    Raises:
+        InvalidInputError: the filter is not valid.
+    """
+    conditions = from_filter(filtered)
+    return hosted.store.count() if conditions is None else len(hosted.filtering.passing(conditions))
 
 
 def delete(hosted: Hosted, request: pb.DeleteItemsRequest) -> int:
-    """How many are gone. Raises InvalidInputError, TooLargeError."""
-    return edits.delete(hosted.store, _chosen(hosted, request), context.current().check)
+    """Delete items by ids or by a filter.
+
+    Args:
+        hosted: the gallery.
+        request: the request.
+
+    Returns:
+        The number of deleted items.
+
+    Raises:
+        InvalidInputError: ids and filter are both given, or both missing.
+        TooLargeError: there are too many ids.
+    """
+    return edits.delete(hosted.store, _select_items(hosted, request), context.current().check)
 
 
 def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
-    """How many have it. Raises InvalidInputError, TooLargeError."""
+    """Change the metadata of items by ids or by a filter.
+
+    Args:
+        hosted: the gallery.
+        request: the request.
+
+    Returns:
+        The number of items that have the metadata now.
+
+    Raises:
+        InvalidInputError: ids and filter are both given, or both missing; or a key is set and
+            removed.
+        TooLargeError: there are too many ids.
+    """
     if not request.ids and not request.HasField("filter"):
         raise InvalidInputError("expected ids or a filter, got neither")
     values = {key: from_value(value, key) for key, value in request.set.items()}
     remove = frozenset(request.remove)
     if both := remove & set(values):
-        raise InvalidInputError(f"expected {min(both)[:64]!r} to be set or removed, got both")
-    chosen = _chosen(hosted, request)
-    return edits.describe(hosted.store, chosen, values, remove, context.current().check)
+        raise InvalidInputError(
+            f"key {min(both)[:64]!r}: expected to set or to remove it, got both"
+        )
+    selection = _select_items(hosted, request)
+    return edits.describe(hosted.store, selection, values, remove, context.current().check)
 
 
-def _chosen(hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataRequest) -> Chosen:
+def _select_items(hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataRequest) -> Chosen:
     if not request.HasField("filter"):
         if len(request.ids) > LARGEST_CHANGE:
             raise TooLargeError(
@@ -135,24 +182,25 @@ def _chosen(hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataReque
     filtered = from_filter(request.filter)
     if request.ids or filtered is None or not check(filtered):
         raise InvalidInputError(
-            "expected either ids or a filter with a condition: one without lets every item pass"
+            "expected either ids or a filter with a condition; without one it matches all items"
         )
     return edits.chosen_by_filter(hosted.filtering, filtered)
 
 
-def _tell_vector(item: StoredItem, into: pb.GetItemResponse | pb.ListedItem) -> None:
-    """What there is to say of its vector in the active space, if it has one there."""
+def _fill_vector(item: StoredItem, into: pb.GetItemResponse | pb.ListedItem) -> None:
+    """Fill in the origin and uncertainty of an item's vector in the active space, if it has one."""
     if item.origin is not None:
         into.origin = ORIGINS[item.origin]
     if item.uncertainty is not None:
         into.uncertainty = item.uncertainty
 
 
-# Sources of images, and how far a gallery has healed, as messages.
-
-
 def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
-    """None for an empty address. Raises InvalidInputError."""
+    """Parse a source; None for an empty address, which removes it.
+
+    Raises:
+        InvalidInputError: the address or a limit is not valid.
+    """
     if not message.address:
         return None
     return HealingSource.checked(
@@ -166,7 +214,12 @@ def from_source(message: gallery_pb2.ItemSource) -> HealingSource | None:
 
 
 def to_source(source: HealingSource, *, address: bool) -> gallery_pb2.ItemSource:
-    """`address`: whether the caller may know where it is."""
+    """Encode a source.
+
+    Args:
+        source: the source.
+        address: include the address, for callers that may see it.
+    """
     message = gallery_pb2.ItemSource(
         address=source.address if address else "",
         hits=source.hits,
@@ -179,7 +232,7 @@ def to_source(source: HealingSource, *, address: bool) -> gallery_pb2.ItemSource
 
 
 def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
-    """What WatchUpgrade tells."""
+    """Encode the progress of re-embedding; only admins see the last failure."""
     cost = progress.cost
     message = upgrade_pb2.Healing(
         items=progress.items,
@@ -196,7 +249,7 @@ def to_healing(progress: HealingProgress) -> upgrade_pb2.Healing:
     return message
 
 
-# Refused items that an answer names.
+# Most refused items that an answer lists.
 LISTED_ERRORS = 1_000
 
 _STATES = {
@@ -207,18 +260,18 @@ _STATES = {
 
 
 class GalleryService(GalleryServiceServicer):
-    """See protos/nobackfill/v1/gallery.proto."""
+    """Implement the calls of protos/nobackfill/v1/gallery.proto."""
 
     def __init__(
         self,
         galleries: GalleryRegistry,
-        putting: Putting,
+        item_writer: ItemWriter,
         lifecycle: Lifecycle,
         state: GatewayState,
     ) -> None:
         self._galleries = galleries
         self._quotas = Quotas(galleries)
-        self._putting = putting
+        self._item_writer = item_writer
         self._lifecycle = lifecycle
         self._state = state
 
@@ -259,18 +312,18 @@ class GalleryService(GalleryServiceServicer):
             raise InvalidInputError(
                 f"page_size: expected at most {LARGEST_PAGE}, got {request.page_size}"
             )
-        left = sorted(n for n in galleries.names() if n > request.page_token and caller.may_use(n))
-        page = left[: request.page_size or None]
+        names = sorted(n for n in galleries.names() if n > request.page_token and caller.may_use(n))
+        page = names[: request.page_size or None]
         response = pb.ListGalleriesResponse()
         for name in page:
             current().check()
             if reason := galleries.set_aside_reasons().get(name):
                 response.galleries.add(name=name, set_aside=without_folders(reason))
                 continue
-            # Deleted since the names were looked at.
+            # It may have been deleted since the names were listed.
             with suppress(NotFoundError), galleries.using(name) as hosted:
                 response.galleries.append(self._gallery(hosted))
-        if len(left) > len(page):
+        if len(names) > len(page):
             response.next_page_token = page[-1]
         return response
 
@@ -284,25 +337,27 @@ class GalleryService(GalleryServiceServicer):
     def PutItems(  # noqa: N802
         self, request_iterator: Iterator[pb.PutItemsRequest], context: grpc.ServicerContext
     ) -> Iterator[pb.PutItemsResponse]:
-        name, stored, refused = "", 0, 0
+        name, stored_count, refused_count = "", 0, 0
         for request in request_iterator:
             name = name or request.gallery
             if request.gallery not in ("", name):
-                raise InvalidInputError("expected one gallery a stream; open another stream")
-            # Before anything is made of the items.
+                raise InvalidInputError("expected one gallery for each stream; open another stream")
+            # Refuse an unknown gallery before the items are parsed.
             self._galleries.get(name)
-            puts, errors = _puts(request)
-            caller, ids = current().principal, [put.id for put in puts]
-            # Not kept open while the client makes its next message.
+            item_writers, errors = _parse_items(request)
+            caller, ids = current().principal, [put.id for put in item_writers]
+            # The gallery is not held open while the client prepares its next message.
             with (
-                self._quotas.taking(caller, name, ids) as allowance,
+                self._quotas.reserve(caller, name, ids) as allowance,
                 self._galleries.using(name) as hosted,
             ):
-                outcome = self._putting.put(hosted, puts, allowance)
-            stored += outcome.stored
-            errors += [pb.ItemError(id=id_, message=why) for id_, why in outcome.refused]
-            refused += len(errors)
-            yield pb.PutItemsResponse(stored=stored, errors=errors[:LISTED_ERRORS], refused=refused)
+                outcome = self._item_writer.put(hosted, item_writers, allowance)
+            stored_count += outcome.stored_count
+            errors += [pb.ItemError(id=id_, message=why) for id_, why in outcome.refusals]
+            refused_count += len(errors)
+            yield pb.PutItemsResponse(
+                stored=stored_count, errors=errors[:LISTED_ERRORS], refused=refused_count
+            )
 
     def GetItem(  # noqa: N802
         self, request: pb.GetItemRequest, context: grpc.ServicerContext
@@ -344,25 +399,32 @@ class GalleryService(GalleryServiceServicer):
         return _gallery(hosted, self._state.current.ends)
 
 
-def _puts(request: pb.PutItemsRequest) -> tuple[list[Put], list[pb.ItemError]]:
-    """What is to be put, and which items are none. Raises TooLargeError for too many."""
+def _parse_items(request: pb.PutItemsRequest) -> tuple[list[Put], list[pb.ItemError]]:
+    """Parse the items of a message.
+
+    Returns:
+        The items, and the errors of those that are not valid.
+
+    Raises:
+        TooLargeError: there are too many items.
+    """
     if len(request.items) > LARGEST_COUNT:
         raise TooLargeError(
             f"expected at most {LARGEST_COUNT} items in a message, got {len(request.items)}; send "
             "several messages"
         )
-    puts, errors = [], []
+    item_writers, errors = [], []
     for item in request.items:
         try:
-            puts.append(_put(item))
+            item_writers.append(_put(item))
         except InvalidInputError as error:
             errors.append(pb.ItemError(id=item.id[:256], message=str(error)))
-    return puts, errors
+    return item_writers, errors
 
 
 def _put(item: pb.PutItem) -> Put:
     kind = item.WhichOneof("content")
-    # No metadata and empty metadata are the same message: neither erases what is there.
+    # Missing and empty metadata are the same on the wire: neither deletes what the item has.
     metadata = {key: from_value(value, key) for key, value in item.metadata.items()} or None
     if kind == "image":
         return Put(item.id, item.image, metadata)
@@ -372,9 +434,11 @@ def _put(item: pb.PutItem) -> Put:
         raise InvalidInputError("expected an image, a text or vectors, got none")
     embedding = item.vectors.embedding
     if not item.vectors.HasField("side_info"):
-        return Put(item.id, Bare(embedding.space, embedding.values, None, None), metadata)
+        return Put(item.id, BareVectors(embedding.space, embedding.values, None, None), metadata)
     side = item.vectors.side_info
-    return Put(item.id, Bare(embedding.space, embedding.values, side.space, side.values), metadata)
+    return Put(
+        item.id, BareVectors(embedding.space, embedding.values, side.space, side.values), metadata
+    )
 
 
 def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
@@ -388,9 +452,9 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
         both_models=bool(hosted.state(BOTH)),
         both_with=hosted.plan.both.part.release if hosted.plan.both else 0,
     )
-    if kept := hosted.state(SOURCE):
-        told = current().principal.role is Role.ADMIN
-        gallery.source.CopyFrom(to_source(HealingSource.from_state(kept), address=told))
+    if source := hosted.state(SOURCE):
+        is_admin = current().principal.role is Role.ADMIN
+        gallery.source.CopyFrom(to_source(HealingSource.from_state(source), address=is_admin))
     gallery.created.FromSeconds(int(hosted.state(CREATED) or 0))
     for info in hosted.spaces():
         space = gallery.spaces.add(
@@ -401,10 +465,13 @@ def _gallery(hosted: Hosted, ends: Mapping[str, float]) -> pb.Gallery:
         )
         to_end(info.spec.space, ends, space.ends_at)
         if info.spec.space in views:
-            found = searched(views[info.spec.space])
+            counts_by_index = count_index(views[info.spec.space])
             space.index.CopyFrom(
                 pb.IndexInfo(
-                    in_graph=found.graph, compared=found.exact, delta=found.delta, due=found.due
+                    in_graph=counts_by_index.graph,
+                    compared=counts_by_index.exact,
+                    delta=counts_by_index.delta,
+                    due=counts_by_index.due,
                 )
             )
     return gallery

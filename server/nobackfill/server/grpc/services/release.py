@@ -1,4 +1,4 @@
-"""ReleaseService."""
+"""Implement ReleaseService: releases, their files, activations and canaries."""
 
 import threading
 import time
@@ -26,8 +26,6 @@ from nobackfill.server.state import Canary, GatewayState, RolloutName, State
 from nobackfill.v1 import release_pb2 as pb
 from nobackfill.v1.release_pb2_grpc import ReleaseServiceServicer
 
-# Between the contract's messages of a canary and what the gateway works on.
-
 _STATES = {
     CanaryState.RUNNING: pb.CANARY_STATE_RUNNING,
     CanaryState.PROMOTED: pb.CANARY_STATE_PROMOTED,
@@ -36,26 +34,35 @@ _STATES = {
 }
 
 
-def from_canary(asked: pb.Canary) -> Canary:
-    """Raises InvalidInputError."""
-    given = {
+def from_canary(message: pb.Canary) -> Canary:
+    """Parse the settings of a canary.
+
+    Raises:
+        InvalidInputError: a share, a time or a bound is not valid.
+    """
+    bounds = {
         name: value
         for name in ("most_errors", "largest_p99_ratio")
-        if (value := getattr(asked, name))
+        if (value := getattr(message, name))
     }
     canary = Canary(
-        share=asked.share,
-        steps=tuple(asked.steps),
-        every_s=asked.every.seconds + asked.every.nanos / 1e9,
-        shadow=asked.shadow,
-        **given,
+        share=message.share,
+        steps=tuple(message.steps),
+        every_s=message.every.seconds + message.every.nanos / 1e9,
+        shadow=message.shadow,
+        **bounds,
     )
     check_canary(canary)
     return canary
 
 
 def to_canary(report: CanaryReport, canary: Canary | None) -> pb.WatchCanaryResponse:
-    """`canary`: as it is set now."""
+    """Encode the report of a canary.
+
+    Args:
+        report: the report.
+        canary: its present settings; None without a running canary.
+    """
     answer = pb.WatchCanaryResponse(
         release=report.release,
         state=_STATES[report.state],
@@ -97,8 +104,6 @@ def _pair(pair: PairReport) -> pb.CanaryPair:
     )
 
 
-# Reports of devices: counted, and nothing else is kept of them.
-
 _FAILURES = {
     pb.SYNC_FAILURE_UNSPECIFIED: "none",
     pb.SYNC_FAILURE_NO_ROUTE: "no route",
@@ -107,14 +112,28 @@ _FAILURES = {
 }
 
 
-def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, known: bool) -> None:
-    """`known`: its release is published here. Raises InvalidInputError."""
-    kept = report.neighbours_kept if report.HasField("neighbours_kept") else 0.0
-    good = known and report.failure in _FAILURES and 0 <= report.seconds < 1e9 and 0 <= kept <= 1
-    if not good:
+def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, is_published: bool) -> None:
+    """Count a device's report of a sync in the metrics; nothing else is stored.
+
+    Args:
+        report: the report.
+        metrics: the gateway's metrics.
+        is_published: the report's release is published here.
+
+    Raises:
+        InvalidInputError: a value is not valid.
+    """
+    neighbours_kept = report.neighbours_kept if report.HasField("neighbours_kept") else 0.0
+    is_valid = (
+        is_published
+        and report.failure in _FAILURES
+        and 0 <= report.seconds < 1e9
+        and 0 <= neighbours_kept <= 1
+    )
+    if not is_valid:
         raise InvalidInputError(
-            "report: expected a release that is published here, a failure of the contract, seconds "
-            "of 0 and more, and a share from 0 to 1"
+            "report: expected a release that is published here, a failure of the protocol, seconds "
+            "from 0 to below 1e9, and neighbours_kept from 0 to 1"
         )
     release = str(report.release)
     failure = _FAILURES[report.failure]
@@ -124,7 +143,7 @@ def count_report(report: pb.ReportSyncRequest, metrics: Metrics, *, known: bool)
     if failure == "none":
         metrics.devices.seconds.labels(release).observe(report.seconds)
     if report.HasField("neighbours_kept"):
-        metrics.devices.neighbours_kept.labels(release).observe(kept)
+        metrics.devices.neighbours_kept.labels(release).observe(neighbours_kept)
 
 
 _ROLLOUTS: dict[int, RolloutName | None] = {
@@ -144,19 +163,21 @@ _PHASES = {
     Phase.FAILED: pb.PHASE_FAILED,
 }
 
-# A canary is reported so often.
-_LOOK_S = 1.0
+# Seconds between two reports of a canary.
+_REPORT_SECONDS = 1.0
 
 
 class ReleaseService(ReleaseServiceServicer):
-    """See protos/nobackfill/v1/release.proto."""
+    """Implement the calls of protos/nobackfill/v1/release.proto."""
 
     def __init__(
         self, catalog: Catalog, state: GatewayState, activations: Activations,
         rollbacks: Rollbacks, canaries: Canaries, metrics: Metrics,
         stopping: threading.Event,
     ) -> None:  # fmt: skip
-        """`stopping`: set when the gateway drains; reports of an activation end then."""
+        """Use the parts of the gateway; `stopping` ends the streams of activations when the gateway
+        drains.
+        """
         self._metrics = metrics
         self._canaries = canaries
         self._catalog = catalog
@@ -179,10 +200,10 @@ class ReleaseService(ReleaseServiceServicer):
     def WatchReleases(  # type: ignore[override] # noqa: N802 - None: nothing is new
         self, request: pb.WatchReleasesRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.WatchReleasesResponse | None]:
-        changed, seen, last = self._catalog.changed, -1, None
+        changed, version, last = self._catalog.changed, -1, None
         while True:
-            if changed.count != seen:
-                seen = changed.count
+            if changed.count != version:
+                version = changed.count
                 response = pb.WatchReleasesResponse(releases=self._releases())
                 if response != last:
                     last = response
@@ -192,10 +213,10 @@ class ReleaseService(ReleaseServiceServicer):
     def FetchFile(  # noqa: N802
         self, request: pb.FetchFileRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.FetchFileResponse]:
-        opened = self._catalog.fetch(request.path, request.offset)
-        first = next(opened.chunks, b"")
-        yield pb.FetchFileResponse(chunk=first, size=opened.size)
-        for chunk in opened.chunks:
+        file = self._catalog.fetch(request.path, request.offset)
+        first = next(file.chunks, b"")
+        yield pb.FetchFileResponse(chunk=first, size=file.size)
+        for chunk in file.chunks:
             yield pb.FetchFileResponse(chunk=chunk)
 
     def ActivateRelease(  # noqa: N802
@@ -203,7 +224,7 @@ class ReleaseService(ReleaseServiceServicer):
     ) -> Iterator[pb.ActivateReleaseResponse]:
         if request.rollout not in _ROLLOUTS or not 0 <= request.spare_cores < 1:
             raise InvalidInputError(
-                "expected a rollout of the contract, and spare_cores from 0 to below 1, got "
+                "expected a rollout of the protocol, and spare_cores from 0 to below 1, got "
                 f"{request.rollout} and {request.spare_cores:g}"
             )
         number = request.number
@@ -212,9 +233,9 @@ class ReleaseService(ReleaseServiceServicer):
             run = self._activations.promote_canary(number)
         elif canary is not None and self._activations.canary_under_way(number):
             self._activations.change_canary(number, canary)
-            does = share_of(canary, number)
-            self._audit("canary", does)
-            yield _response(Event(Phase.CANARY, 0, 0, does, time.time()))
+            sentence = share_of(canary, number)
+            self._audit("canary", sentence)
+            yield _response(Event(Phase.CANARY, 0, 0, sentence, time.time()))
             return
         else:
             run = self._activations.start(
@@ -225,7 +246,7 @@ class ReleaseService(ReleaseServiceServicer):
                 canary,
             )
         self._audit("promote" if request.promote else "activate", f"release {number}")
-        for event in run.events(is_gone=lambda: self._gone()):
+        for event in run.events(is_gone=lambda: self._is_gone()):
             yield _response(event)
 
     def WatchCanary(  # type: ignore[override] # noqa: N802 - None: nothing is new
@@ -236,17 +257,17 @@ class ReleaseService(ReleaseServiceServicer):
             yield answer
             if answer.state != pb.CANARY_STATE_RUNNING:
                 return
-            again = time.monotonic() + _LOOK_S
-            while time.monotonic() < again:
+            next_report = time.monotonic() + _REPORT_SECONDS
+            while time.monotonic() < next_report:
                 yield None
 
     def ReportSync(  # noqa: N802
         self, request: pb.ReportSyncRequest, context: grpc.ServicerContext
     ) -> pb.ReportSyncResponse:
-        count_report(request, self._metrics, known=request.release in self._catalog.releases)
+        count_report(request, self._metrics, is_published=request.release in self._catalog.releases)
         return pb.ReportSyncResponse()
 
-    def _gone(self) -> bool:
+    def _is_gone(self) -> bool:
         return not current().active() or self._stopping.is_set()
 
     def RollbackRelease(  # noqa: N802
@@ -305,19 +326,25 @@ class ReleaseService(ReleaseServiceServicer):
         return release
 
 
-def state_of(number: int, now: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:
-    """The state of a release, and its reason where it failed or was withdrawn."""
-    if number == now.active:
+def state_of(number: int, state: State, withdrawn: str | None) -> tuple[pb.ReleaseState, str]:
+    """Return the state of a release, with the reason if it failed or was withdrawn.
+
+    Args:
+        number: the release.
+        state: the gateway's state.
+        withdrawn: why it was withdrawn; None if it was not.
+    """
+    if number == state.active:
         return pb.RELEASE_STATE_ACTIVE, withdrawn or ""
     if withdrawn is not None:
         return pb.RELEASE_STATE_WITHDRAWN, withdrawn
-    if now.activation is not None and now.activation.release == number:
+    if state.activation is not None and state.activation.release == number:
         return pb.RELEASE_STATE_ACTIVATING, ""
-    if number in now.failed:
-        return pb.RELEASE_STATE_FAILED, now.failed[number]
-    if number in now.previous:
+    if number in state.failed:
+        return pb.RELEASE_STATE_FAILED, state.failed[number]
+    if number in state.previous:
         return pb.RELEASE_STATE_PREVIOUS, ""
-    if number in now.retired:
+    if number in state.retired:
         return pb.RELEASE_STATE_RETIRED, ""
     return pb.RELEASE_STATE_PUBLISHED, ""
 

@@ -1,4 +1,4 @@
-"""SearchService."""
+"""Implement SearchService: searches, and feedback about their hits."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from nobackfill.server.galleries.answering import Searching
 from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.immediate_answers import (
     DEFAULT_K,
-    MOST_HITS,
+    MAX_HITS,
     ImageAnswers,
     ImmediateAnswers,
     VectorQuery,
@@ -39,8 +39,8 @@ from nobackfill.wire.values import ORIGINS
 SEARCH = "/nobackfill.v1.SearchService/Search"
 LARGEST_BATCH = 256
 LARGEST_EF = 4096
-# With one of these a search may take longer, or its hits are not those that were made ready.
-_WORK = ("filter", "accuracy", "fields")
+# A search with one of these fields may take longer, or needs hits that are not prepared.
+_SLOW_FIELDS = ("filter", "accuracy", "fields")
 
 _KINDS: Mapping[int, Kind] = {
     pb.FEEDBACK_KIND_CLICKED: "approved",
@@ -50,7 +50,7 @@ _KINDS: Mapping[int, Kind] = {
 
 
 class SearchService(SearchServiceServicer):
-    """See protos/nobackfill/v1/search.proto."""
+    """Implement the calls of protos/nobackfill/v1/search.proto."""
 
     def __init__(
         self,
@@ -72,44 +72,53 @@ class SearchService(SearchServiceServicer):
         self, request: pb.SearchRequest, context: grpc.ServicerContext
     ) -> pb.SearchResponse:
         with self._galleries.using(request.gallery) as hosted:
-            found = self._searching.search(
+            answer = self._searching.search(
                 hosted, _query(request.query), _k(request.k), from_filter(request.filter),
                 _ef(request.accuracy),
             )  # fmt: skip
-        return _response(found, request, self._state.current.ends)
+        return _response(answer, request, self._state.current.ends)
 
-    def at_once(
+    def answer_immediately(
         self, messages: Sequence[tuple[bytes, Principal]]
     ) -> Sequence[bytes | Later | None]:
-        """What `Search` answers to each, or what answers it later, where it needs no thread of its
-        own; None: it is left to it."""
-        named = self._immediate.named()
-        routed = (
-            self._immediate.routed([message for message, _ in messages])
-            if named and all(principal.may_use(named) for _, principal in messages)
+        """Answer encoded `Search` requests on the thread that receives calls.
+
+        Args:
+            messages: encoded requests with their callers.
+
+        Returns:
+            For each the encoded answer, or what answers it later; None if it needs a thread of its
+            own.
+        """
+        route_gallery = self._immediate.route_gallery()
+        routed_answers = (
+            self._immediate.answer_by_route([message for message, _ in messages])
+            if route_gallery and all(principal.may_use(route_gallery) for _, principal in messages)
             else None
         )
-        if routed is not None and None not in routed:
-            return routed
-        answers: list[bytes | Later | None] = [*routed] if routed else [None] * len(messages)
-        together: dict[tuple[str, str], list[tuple[int, VectorQuery]]] = {}
+        if routed_answers is not None and None not in routed_answers:
+            return routed_answers
+        answers: list[bytes | Later | None] = (
+            [*routed_answers] if routed_answers else [None] * len(messages)
+        )
+        groups: dict[tuple[str, str], list[tuple[int, VectorQuery]]] = {}
         for number, (message, principal) in enumerate(messages):
             if answers[number] is not None:
                 continue
-            asked = parse(message) if parse is not None else _parsed(message)
-            if asked is None or asked[3] > MOST_HITS or math.isnan(asked[4]):
+            query = parse(message) if parse is not None else _parse_simple(message)
+            if query is None or query[3] > MAX_HITS or math.isnan(query[4]):
                 continue
-            gallery, space, query, k, farthest = asked
+            gallery, space, content, k, farthest = query
             k = k or DEFAULT_K
             if not principal.may_use(gallery):
                 continue
             if space is None:
-                answers[number] = self._images.later(gallery, query, k, farthest)
+                answers[number] = self._images.later(gallery, content, k, farthest)
             else:
-                together.setdefault((gallery, space), []).append((number, (query, k, farthest)))
-        for (gallery, space), some in together.items():
-            found = self._immediate.answers(gallery, space, [asked for _, asked in some])
-            for (number, _), answer in zip(some, found, strict=True):
+                groups.setdefault((gallery, space), []).append((number, (content, k, farthest)))
+        for (gallery, space), group in groups.items():
+            group_answers = self._immediate.answer(gallery, space, [query for _, query in group])
+            for (number, _), answer in zip(group, group_answers, strict=True):
                 answers[number] = answer
         return answers
 
@@ -125,15 +134,15 @@ class SearchService(SearchServiceServicer):
             )
         queries = [_query(query) for query in request.queries]
         with self._galleries.using(request.gallery) as hosted:
-            found = self._searching.batch(
+            answers = self._searching.batch(
                 hosted, queries, _k(request.k), from_filter(request.filter), _ef(request.accuracy)
             )
         return pb.SearchBatchResponse(
             responses=[
-                pb.SearchResponse(error=str(one))
-                if isinstance(one, InvalidInputError)
-                else _response(one, request, self._state.current.ends)
-                for one in found
+                pb.SearchResponse(error=str(answer))
+                if isinstance(answer, InvalidInputError)
+                else _response(answer, request, self._state.current.ends)
+                for answer in answers
             ]
         )
 
@@ -150,15 +159,19 @@ class SearchService(SearchServiceServicer):
         return pb.FeedbackResponse(counted=counted)
 
 
-def _parsed(message: bytes) -> tuple[str, str | None, bytes, int, float] | None:
-    """What a query by one embedding or one image asks: gallery, space (None: an image), values or
-    image, k, max_distance; None: it asks for more."""
+def _parse_simple(message: bytes) -> tuple[str, str | None, bytes, int, float] | None:
+    """Parse a request with one embedding or one image, and no option that needs more work.
+
+    Returns:
+        Gallery, space (None for an image), values or image, k, max_distance; None for other
+        requests.
+    """
     try:
         request = pb.SearchRequest.FromString(message)
     except DecodeError:
         return None
     query, embeddings = request.query, request.query.embeddings.embeddings
-    if any(request.HasField(field) for field in _WORK):
+    if any(request.HasField(field) for field in _SLOW_FIELDS):
         return None
     farthest = request.max_distance if request.HasField("max_distance") else math.inf
     if query.image:
@@ -190,10 +203,10 @@ def _query(query: pb.Query) -> Query:
     embeddings = query.embeddings.embeddings
     if kind is None or not embeddings:
         raise InvalidInputError("query: expected an image, a text, or at least one embedding")
-    found = {embedding.space: embedding.values for embedding in embeddings}
-    if len(found) != len(embeddings):
-        raise InvalidInputError("query: expected at most one embedding a space")
-    return found
+    values = {embedding.space: embedding.values for embedding in embeddings}
+    if len(values) != len(embeddings):
+        raise InvalidInputError("query: expected at most one embedding for each space")
+    return values
 
 
 def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
@@ -205,17 +218,17 @@ def _farthest(request: pb.SearchRequest | pb.SearchBatchRequest) -> float:
 
 
 def _response(
-    found: SearchResult,
+    answer: SearchResult,
     request: pb.SearchRequest | pb.SearchBatchRequest,
     ends: Mapping[str, float],
 ) -> pb.SearchResponse:
     response = pb.SearchResponse(
-        release=found.release, space=found.space, request_id=found.request_id
+        release=answer.release, space=answer.space, request_id=answer.request_id
     )
     farthest = _farthest(request)
-    to_end(found.space, ends, response.space_ends_at)
+    to_end(answer.space, ends, response.space_ends_at)
     keys = keys_of(request.fields if request.HasField("fields") else None)
-    for hit in found.hits:
+    for hit in answer.hits:
         message = pb.Hit(
             id=hit.item.id,
             distance=hit.distance,
@@ -224,7 +237,7 @@ def _response(
             origin=ORIGINS[hit.origin],
             beyond_calibration=hit.beyond_calibration,
         )
-        # The distance as the answer shows it: a line drawn finer would reveal more.
+        # Compare the rounded distance: a finer threshold would reveal more of it.
         if message.distance <= farthest:
             to_metadata(hit.item.metadata, keys, message.metadata)
             response.hits.append(message)

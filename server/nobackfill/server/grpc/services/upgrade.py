@@ -1,4 +1,4 @@
-"""UpgradeService."""
+"""Implement UpgradeService: estimates and the progress of upgrades."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +26,7 @@ _STATES = {
 
 
 class UpgradeService(UpgradeServiceServicer):
-    """See protos/nobackfill/v1/upgrade.proto."""
+    """Implement the calls of protos/nobackfill/v1/upgrade.proto."""
 
     def __init__(
         self, lifecycle: Lifecycle, galleries: GalleryRegistry, searching: Searching
@@ -59,7 +59,7 @@ class UpgradeService(UpgradeServiceServicer):
             request.gallery,
             request.release,
             _spare_cores(request.spare_cores),
-            {one.id: one.image for one in request.backfill},
+            {item.id: item.image for item in request.backfill},
             request.backfill_budget,
         )
         return pb.StartUpgradeResponse(progress=_message(job))
@@ -69,7 +69,7 @@ class UpgradeService(UpgradeServiceServicer):
     ) -> Iterator[pb.WatchUpgradeResponse | None]:
         last, report = None, _Report(self._searching, request.group_by)
         while True:
-            # The gallery is not kept open meanwhile: somebody may want to delete it.
+            # The gallery is not held open between two looks, so that it can be deleted.
             job = self._lifecycle.job(request.gallery)
             progress = _message(job)
             if (healing := self._lifecycle.healing(request.gallery)) is not None:
@@ -91,7 +91,7 @@ class UpgradeService(UpgradeServiceServicer):
 
 
 class _Report:
-    """Quality by subgroup, measured again when what is served has changed enough to tell."""
+    """Measure quality by subgroup, again once the gallery has changed enough."""
 
     def __init__(self, searching: Searching, key: str) -> None:
         self._searching = searching
@@ -100,13 +100,17 @@ class _Report:
         self._quality = pb.SubgroupQuality()
 
     def add_to(self, progress: pb.UpgradeProgress, hosted: Hosted) -> None:
-        """Raises InvalidInputError for a key that makes no groups."""
+        """Add the quality to a message.
+
+        Raises:
+            InvalidInputError: the key makes no groups.
+        """
         spaces = [part.space for part in hosted.plan.parts]
         tenth = 10 * progress.done // max(1, progress.total) if len(spaces) > 1 else 0
         stage = (*spaces, tenth, progress.re_embedded)
         if stage != self._stage:
-            found = subgroups(hosted, self._searching, self._key)
-            self._stage, self._quality = stage, _quality(found)
+            groups = subgroups(hosted, self._searching, self._key)
+            self._stage, self._quality = stage, _quality(groups)
         progress.quality.CopyFrom(self._quality)
 
 
@@ -116,18 +120,20 @@ def _spare_cores(share: float) -> float:
     return share
 
 
-def _quality(found: Sequence[Subgroup]) -> pb.SubgroupQuality:
-    items = sum(one.items for one in found)
-    quality = pb.SubgroupQuality(re_embedded_share=sum(one.re_embedded for one in found) / items)
-    for one in found:
-        group = quality.subgroups.add(
-            items=one.items,
-            re_embedded=one.re_embedded,
-            probes=one.probes,
-            cmc1=one.cmc1,
-            cmc1_before=one.before,
+def _quality(groups: Sequence[Subgroup]) -> pb.SubgroupQuality:
+    items = sum(group.items for group in groups)
+    quality = pb.SubgroupQuality(
+        re_embedded_share=sum(group.re_embedded for group in groups) / items
+    )
+    for group in groups:
+        message = quality.subgroups.add(
+            items=group.items,
+            re_embedded=group.re_embedded,
+            probes=group.probes,
+            cmc1=group.cmc1,
+            cmc1_before=group.before,
         )
-        fill_value(one.value, group.value)
+        fill_value(group.value, message.value)
     return quality
 
 

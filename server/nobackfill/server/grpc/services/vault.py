@@ -1,4 +1,4 @@
-"""VaultService."""
+"""Implement VaultService: a device's encrypted blobs."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,10 @@ from nobackfill.v1.vault_pb2_grpc import VaultServiceServicer
 
 
 class VaultService(VaultServiceServicer):
-    """See protos/nobackfill/v1/vault.proto. Each caller sees the blobs of its own token's name."""
+    """Implement the calls of protos/nobackfill/v1/vault.proto.
+
+    Each caller sees only the blobs of its own token's name.
+    """
 
     def __init__(self, vault: VaultBlobs) -> None:
         self._vault = vault

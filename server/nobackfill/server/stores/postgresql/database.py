@@ -374,7 +374,7 @@ class Database:
                 raise BusyError(self._refused)
             self._persistent(work)
 
-    def together(self, work: Callable[[], Result]) -> Result:
+    def transact(self, work: Callable[[], Result]) -> Result:
         """All that `work` writes and reads through this database, in this thread, as one
         transaction; it is called again as `write` says. Raises as `write`."""
 

@@ -160,7 +160,7 @@ def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
         raise refusal(error) or error from error
 
 
-def measured(
+def measure_recall(
     database: Database, schema: str, info: SpaceInfo, between: Callable[[], None]
 ) -> tuple[int, float]:
     """How many candidates of a space's graph are to be looked at, and the recall that this gives:

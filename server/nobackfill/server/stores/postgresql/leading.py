@@ -362,7 +362,7 @@ class StateRow(GatewayState):
                 fence(self._database, lead.term)
             return result
 
-        return self._database.together(fenced)
+        return self._database.transact(fenced)
 
     def lead(self) -> Lead | None:
         return take_lead(self._database)
@@ -372,7 +372,7 @@ class StateRow(GatewayState):
             new_term(self._database)
             self.revise(lambda _now: {"activation": None})
 
-        self._database.together(work)
+        self._database.transact(work)
 
     def exclusive(self, seconds: float) -> AbstractContextManager[None]:
         return lock_releases(self._database, seconds)

@@ -1,5 +1,4 @@
-"""Putting items: images and texts embedded for every space the gallery keeps, made durable,
-acknowledged."""
+"""Put items: embed images and texts for every space of a gallery, and store them durably."""
 
 import hashlib
 import threading
@@ -33,12 +32,14 @@ from nobackfill.server.grpc.access import Principal
 from nobackfill.server.state import OutdatedError
 from nobackfill.vectors import from_bytes
 
-# What is put: items with an image, a text, or vectors that were made elsewhere.
-
 
 @dataclass(frozen=True)
-class Bare:
-    """Vectors made elsewhere: bytes of float32 values with the ids of their spaces."""
+class BareVectors:
+    """Hold vectors that were made elsewhere: little-endian float32 bytes with the ids of their
+    spaces.
+
+    `side_space` and `side` are None without side-information.
+    """
 
     space: str
     embedding: bytes
@@ -48,67 +49,104 @@ class Bare:
 
 @dataclass(frozen=True)
 class Put:
-    """An item to store: an encoded image, a text, or vectors. `metadata` None: what it has, if
-    anything."""
+    """Hold an item to store.
+
+    Attributes:
+        id: id of the item.
+        content: an encoded image, a text, or vectors.
+        metadata: metadata of the item; None keeps what it has.
+    """
 
     id: str
-    content: bytes | str | Bare
+    content: bytes | str | BareVectors
     metadata: Metadata | None
 
     def digest(self) -> str:
-        """Of the content: the same content again is no change."""
+        """Return a digest of the content; putting the same content again is no change."""
         if isinstance(self.content, bytes):
             return "image-" + hashlib.sha256(self.content).hexdigest()
         if isinstance(self.content, str):
             return "text-" + hashlib.sha256(self.content.encode()).hexdigest()
-        bare = self.content
-        parts = (bare.space.encode(), bare.embedding, (bare.side_space or "").encode(), bare.side)
+        vectors = self.content
+        parts = (
+            vectors.space.encode(),
+            vectors.embedding,
+            (vectors.side_space or "").encode(),
+            vectors.side,
+        )
         return "vectors-" + hashlib.sha256(b"\0".join(part or b"" for part in parts)).hexdigest()
 
 
 @dataclass
 class PutOutcome:
-    """`stored` items are durable; the others were refused, each with its reason."""
+    """Report a put.
 
-    stored: int = 0
-    refused: list[tuple[str, str]] = field(default_factory=list)
+    Attributes:
+        stored: number of items that are durable.
+        refused: id and reason of each other item.
+    """
+
+    stored_count: int = 0
+    refusals: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass
 class _ReadyPut:
-    """An item whose vectors are made, one for each space it goes to, of one row each."""
+    """Hold an item and its vectors: one row for each space that it goes to."""
 
     put: Put
     vectors: tuple[NewVectors, ...]
 
 
-# Carries bare vectors of an older release to another; None where no route leads there.
+# Returns what upgrades bare vectors from one release to another, given the space of their
+# side-information (None without); None if no route leads there.
 RunnerOf = Callable[[Manifest, Manifest, str | None], RouteRunner | None]
 
 
-class Putting:
-    """Stores items in galleries."""
+class ItemWriter:
+    """Store items in galleries."""
 
     def __init__(
         self, embedding: Embedding, runner_of: RunnerOf, catch_up: Callable[[], None]
     ) -> None:
-        """`runner_of`: source, target, space of the side-information at hand. `catch_up`: as
-        GatewayState's."""
+        """Use shared parts of the gateway.
+
+        Args:
+            embedding: embeds images and texts.
+            runner_of: finds the upgrade of bare vectors.
+            catch_up: follows other gateways; see GatewayState.catch_up.
+        """
         self._embedding = embedding
         self._runner_of = runner_of
         self._catch_up = catch_up
 
     def put(
-        self, hosted: Hosted, puts: Sequence[Put], allowance: Allowance | None = None
+        self, hosted: Hosted, items: Sequence[Put], allowance: Allowance | None = None
     ) -> PutOutcome:
-        """Store what can be stored; returns when it is durable.
+        """Store the items that can be stored; returns once they are durable.
 
-        Raises ItemQuotaError, UnavailableError, DeadlineError, CancelledError, BusyError,
-        CannotWriteError; what was stored until then stays, and putting everything again is right.
+        Items that were stored before an error stay; putting all of them again is safe.
+
+        Args:
+            hosted: the gallery.
+            items: the items.
+            allowance: limit of the caller's items; None means no limit.
+
+        Returns:
+            The number of stored items, and the refused ones.
+
+        Raises:
+            ItemQuotaError: there would be too many items.
+            UnavailableError: the model server or the database does not answer.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+            BusyError: the store is locked for too long.
+            CannotWriteError: the store cannot be written.
+            OutdatedError: this gateway cannot follow another one that changed the gallery.
         """
         hosted.wake()
         outcome = PutOutcome()
-        for group in _without_repeats(_affordable(puts, outcome)):
+        for group in _without_repeats(_affordable(items, outcome)):
             while True:
                 plan = hosted.plan
                 try:
@@ -117,38 +155,40 @@ class Putting:
                 except OutdatedError:
                     self._catch_up()
                     if hosted.plan is plan:
-                        # This gateway cannot follow, or the gallery is gone.
+                        # This gateway cannot follow the others, or the gallery is gone.
                         raise
         return outcome
 
     def _try(
-        self, hosted: Hosted, puts: Sequence[Put], allowance: Allowance | None, outcome: PutOutcome
+        self, hosted: Hosted, items: Sequence[Put], allowance: Allowance | None, outcome: PutOutcome
     ) -> bool:
-        """Make vectors for the present plan and store them; False if the plan changed meanwhile."""
+        """Make vectors for the present plan, and store them; False if the plan changed
+        meanwhile.
+        """
         with hosted.using() as plan:
-            refused: list[tuple[str, str]] = []
+            refusals: list[tuple[str, str]] = []
             with context.part("embed"):
-                ready = self._make(plan, puts, refused)
+                ready = self._make(plan, items, refusals)
             with context.part("store"), hosted.write_lock.shared():
                 if hosted.plan is not plan:
                     return False
                 for group in _by_spaces(ready):
                     _store(hosted, plan, group, allowance)
-        outcome.stored += len(ready)
-        outcome.refused += refused
+        outcome.stored_count += len(ready)
+        outcome.refusals += refusals
         return True
 
     def _make(
-        self, plan: Plan, puts: Sequence[Put], refused: list[tuple[str, str]]
+        self, plan: Plan, items: Sequence[Put], refusals: list[tuple[str, str]]
     ) -> list[_ReadyPut]:
         ready: list[_ReadyPut] = []
         images: list[Put] = []
         texts: list[tuple[Put, str]] = []
 
         def refuse(put: Put, error: Exception) -> None:
-            refused.append((put.id[:MAX_ID_CHARACTERS], str(error)))
+            refusals.append((put.id[:MAX_ID_CHARACTERS], str(error)))
 
-        for put in puts:
+        for put in items:
             try:
                 check_batch([put.id], None, [put.metadata])
                 if isinstance(put.content, bytes):
@@ -164,14 +204,14 @@ class Putting:
             except (InvalidInputError, IncompatibleSpaceError, NoEncoderError) as error:
                 refuse(put, error)
         ready += self._read(plan, texts, refuse)
-        sizes = {size_of(manifest) for manifest in _of_images(plan)}
+        sizes = {size_of(manifest) for manifest in _image_models(plan)}
         contents = [put.content for put in images if isinstance(put.content, bytes)]
         decoded: list[tuple[Put, Decoded]] = []
-        for put, found in zip(images, self._embedding.decoding.each(contents, sizes), strict=True):
-            if isinstance(found, InvalidInputError):
-                refuse(put, found)
+        for put, pixels in zip(images, self._embedding.decoding.each(contents, sizes), strict=True):
+            if isinstance(pixels, InvalidInputError):
+                refuse(put, pixels)
             else:
-                decoded.append((put, found))
+                decoded.append((put, pixels))
         while decoded:
             try:
                 return ready + self._embed(plan, decoded)
@@ -182,9 +222,9 @@ class Putting:
         return ready
 
     def _embed(self, plan: Plan, images: Sequence[tuple[Put, Decoded]]) -> list[_ReadyPut]:
-        """Embedding and side-information of each image, for every release that the plan writes."""
+        """Embed images for every release of the plan, with side-information."""
         columns = []
-        for manifest in _of_images(plan):
+        for manifest in _image_models(plan):
             pixels = [decoded[size_of(manifest)] for _, decoded in images]
             embeddings = self._embedding.many(manifest, pixels)
             columns.append((manifest.space, embeddings, self._embedding.sides(manifest, pixels)))
@@ -204,8 +244,10 @@ class Putting:
     def _read(
         self, plan: Plan, texts: Sequence[tuple[Put, str]], refuse: Callable[[Put, Exception], None]
     ) -> Iterator[_ReadyPut]:
-        """Embeddings of each text, for every release that the plan writes and that reads texts. No
-        side-information: nobody has found any of texts that an upgrade would gain by."""
+        """Embed texts for every release of the plan that reads texts.
+
+        Texts have no side-information: no upgrade is known that gains by it.
+        """
         if not texts:
             return
         manifests = [manifest for manifest in plan.writes if manifest.text_encoder]
@@ -214,9 +256,9 @@ class Putting:
             for manifest in manifests
         ]
         for (put, _), rows in zip(texts, zip(*columns, strict=True), strict=True):
-            refusal = next((row for row in rows if isinstance(row, InvalidInputError)), None)
-            if refusal is not None:
-                refuse(put, refusal)
+            error = next((row for row in rows if isinstance(row, InvalidInputError)), None)
+            if error is not None:
+                refuse(put, error)
                 continue
             yield _ReadyPut(
                 put,
@@ -227,43 +269,44 @@ class Putting:
                 ),
             )
 
-    def _bare(self, plan: Plan, bare: Bare) -> tuple[NewVectors, ...]:
-        """Bare vectors, and where their space is no longer searched by default, carried on."""
+    def _bare(self, plan: Plan, bare: BareVectors) -> tuple[NewVectors, ...]:
+        """Check bare vectors, and upgrade them if their space is not searched by default."""
         manifest = next((m for m in plan.writes if m.space == bare.space), None)
         if manifest is None or bare.space not in plan.accepts:
             raise IncompatibleSpaceError(
-                f"expected vectors of release {plan.query.release}, or an image; got vectors of "
+                f"expected vectors of release {plan.query.release}, or an image; found vectors of "
                 "another space"
             )
         spec, encoder = manifest.embedder, manifest.side_encoder
-        what = f"embedding of release {manifest.release}"
-        embedding = from_bytes(bare.embedding, spec.dim, what=what, unit=spec.unit)
+        name = f"embedding of release {manifest.release}"
+        embedding = from_bytes(bare.embedding, spec.dim, what=name, unit=spec.unit)
         side = None
         if bare.side is not None:
             if encoder is None or bare.side_space != manifest.side_space:
                 raise IncompatibleSpaceError(
-                    f"expected side-information of release {manifest.release}, got another's"
+                    f"expected side-information of release {manifest.release}, found that of "
+                    "another space"
                 )
-            what = f"side-information of release {manifest.release}"
-            side = from_bytes(bare.side, encoder.dim, what=what)
-        own = NewVectors(bare.space, embedding, side)
+            name = f"side-information of release {manifest.release}"
+            side = from_bytes(bare.side, encoder.dim, what=name)
+        native = NewVectors(bare.space, embedding, side)
         if any(part.space == bare.space for part in plan.parts):
-            return (own,)
+            return (native,)
         runner = self._runner_of(manifest, plan.query, None if side is None else bare.side_space)
         if runner is None:
             raise IncompatibleSpaceError(
-                f"no published upgrade carries vectors of release {manifest.release} to release "
-                f"{plan.query.release} with the side-information sent; send the image"
+                f"no published upgrade leads from release {manifest.release} to release "
+                f"{plan.query.release} with this side-information; send the image instead"
             )
-        carried = runner.run(embedding, side)
+        upgraded = runner.run(embedding, side)
         return (
-            NewVectors(plan.query.space, carried.embedding, carried.side, "upgraded"),
-            own,
+            NewVectors(plan.query.space, upgraded.embedding, upgraded.side, "upgraded"),
+            native,
         )
 
 
-def _of_images(plan: Plan) -> list[Manifest]:
-    """Releases that the plan writes and that embed images."""
+def _image_models(plan: Plan) -> list[Manifest]:
+    """Return the releases of a plan that embed images."""
     return [manifest for manifest in plan.writes if manifest.embedder.file is not None]
 
 
@@ -288,7 +331,7 @@ def _store(
 
 
 def _by_spaces(ready: Sequence[_ReadyPut]) -> list[list[_ReadyPut]]:
-    """Items that go to the same spaces, together."""
+    """Group items that go to the same spaces."""
     groups: dict[tuple[tuple[str, bool, str], ...], list[_ReadyPut]] = {}
     for one in ready:
         key = tuple((new.space, new.side is None, new.origin) for new in one.vectors)
@@ -296,117 +339,133 @@ def _by_spaces(ready: Sequence[_ReadyPut]) -> list[list[_ReadyPut]]:
     return list(groups.values())
 
 
-def _without_repeats(puts: Sequence[Put]) -> list[list[Put]]:
-    """Cut where an id comes again, so that the last of a kind wins."""
+def _without_repeats(items: Sequence[Put]) -> list[list[Put]]:
+    """Cut the items into groups without a repeated id, so that the last item of an id wins."""
     groups: list[list[Put]] = [[]]
-    seen: set[str] = set()
-    for put in puts:
-        if put.id in seen:
+    ids: set[str] = set()
+    for put in items:
+        if put.id in ids:
             groups.append([])
-            seen.clear()
-        seen.add(put.id)
+            ids.clear()
+        ids.add(put.id)
         groups[-1].append(put)
     return groups
 
 
-def _affordable(puts: Sequence[Put], outcome: PutOutcome) -> list[Put]:
-    """Those whose images may be decoded, with those before them, in one message."""
-    contents = [put.content if isinstance(put.content, bytes) else b"" for put in puts]
-    kept = []
-    for put, may in zip(puts, affordable(contents), strict=True):
-        if may:
-            kept.append(put)
+def _affordable(items: Sequence[Put], outcome: PutOutcome) -> list[Put]:
+    """Return the items whose images, together with those before them, may be decoded at once.
+
+    The others are refused in `outcome`.
+    """
+    contents = [put.content if isinstance(put.content, bytes) else b"" for put in items]
+    accepted = []
+    for put, is_affordable in zip(items, affordable(contents), strict=True):
+        if is_affordable:
+            accepted.append(put)
         else:
-            outcome.refused.append((put.id[:MAX_ID_CHARACTERS], str(too_dear())))
-    return kept
+            outcome.refusals.append((put.id[:MAX_ID_CHARACTERS], str(too_dear())))
+    return accepted
 
 
-# How many items the galleries of a token may hold: looked at before each message is stored.
-
-# How old, in seconds, a count may be: other gateways put, too. Where there is room for fewer items
-# than a second brings, none is kept.
-_COUNTED_S, _FAR = 1.0, 100_000
+# Longest age (seconds) of a count: other gateways put, too. If fewer items than _FAR fit, the count
+# is not trusted: that many can be put in a second.
+_COUNT_SECONDS, _SAFE_MARGIN = 1.0, 100_000
 
 
 class Quotas:
-    """Of all tokens that have one, at one gateway."""
+    """Enforce the item quotas of tokens at one gateway, before each message is stored."""
 
     def __init__(self, galleries: GalleryRegistry) -> None:
         self._galleries = galleries
-        self._known: dict[Allowance, _Quota] = {}
+        self._quotas: dict[Allowance, _Quota] = {}
 
     @contextmanager
-    def taking(
+    def reserve(
         self, principal: Principal, gallery: str, ids: Collection[str]
     ) -> Iterator[Allowance | None]:
-        """Put items under `ids` into `gallery` within the block, which the caller's role is for. A
-        store that others write, too, has to keep to the allowance, where there is one.
+        """Reserve room for items during a block that puts them.
 
-        Raises ItemQuotaError where those that are new are too many, NotFoundError for no gallery,
-        DeadlineError, CancelledError.
+        Args:
+            principal: the caller, who may write to the gallery.
+            gallery: the gallery.
+            ids: ids of the items.
+
+        Yields:
+            The allowance that a shared store must check itself; None if it need not.
+
+        Raises:
+            ItemQuotaError: too many of the items are new.
+            NotFoundError: no gallery has this name.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
         """
-        names, most = principal.galleries, principal.items
-        if names is None or most is None:
+        names, limit = principal.galleries, principal.items
+        if names is None or limit is None:
             yield None
             return
-        allowance = Allowance(names, most)
-        quota = self._known.setdefault(allowance, _Quota(self._galleries, allowance))
-        with quota.taking(gallery, set(ids)):
-            yield allowance if quota.near else None
+        allowance = Allowance(names, limit)
+        quota = self._quotas.setdefault(allowance, _Quota(self._galleries, allowance))
+        with quota.reserve(gallery, set(ids)):
+            yield allowance if quota.is_near else None
 
 
 class _Quota:
-    """Counts now and then, and adds what is put here meanwhile."""
+    """Count the items of a token's galleries now and then, and add what is put here in between."""
 
     def __init__(self, galleries: GalleryRegistry, allowance: Allowance) -> None:
         self._galleries, self._allowance = galleries, allowance
         self._turn = threading.Condition()
-        self._counted, self._at = 0, float("-inf")
-        # Items of messages that are being stored.
-        self._under_way = 0
+        self._count, self._count_time = 0, float("-inf")
+        # Items of messages that are being stored now.
+        self._reserved = 0
 
     @property
-    def near(self) -> bool:
-        """Whether there is room for so few items that none counted before is to be relied on."""
-        return self._allowance.items - self._counted < _FAR
+    def is_near(self) -> bool:
+        """Whether so little room is left that an earlier count is not reliable."""
+        return self._allowance.items - self._count < _SAFE_MARGIN
 
     @contextmanager
-    def taking(self, gallery: str, ids: set[str]) -> Iterator[None]:
+    def reserve(self, gallery: str, ids: set[str]) -> Iterator[None]:
         with self._turn:
-            many = self._admit(gallery, ids)
-            self._under_way += many
+            count = self._admit(gallery, ids)
+            self._reserved += count
         try:
             yield
         finally:
             with self._turn:
-                self._under_way -= many
-                self._counted += many
+                self._reserved -= count
+                self._count += count
                 self._turn.notify_all()
 
     def _admit(self, gallery: str, ids: set[str]) -> int:
-        """How many items it may become more."""
+        """Return how many new items to reserve; waits while others store items and the room is
+        uncertain.
+
+        Raises:
+            ItemQuotaError: too many of the items are new.
+        """
         while True:
-            old = time.monotonic() - self._at > _COUNTED_S
-            if old or self.near:
-                self._count()
-            if self._counted + self._under_way + len(ids) <= self._allowance.items:
+            is_old = time.monotonic() - self._count_time > _COUNT_SECONDS
+            if is_old or self.is_near:
+                self._update()
+            if self._count + self._reserved + len(ids) <= self._allowance.items:
                 return len(ids)
-            if not self._under_way:
+            if not self._reserved:
                 return self._admit_new(gallery, ids)
-            # What is counted may hold some of those under way already.
-            self._turn.wait(min(_COUNTED_S, context.current().remaining()))
+            # The count may include some of the items that are being stored.
+            self._turn.wait(min(_COUNT_SECONDS, context.current().remaining()))
             context.current().check()
 
     def _admit_new(self, gallery: str, ids: set[str]) -> int:
-        self._count()
+        self._update()
         with self._galleries.using(gallery) as hosted:
             new = len(ids) - len(hosted.store.labels_of(list(ids)))
-        self._allowance.check(self._counted, new)
+        self._allowance.check(self._count, new)
         return new
 
-    def _count(self) -> None:
+    def _update(self) -> None:
         counted = 0
         for name in self._allowance.galleries:
             with suppress(NotFoundError, VerificationError), self._galleries.using(name) as hosted:
                 counted += hosted.store.count()
-        self._counted, self._at = counted, time.monotonic()
+        self._count, self._count_time = counted, time.monotonic()
