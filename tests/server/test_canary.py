@@ -222,7 +222,7 @@ def test_nobody_met_it_so_it_is_not_promoted(client: Client) -> None:
     begin(client, pb.Canary(share=0.5))
     for n in range(20):
         assert whole(ask(client, session, n % ITEMS), f"i{n % ITEMS}") == 1
-    with refused(PreconditionError, "no evidence to promote it by"):
+    with refused(PreconditionError, "no evidence for promoting it"):
         next(iter(client.promote(2)))
     client.rollback(confirm=True, to=1)
     wait_for(lambda: client.states()[2] != "ACTIVATING")
@@ -379,7 +379,7 @@ def test_what_is_no_canary_is_refused(client: Client) -> None:
     ):  # fmt: skip
         with refused(InvalidInputError, "canary"):
             next(iter(client.activate(2, canary=canary)))
-    with refused(PreconditionError, "no other"):
+    with refused(PreconditionError, "is active already"):
         next(iter(client.activate(1, canary=pb.Canary(share=0.5))))
     with refused(PreconditionError, "cutover"):
         next(iter(client.activate(2, canary=pb.Canary(share=0.5), rollout="dual")))

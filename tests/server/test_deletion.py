@@ -96,7 +96,7 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
 def test_a_gallery_that_stays_in_use_stays(
     gateway: GatewayServer, client: Client, monkeypatch: pytest.MonkeyPatch, one: Manifest
 ) -> None:
-    monkeypatch.setattr("nobackfill.server.galleries.galleries._LEAVE_S", 0.05)
+    monkeypatch.setattr("nobackfill.server.galleries.galleries._DRAIN_SECONDS", 0.05)
     client.create_gallery("g")
     with gateway.galleries.using("g"), refused(BusyError):
         client.delete_gallery("g")

@@ -37,7 +37,7 @@ def hanging(name: str) -> bytes | None:
 def test_a_source_that_hangs_is_its_own_gallerys_trouble(
     stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.server.rollout.lifecycle._OPENED_S", 0.5)
+    monkeypatch.setattr("nobackfill.server.rollout.lifecycle._OPEN_SECONDS", 0.5)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "hangs_at_import.py").write_text("import time\ntime.sleep(3600)\n")
     functions = {"hangs": f"{__name__}:hanging", "import": "hangs_at_import:item"}

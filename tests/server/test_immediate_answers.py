@@ -99,7 +99,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
 ) -> None:
     # The graph made below has no file: after 20 s the gateway would make another, and the snapshot
     # whose answers are compared would no longer be the one that is searched.
-    monkeypatch.setattr(Indexing, "_due", lambda *_: iter(()))
+    monkeypatch.setattr(Indexing, "_pending_work", lambda *_: iter(()))
     with Client(served.address) as client:
         client.create_gallery("large")
         rng = np.random.default_rng(0)
@@ -160,7 +160,7 @@ def test_compiled_code_and_python_answer_byte_for_byte(
             compiled = told(served, message)
             assert served.search._immediate.answer_by_route([message]) == [compiled]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ImmediateAnswers, "routed", lambda *_: None)
+                patch.setattr(ImmediateAnswers, "answer_by_route", lambda *_: None)
                 assert told(served, message) == compiled
                 patch.setitem(snapshot.__dict__, "compiled", None)
                 assert told(served, message) == compiled

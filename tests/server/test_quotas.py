@@ -48,7 +48,7 @@ def fill_up(addresses: list[str]) -> None:
     other.create_gallery("more")
     app.put_images(PICTURES[:4], "mine")
     other.put_images(PICTURES[:4], "more")
-    with refused(ItemQuotaError, "at most 10 items in mine, more together") as caught:
+    with refused(ItemQuotaError, "at most 10 items in mine, more for this token") as caught:
         app.put_images(PICTURES[4:7], "mine", 4)
     assert isinstance(caught.value, QuotaExceededError) and "8 are there and 3" in str(caught.value)
     app.put_images(PICTURES[4:6], "mine", 4)
@@ -62,7 +62,7 @@ def fill_up(addresses: list[str]) -> None:
     # Who has no quota puts on; then its holder does not.
     free.put_images(PICTURES[6:9], "mine", 6)
     boss.put_images(PICTURES[:5], "more")
-    with refused(ItemQuotaError, "14 are there and 1 more"):
+    with refused(ItemQuotaError, "found 14 and 1 new"):
         app.put_images(PICTURES[:1], "mine", 20)
     app.delete_gallery("mine")
     app.put_images(PICTURES[20:25], "more", 20)

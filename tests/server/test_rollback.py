@@ -74,7 +74,7 @@ def test_nothing_begins_beside_a_rollback(
 ) -> None:
     from nobackfill.server.rollout import activation
 
-    monkeypatch.setattr(activation, "_BRIEF_S", 0.1)
+    monkeypatch.setattr(activation, "_LOCK_SECONDS", 0.1)
     reached, go_on, settle = threading.Event(), threading.Event(), gateway.serving.settle
 
     def slowly(old: list[object]) -> None:

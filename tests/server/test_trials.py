@@ -56,5 +56,5 @@ def test_an_activation_that_ends_the_gateway_again_and_again_is_not_resumed(
 
     active, failed = restarted(2)
     assert active == 1
-    assert "ended 3 times" in failed[2]
+    assert "crashed 3 times" in failed[2]
     assert restarted(1)[0] == 2

@@ -186,7 +186,7 @@ def test_the_indexing_thread_outlives_what_nobody_foresaw(
     gateway: GatewayServer, client: Client, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two galleries the first cannot be looked after; the second is, and later the first."""
-    monkeypatch.setattr(indexing, "_REST_S", 1.0)
+    monkeypatch.setattr(indexing, "_FAILURE_PAUSE_SECONDS", 1.0)
     for name in ("broken", "whole"):
         client.create_gallery(name)
         put(client, one, name=name)

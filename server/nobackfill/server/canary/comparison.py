@@ -511,7 +511,7 @@ def _stop_reason(bound: str, report: CanaryReport, canary: Canary) -> str:
         )
     elif bound == "latency":
         reason = (
-            f"latency: the new release's p99 is {1000 * (new.p99 or 0):.1f} ms, the old one's"
+            f"latency: the new release's p99 is {1000 * (new.p99 or 0):.1f} ms, the old one's "
             f"{1000 * (old.p99 or 0):.1f} ms; the bound is {canary.largest_p99_ratio:g} times that"
         )
     else:

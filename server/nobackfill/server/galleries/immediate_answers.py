@@ -181,7 +181,7 @@ class ImmediateAnswers:
             hosted: the gallery.
             part: the part of its plan.
             queries: the queries.
-            on_receiver: the caller is the thread that receives calls. Only then is the time limited,
+            on_receiver: the caller receives calls. Only then is the time limited,
                 and recorded for the gallery's speed.
 
         Returns:

@@ -98,7 +98,7 @@ def rank(
 
     Args:
         parts: the searched parts.
-        found: neighbours of each part.
+        neighbours: neighbours of each part.
         row: row of the query in the neighbours.
         k: most hits to return.
         items: reads items by label.
