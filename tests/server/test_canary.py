@@ -345,7 +345,7 @@ def test_a_promotion_between_look_and_stop_is_not_taken_back(
     assert report(client).state == pb.CANARY_STATE_RUNNING
     for session in SESSIONS:
         ask(client, session, 0)
-    look = canary_commands._under_way
+    look = canary_commands._running_canary
 
     def promoted_after(gateway: Any, number: int) -> pb.Canary:
         found = look(gateway, number)
@@ -353,7 +353,7 @@ def test_a_promotion_between_look_and_stop_is_not_taken_back(
         return found
 
     with monkeypatch.context() as between:
-        between.setattr(canary_commands, "_under_way", promoted_after)
+        between.setattr(canary_commands, "_running_canary", promoted_after)
         done = stop()
     assert done.exit_code == PreconditionError.exit_code, done.output
     assert "it was promoted" in done.output
