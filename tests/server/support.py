@@ -116,7 +116,7 @@ def running(model_repo: Path, data: Path, **given: Any) -> Iterator[GatewayServe
         with pytest.MonkeyPatch.context() as patch:
             if "drain_seconds" not in given:
                 # Nobody is left whose calls it would lose by not waiting half a second for them.
-                patch.setattr(listener, "_LAME_DUCK_S", 0.0)
+                patch.setattr(listener, "_LAME_DUCK_SECONDS", 0.0)
             gateway.stop()
 
 

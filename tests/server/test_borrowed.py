@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.server.grpc.admission import _borrowed
+from nobackfill.server.grpc.admission import _duplicate
 
 DESCRIPTORS = Path("/proc/self/fd")
 
@@ -18,7 +18,7 @@ def test_what_is_no_socket_is_given_back(tmp_path: Path, flags: int) -> None:
         before = len(list(DESCRIPTORS.iterdir()))
         for _ in range(3):
             with pytest.raises(OSError, match=r"Bad file|non-socket"):
-                _borrowed(folder)
+                _duplicate(folder)
         assert len(list(DESCRIPTORS.iterdir())) == before
     finally:
         os.close(folder)

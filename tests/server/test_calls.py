@@ -7,7 +7,7 @@ import pytest
 from nobackfill.errors import CancelledError, DeadlineError
 from nobackfill.server.grpc.access import LOCAL
 from nobackfill.server.grpc.context import Call
-from nobackfill.server.grpc.logs import Sparing
+from nobackfill.server.grpc.logs import LogLimit
 
 
 def test_a_call_is_wanted_until_its_deadline_or_its_caller_has_gone() -> None:
@@ -22,7 +22,7 @@ def test_a_call_is_wanted_until_its_deadline_or_its_caller_has_gone() -> None:
 
 
 def test_a_flood_of_refusals_writes_few_lines() -> None:
-    sparing = Sparing(10)
+    sparing = LogLimit(10)
     began = time.monotonic()
     written = sum(sparing.allows() for _ in range(10_000))
     # The flood may begin and end within other seconds.

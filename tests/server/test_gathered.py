@@ -38,7 +38,7 @@ def test_what_comes_together_is_answered_together_and_each_by_itself(
         return answers(messages)
 
     good, wrong = asking(one, 8), asking(one, 8)
-    monkeypatch.setitem(kind_of(served, good).__dict__, "at_once", slow)
+    monkeypatch.setitem(kind_of(served, good).__dict__, "answer_immediately", slow)
     wrong.query.embeddings.embeddings[0].values = b"1234"
     with Client(served.address) as client:
         expected = on_a_thread(client, good)

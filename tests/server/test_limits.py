@@ -164,7 +164,7 @@ class _Context:
 
 
 def _stream(context: _Context) -> OpenStream:
-    return OpenStream(cast(Any, context), lambda: None, 60.0, hears=True, drained=True)
+    return OpenStream(cast(Any, context), lambda: None, 60.0, checks_stop=True, drained=True)
 
 
 def test_a_client_that_stands_still_is_cut_and_a_slow_gateway_is_not() -> None:

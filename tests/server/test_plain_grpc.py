@@ -13,7 +13,12 @@ from grpc_health.v1 import health_pb2_grpc
 
 import nobackfill.server.grpc
 from nobackfill.errors import CancelledError, ConfigurationError, InvalidInputError
-from nobackfill.server.grpc.listener import HealthService, PlainServer, server_of, serves_plainly
+from nobackfill.server.grpc.listener import (
+    HealthService,
+    PlainServer,
+    needs_plain_server,
+    server_of,
+)
 from nobackfill.server.grpc.loop import check_grpcio
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
@@ -67,9 +72,9 @@ def test_a_plain_server_stays_on_loopback_unless_it_is_let() -> None:
         "tokens_file": Path("t"), "plain_grpc": True,
     }  # fmt: skip
     with pytest.raises(ConfigurationError, match="plain_grpc_open"):
-        serves_plainly(load_settings(wide, None))
-    assert serves_plainly(load_settings({**wide, "plain_grpc_open": True}, None))
-    assert serves_plainly(load_settings({"plain_grpc": True}, None))
+        needs_plain_server(load_settings(wide, None))
+    assert needs_plain_server(load_settings({**wide, "plain_grpc_open": True}, None))
+    assert needs_plain_server(load_settings({"plain_grpc": True}, None))
 
 
 def test_a_call_without_its_message_gives_its_thread_back() -> None:

@@ -389,13 +389,13 @@ def test_the_places_of_a_lane(
         for name, role, many in held:
             for _ in range(many):
                 lane.enter(name, role)
-        count = lane.held()
+        count = lane.occupied()
         if enters:
             lane.enter(*caller)
             lane.leave(*caller)
         else:
             with pytest.raises(OverloadedError, match="expected at most 32 calls at once"):
                 lane.enter(*caller)
-        assert lane.held() == count == sum(many for _, _, many in held)
+        assert lane.occupied() == count == sum(many for _, _, many in held)
     finally:
         lane.close()

@@ -70,7 +70,7 @@ def test_many_watches_take_no_thread_and_hear_each_change(watched: Watched) -> N
         assert [next(watch).status for watch in watches] == [status] * 200
     for watch in watches:
         watch.cancel()
-    wait_until(lambda: watched.lane.held() == 1, "places are not given back")
+    wait_until(lambda: watched.lane.occupied() == 1, "places are not given back")
     first.cancel()
 
 
@@ -94,11 +94,11 @@ def test_a_watcher_that_does_not_read_keeps_nobody_waiting_and_is_cut(watched: W
     with Peer(watched.address, window=0) as peer:
         stream = peer.begin("/grpc.health.v1.Health/Watch")
         peer.send(stream, prefixed(b""))
-        wait_until(lambda: watched.lane.held() == 2, "it does not watch")
+        wait_until(lambda: watched.lane.occupied() == 2, "it does not watch")
         for status in (HEALTH.NOT_SERVING, HEALTH.SERVING) * 5:
             watched.health.set("", status)
             assert next(other).status == status
-        wait_until(lambda: watched.lane.held() == 1, "its place is not given back")
+        wait_until(lambda: watched.lane.occupied() == 1, "its place is not given back")
         watched.health.set("", HEALTH.NOT_SERVING)
         assert next(other).status == HEALTH.NOT_SERVING
 

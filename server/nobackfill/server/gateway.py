@@ -26,7 +26,7 @@ from nobackfill.server.grpc.access import Tokens, certificates
 from nobackfill.server.grpc.listener import (
     GrpcListener,
     check_free,
-    serves_plainly,
+    needs_plain_server,
     socket_in,
 )
 from nobackfill.server.grpc.metrics import Metrics
@@ -175,7 +175,7 @@ class GatewayServer:
         durable.make_dir(settings.data, 0o700)
         closing.enter_context(durable.lock(settings.data / "lock"))
         # Checked before models are loaded, which may take minutes.
-        plain = serves_plainly(settings)
+        plain = needs_plain_server(settings)
         check_free(settings.address, "--address")
         if settings.console:
             check_free(settings.console_address, "--console-address")
@@ -211,7 +211,8 @@ class GatewayServer:
         self.search = self._search_service(closing)
         interceptor = Interceptor(
             metrics, tokens, settings.max_calls, settings.max_call_seconds,
-            slow=self.galleries.is_slow, at_once={SEARCH: self.search.answer_immediately},
+            is_slow=self.galleries.is_slow,
+            immediate_answers={SEARCH: self.search.answer_immediately},
             tracing=tracing, plain=plain,
         )  # fmt: skip
         metrics.expiries.metadata = self.catalog.expiries
@@ -299,7 +300,7 @@ class GatewayServer:
         with self._health:
             if self._listener is not None:
                 self._listener.set_health(
-                    embedding=self.models.ready(), aside=self.galleries.set_aside_reasons()
+                    embedding=self.models.ready(), set_aside=self.galleries.set_aside_reasons()
                 )
 
 

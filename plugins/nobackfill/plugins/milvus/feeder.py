@@ -162,7 +162,8 @@ class Feeder:
                 away = True
             except Exception as error:
                 # The thread must survive: without it, Milvus gets no changes any more.
-                log.exception("unforeseen, going on", thread="milvus", error=type(error).__name__)
+                name = type(error).__name__
+                log.exception("unexpected error, going on", thread="milvus", error=name)
             if not remaining:
                 self._wake_event.clear()
                 self._wake_event.wait(_SWEEP_S)

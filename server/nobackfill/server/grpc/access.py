@@ -1,4 +1,4 @@
-"""Who calls: bearer tokens, each with a name and a role, from a file of their digests."""
+"""Authenticate and authorise callers: bearer tokens, roles, rates, and TLS certificates."""
 
 import hashlib
 import re
@@ -25,40 +25,53 @@ from nobackfill.errors import (
 )
 from nobackfill.server.settings import Settings
 
-# Calls a second: so many on the average, and what was not used of a second at once.
-
 
 class Rate:
-    """Of the calls under one name, at one gateway."""
+    """Limit the calls of one name at one gateway: so many a second, and one second's worth
+    at once.
+    """
 
-    def __init__(self, name: str, most: float) -> None:
-        """`most`: calls a second."""
-        self.most = most
+    def __init__(self, name: str, limit: float) -> None:
+        """Start with a full allowance.
+
+        Args:
+            name: the name.
+            limit: calls a second.
+        """
+        self.limit = limit
         self._name = name
         self._lock = threading.Lock()
-        # What may be called at once: a second's worth, one at least.
-        self._full = max(1.0, most)
-        self._left = self._full
-        self._at = time.monotonic()
+        # Calls that may come at once: a second's worth, at least one.
+        self._capacity = max(1.0, limit)
+        self._available = self._capacity
+        self._updated = time.monotonic()
 
     def take(self) -> None:
-        """Count one call. Raises OverloadedError where it is one too many."""
+        """Count one call.
+
+        Raises:
+            OverloadedError: the rate is exceeded.
+        """
         with self._lock:
             now = time.monotonic()
-            self._left = min(self._full, self._left + (now - self._at) * self.most)
-            self._at = now
-            if self._left < 1:
+            self._available = min(
+                self._capacity, self._available + (now - self._updated) * self.limit
+            )
+            self._updated = now
+            if self._available < 1:
                 raise OverloadedError(
-                    f"expected at most {self.most:g} calls a second under the name {self._name}; "
-                    "try again with a growing delay, or ask its operator for more"
+                    f"expected at most {self.limit:g} calls a second under the name {self._name}; "
+                    "try again with a growing delay, or ask the operator for a higher rate"
                 )
-            self._left -= 1
+            self._available -= 1
 
 
 log = structlog.get_logger("server.interceptor")
 
 
 class Role(StrEnum):
+    """Name the roles of tokens."""
+
     READER = "reader"
     WRITER = "writer"
     DEVICE = "device"
@@ -67,10 +80,14 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Principal:
-    """Who calls. `name` owns vault blobs; it is the token's name, not the token.
+    """Identify the caller.
 
-    `galleries` are those that the role is for; None: all. `items`: the most that they may hold
-    together, as far as this caller puts some; None: as many as there is room for.
+    Attributes:
+        name: the token's name; vault blobs belong to it.
+        role: the role.
+        galleries: galleries that the role is for; None means all.
+        items: most items that these galleries may have in total, for puts of this caller; None
+            means no limit.
     """
 
     name: str
@@ -79,15 +96,15 @@ class Principal:
     items: int | None = None
 
     def may_use(self, gallery: str) -> bool:
-        """Whether the role is for this gallery, be there one or not."""
+        """Tell whether the role is for a gallery, whether or not it exists."""
         return self.galleries is None or gallery in self.galleries
 
 
-# Without a tokens file the gateway listens on loopback only, and whoever gets there is trusted.
+# Without a tokens file the gateway listens on loopback only, and trusts every caller.
 LOCAL = Principal("local", Role.ADMIN)
 
 
-# Roles that may be for some galleries only: the others are about no gallery, or about all.
+# Roles that may be restricted to some galleries; the others concern no gallery, or all.
 _BY_GALLERY = {Role.READER, Role.WRITER}
 _GALLERIES = re.compile(r"[a-z0-9_-]{1,64}(,[a-z0-9_-]{1,64})*")
 
@@ -97,78 +114,95 @@ class _Token:
     principal: Principal
     digest: bytes
     expires: datetime | None
-    # Calls a second of all tokens of the name; None: as many as there are threads for.
+    # Calls a second of all tokens of the name; None means no limit.
     rate: float | None
 
 
 class Tokens:
-    """The tokens file: `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES] [rate=N] [items=N]` a line, '#'
-    begins a comment.
+    """Read the tokens file, again whenever it changes.
 
-    `rate` bounds the calls a second under the name; more are refused for a moment. ROLE may be for
-    some galleries only, like `writer:photos,cats`; `items` bounds what these hold together when the
-    token puts more. The file holds digests only, so reading it gives nobody access. It is read
-    again when it changes; a change that cannot be read is logged, and leaves the tokens as they
-    were.
-    Raises ConfigurationError at the start when a line is wrong, naming it.
+    A line is `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES] [rate=N] [items=N]`; '#' begins a comment.
+    `rate` limits the calls a second of the name. ROLE may be restricted to some galleries, like
+    `writer:photos,cats`; `items` limits their items in total when the token puts more. The file has
+    digests only, so reading it gives nobody access. A change that cannot be read is logged, and the
+    old tokens stay valid.
     """
 
     def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or a line is not valid; the error names the
+                line.
+        """
         self._path = path
         self._lock = threading.Lock()
         self._stamp, self._tokens = _read(path)
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
         self._trouble = ""
         self._rates: dict[tuple[str, float], Rate] = {}
 
     def first_expiry(self) -> datetime | None:
-        """When the first token that is still good expires, if one does."""
+        """Return when the first valid token expires; None if none expires."""
         self._refresh()
         now = datetime.now(UTC)
-        ends = [known.expires for known in self._tokens.values() if known.expires is not None]
+        ends = [token.expires for token in self._tokens.values() if token.expires is not None]
         return min((end for end in ends if end > now), default=None)
 
     def principal(self, authorization: str | None) -> Principal:
-        """Who the header `Bearer TOKEN` belongs to. Raises UnauthenticatedError,
-        OverloadedError for more calls than the token's rate."""
-        known = self._known(authorization)
-        if known.rate is not None:
-            self._rate(known.principal.name, known.rate).take()
-        return known.principal
+        """Return the caller of a call, and count the call for its rate.
+
+        Args:
+            authorization: the header `Bearer TOKEN`; None without one.
+
+        Raises:
+            UnauthenticatedError: the token is missing, unknown or expired.
+            OverloadedError: the name's rate is exceeded.
+        """
+        token = self._find(authorization)
+        if token.rate is not None:
+            self._rate_of(token.principal.name, token.rate).take()
+        return token.principal
 
     def confirm(self, authorization: str | None, principal: Principal) -> None:
-        """Raises UnauthenticatedError where the header is no longer the principal's: its token was
-        removed or changed, or it has expired."""
-        if self._known(authorization).principal != principal:
-            raise UnauthenticatedError("the token means another role now; call again")
+        """Check that a token still belongs to a caller.
 
-    def _known(self, authorization: str | None) -> _Token:
+        Raises:
+            UnauthenticatedError: it was removed or changed, or has expired.
+        """
+        if self._find(authorization).principal != principal:
+            raise UnauthenticatedError("the token has another role now; call again")
+
+    def _find(self, authorization: str | None) -> _Token:
         self._refresh()
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
             raise UnauthenticatedError("expected metadata `authorization: Bearer TOKEN`")
         digest = hashlib.sha256(token.encode()).digest()
-        # Looked up by its hash, whose parts tell nobody a token.
-        known = self._tokens.get(digest)
-        if known is not None and (known.expires is None or datetime.now(UTC) < known.expires):
-            return known
+        # Looked up by its hash, so that timing reveals nothing about a token.
+        entry = self._tokens.get(digest)
+        if entry is not None and (entry.expires is None or datetime.now(UTC) < entry.expires):
+            return entry
         raise UnauthenticatedError("the token is unknown or has expired; ask for a new one")
 
-    def _rate(self, name: str, most: float) -> Rate:
-        return self._rates.setdefault((name, most), Rate(name, most))
+    def _rate_of(self, name: str, limit: float) -> Rate:
+        return self._rates.setdefault((name, limit), Rate(name, limit))
 
     def _refresh(self) -> None:
         now = time.monotonic()
-        if now - self._looked < 1:
+        if now - self._checked < 1:
             return
         with self._lock:
-            self._looked = now
+            self._checked = now
             try:
                 if _stamp(self._path) != self._stamp:
                     self._stamp, self._tokens = _read(self._path)
             except (OSError, ConfigurationError) as error:
                 if str(error) != self._trouble:
-                    log.error("tokens not read again, the old ones go on", error=str(error))
+                    log.error(
+                        "cannot read the changed tokens file; the old tokens stay valid",
+                        error=str(error),
+                    )
                 self._trouble = str(error)
             else:
                 self._trouble = ""
@@ -192,7 +226,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
-    """The file's stamp, and its tokens by digest; of two with one digest the first."""
+    """Read the file; returns its stamp, and its tokens by digest, the first of a digest."""
     try:
         stamp, lines = _stamp(path), path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -215,17 +249,19 @@ def _token(fields: list[str], where: str) -> _Token:
     while len(fields) > 3 and "=" in fields[-1]:
         what, _, number = fields.pop().partition("=")
         if what in bounds or what not in ("rate", "items"):
-            raise ConfigurationError(f"{where}: {expected}, got {what[:32]!r} or twice the same")
+            raise ConfigurationError(
+                f"{where}: {expected}; {what[:32]!r} is unknown, or there twice"
+            )
         bounds[what] = number
     if len(fields) not in (3, 4):
         raise ConfigurationError(f"{where}: {expected}")
     name, role, digest = fields[:3]
     role, bound, names = role.partition(":")
     if bound and (role not in _BY_GALLERY or not _GALLERIES.fullmatch(names)):
-        raise ConfigurationError(f"{where}: {expected}, galleries after reader or writer only")
+        raise ConfigurationError(f"{where}: {expected}; only reader and writer may have galleries")
     galleries = frozenset(names.split(",")) if bound else None
     if "items" in bounds and (role != Role.WRITER or galleries is None):
-        raise ConfigurationError(f"{where}: {expected}, items after a writer of named galleries")
+        raise ConfigurationError(f"{where}: {expected}; items needs a writer with galleries")
     rate = _rate(bounds["rate"], f"{where}: {expected}") if "rate" in bounds else None
     items = _items(bounds["items"], f"{where}: {expected}") if "items" in bounds else None
     try:
@@ -235,7 +271,9 @@ def _token(fields: list[str], where: str) -> _Token:
     except ValueError as error:
         raise ConfigurationError(f"{where}: {expected}; {error}") from error
     if len(token.digest) != 32 or (expires is not None and expires.tzinfo is None):
-        raise ConfigurationError(f"{where}: {expected}, 64 hex digits and a time zone")
+        raise ConfigurationError(
+            f"{where}: {expected}; SHA256 has 64 hex digits, EXPIRES a time zone"
+        )
     return token
 
 
@@ -245,17 +283,17 @@ def _rate(text: str, expected: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e9:
-        raise ConfigurationError(f"{expected}, a number of calls a second, got rate={text[:32]}")
+        raise ConfigurationError(f"{expected}; rate is a number of calls a second, got {text[:32]}")
     return number
 
 
 def _items(text: str, expected: str) -> int:
     if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise ConfigurationError(f"{expected}, a number of items, got items={text[:32]}")
+        raise ConfigurationError(f"{expected}; items is a number of items, got {text[:32]}")
     return int(text)
 
 
-# Who may call what: one rule a call, by role; default deny.
+# One rule for each call, by role. A call without a rule is refused.
 
 _READ = frozenset({Role.READER, Role.WRITER, Role.ADMIN})
 _WRITE = frozenset({Role.WRITER, Role.ADMIN})
@@ -264,7 +302,7 @@ _ANY = frozenset(Role)
 _ADMIN = frozenset({Role.ADMIN})
 
 _PACKAGE = "/nobackfill.v1."
-# A call without a rule is refused. None: no token needed.
+# None: no token is needed.
 RULES: Mapping[str, frozenset[Role] | None] = {
     _PACKAGE + "SearchService/Search": _READ,
     _PACKAGE + "SearchService/SearchBatch": _READ,
@@ -303,7 +341,7 @@ RULES: Mapping[str, frozenset[Role] | None] = {
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ANY,
 }
 
-# Calls about no gallery, that a role for some of them may make; of ListGalleries it learns its own.
+# Calls that concern no gallery, open to roles for some galleries; ListGalleries shows only these.
 UNBOUND = frozenset(
     {
         _PACKAGE + "GalleryService/ListGalleries",
@@ -316,66 +354,92 @@ UNBOUND = frozenset(
 
 
 def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> Principal:
-    """Let `method` pass for the caller, or raise UnauthenticatedError or NotPermittedError.
+    """Check that a caller may call a method.
 
-    Decided before the request is read, so an answer never reveals whether an object exists.
+    This is decided before the request is read, so an answer never reveals whether an object exists.
+
+    Args:
+        method: /package.Service/Method.
+        tokens: the tokens; None accepts everybody.
+        authorization: the header `Bearer TOKEN`; None without one.
+
+    Returns:
+        The caller.
+
+    Raises:
+        UnauthenticatedError: the token is missing, unknown or expired.
+        NotPermittedError: the role may not call the method.
+        OverloadedError: the name's rate is exceeded.
     """
     roles = RULES.get(method, frozenset())
     if roles is None or tokens is None:
         return LOCAL
     principal = tokens.principal(authorization)
     if principal.role not in roles:
-        allowed = ", ".join(sorted(roles)) or "nobody"
+        permitted = ", ".join(sorted(roles)) or "nobody"
         raise NotPermittedError(
-            f"role {principal.role} may not call {method}; it is for: {allowed}"
+            f"role {principal.role} may not call {method}; it is for: {permitted}"
         )
     return principal
 
 
 def check_gallery(method: str, principal: Principal, request: Any) -> None:
-    """Raises NotPermittedError for a request about a gallery that the caller's role is not for.
+    """Check that a caller's role is for the gallery of a request.
 
-    The same with and without such a gallery. Requests name theirs as `gallery`, GalleryService's
-    own as `name`; what names none is refused to roles of some galleries, unless it is UNBOUND.
+    The result is the same whether or not the gallery exists. A request names it in its field
+    `gallery`, or `name` in GalleryService. A request without either is refused for roles with
+    galleries, unless its method is UNBOUND.
+
+    Args:
+        method: /package.Service/Method.
+        principal: the caller.
+        request: the request.
+
+    Raises:
+        NotPermittedError: the role is not for the gallery.
     """
     if principal.galleries is None or method in UNBOUND:
         return
     fields = request.DESCRIPTOR.fields_by_name
     field = next((field for field in ("gallery", "name") if field in fields), None)
     gallery = getattr(request, field) if field else None
-    # In a stream, only the first message names it. No gallery is called "".
+    # In a stream only the first message names it; no gallery has an empty name.
     if gallery is None or (gallery and not principal.may_use(gallery)):
         raise NotPermittedError(
-            f"the token is for {few(sorted(principal.galleries))} only, not for what "
-            f"{method} asks for"
+            f"the token is for {few(sorted(principal.galleries))} only, not for the gallery of "
+            f"this {method} request"
         )
 
 
-# Transport credentials: TLS, and client certificates where an authority is given.
-#
-# The files are looked at again when somebody connects, so a renewed certificate needs no restart.
+# Transport credentials: TLS, and client certificates if an authority is set. The files are checked
+# at each handshake, so a renewed certificate needs no restart.
 
-_EVERY_S = 1.0
+_CHECK_SECONDS = 1.0
 
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Certificates:
-    """A certificate with its key, and the authority of clients if there is one.
+    """Hold a certificate with its key, and the authority of client certificates if there is one.
 
-    Files that do not fit together, as when one of them was replaced and the other is yet to be,
-    change nothing: what was read last goes on. Raises ConfigurationError at the start.
+    The files are read again when they change. If they do not fit together, as while they are being
+    replaced, the last good ones stay in use.
     """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigurationError: a file cannot be read, or is not valid.
+        """
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._lock = threading.Lock()
         self._trouble = ""
         self._stamp, self._configuration = self._read()
-        self._looked = time.monotonic()
+        self._checked = time.monotonic()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """What a port listens with; it follows the files."""
+        """Return credentials for a port, which follow the files."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration,
             self._changed,  # type: ignore[arg-type]
@@ -383,32 +447,37 @@ class Certificates:
         )
 
     def expiries(self) -> Mapping[str, datetime]:
-        """When the certificates that are there now expire, those that can be read."""
+        """Return when the present certificates expire, by file, as far as they can be read."""
         files = {"server": self._cert, "client_ca": self._client_ca}
-        found = {}
+        expiries = {}
         for name, path in files.items():
             try:
                 chain = x509.load_pem_x509_certificates(path.read_bytes()) if path else []
             except (OSError, ValueError):
                 continue
             if chain:
-                found[name] = min(one.not_valid_after_utc for one in chain)
-        return found
+                expiries[name] = min(certificate.not_valid_after_utc for certificate in chain)
+        return expiries
 
     def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC at each handshake; None: as before."""
+        """Return a new configuration for gRPC, which asks at each handshake; None if nothing has
+        changed.
+        """
         with self._lock:
-            now = time.monotonic()
-            if now - self._looked < _EVERY_S:
+            time_now = time.monotonic()
+            if time_now - self._checked < _CHECK_SECONDS:
                 return None
-            self._looked = now
+            self._checked = time_now
             try:
                 if self._stamps() == self._stamp:
                     return None
                 self._stamp, self._configuration = self._read()
             except (OSError, ConfigurationError) as error:
                 if str(error) != self._trouble:
-                    log.error("certificates not read again, the old ones go on", error=str(error))
+                    log.error(
+                        "cannot read the changed certificates; the old ones stay in use",
+                        error=str(error),
+                    )
                 self._trouble = str(error)
                 return None
             self._trouble = ""
@@ -418,7 +487,7 @@ class Certificates:
     def _read(self) -> tuple[_Stamp, grpc.ServerCertificateConfiguration]:
         try:
             stamp = self._stamps()
-            # gRPC takes any bytes, and then fails every handshake.
+            # Checked here: gRPC accepts any bytes, and then fails every handshake.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self._cert, self._key, password=_no_password)
             if self._client_ca is not None:
@@ -426,7 +495,7 @@ class Certificates:
             pair = self._key.read_bytes(), self._cert.read_bytes()
             authority = self._client_ca.read_bytes() if self._client_ca else None
             if self._stamps() != stamp:
-                raise ConfigurationError(f"{self._cert}: is being replaced")
+                raise ConfigurationError(f"{self._cert} is being replaced; try again")
         except ssl.SSLError as error:
             raise ConfigurationError(
                 f"{self._cert}, {self._key}: expected a certificate and its key in PEM ({error})"
@@ -439,17 +508,23 @@ class Certificates:
 
     def _stamps(self) -> _Stamp:
         paths = (self._cert, self._key, self._client_ca)
-        found = [path.stat() for path in paths if path is not None]
-        return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in found)
+        statuses = [path.stat() for path in paths if path is not None]
+        return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in statuses)
 
 
 def _no_password() -> bytes:
-    """For a sealed key: refused, where OpenSSL would ask on the terminal."""
+    """Return an empty password: an encrypted key is refused, where OpenSSL would ask on the
+    terminal.
+    """
     return b""
 
 
 def certificates(settings: Settings) -> Certificates | None:
-    """None where no certificate is set. Raises ConfigurationError for files that are none."""
+    """Read the certificates of the settings; None if no certificate is set.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or is not valid.
+    """
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)

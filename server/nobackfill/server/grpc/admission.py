@@ -1,8 +1,8 @@
-"""Lanes: threads for one kind of call, and places for those that wait for them.
+"""Admit calls: lanes of threads for each kind of call, limits for connections and for messages.
 
-No kind of call takes another's threads. What needs no token has lanes of its own, so that strangers
-never keep those who have one waiting. Where there are tokens, no caller takes a whole lane, and no
-role the places that each other role has of its own.
+No kind of call uses another's threads. Calls without a token have lanes of their own, so that
+strangers never delay callers with a token. With tokens, no caller takes a whole lane, and each role
+has places that no other role takes.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from nobackfill.errors import (
     TooLargeError,
 )
 from nobackfill.server.grpc.access import Role
-from nobackfill.server.grpc.context import LONGEST_WAIT_S, error_boundary
+from nobackfill.server.grpc.context import MAX_WAIT_SECONDS, error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 
 log = structlog.get_logger("server.lanes")
@@ -37,9 +37,16 @@ log = structlog.get_logger("server.lanes")
 
 @dataclass(frozen=True)
 class Size:
-    """`threads` at work, `places` for calls at work or waiting, of which one caller may take
-    `share`, a fraction, and each role has `reserve`, another, whatever the others hold. Streams are
-    ended after `longest_s` seconds; `drained`: the gateway's end waits for them."""
+    """Set the size of a lane.
+
+    Attributes:
+        threads: calls that are worked on at once.
+        places: calls that are worked on or wait.
+        share: largest share of the places for one caller, 0 to 1.
+        reserve: share of the places that only one role may take, for each role, 0 to 1.
+        longest_s: largest age of a stream in seconds.
+        drained: the gateway waits for these calls when it stops.
+    """
 
     threads: int
     places: int
@@ -49,35 +56,35 @@ class Size:
     drained: bool = True
 
     @property
-    def own(self) -> int:
-        """Places that each role has."""
+    def reserved(self) -> int:
+        """The number of places that only one role may take."""
         return int(self.places * self.reserve)
 
 
-# Streams hold a thread each, so they have as many threads as places. A watch holds none, but on a
-# plain server: there a lane has no more places than threads.
+# A stream holds a thread, so a lane of streams has as many places as threads. A watch holds no
+# thread, except on a plain server, where its lane has as many places as threads.
 STREAMS: Mapping[str, Size] = {
     # PutItems, FetchFile, the vault's blobs.
     "transfers": Size(64, 64, 0.375),
-    # Whoever wants to go on asks again. The threads are for reflection.
+    # Clients renew a watch that has ended. The threads are for reflection.
     "watches": Size(64, 20_000, longest_s=600.0, drained=False),
-    # Admins alone call it; its age is that of what it reports.
+    # Only admins may call it; it lasts as long as the activation.
     "activations": Size(16, 16, reserve=0, longest_s=float("inf")),
-    # Watching the health, open to strangers.
+    # Watches of the health, open to strangers.
     "public": Size(16, 1024, 0.25, reserve=0, longest_s=600.0, drained=False),
 }
 _HEALTH = Size(1, 64, 1.0, reserve=0)
-# What changes galleries or the release, or measures for a while.
+# Calls that change galleries or the release, or measure for a while.
 _OPERATIONS = Size(4, 32)
-# Threads that answer unary calls: more of them only fight for the interpreter.
+# Threads of unary calls; more of them would only compete for the interpreter.
 _THREADS = 8
-# Threads of calls that bring an image or much else: they wait for the model server, and a batch is
-# of those that do.
+# Threads of calls with an image or a large message. They wait for the model server, which batches
+# the images of waiting calls.
 _HEAVY_THREADS = 32
 
 _PACKAGE = "/nobackfill.v1."
 _HEALTH_SERVICE = "/grpc.health.v1.Health/"
-# Calls that are told what changes. Their behaviors yield None where nothing is new.
+# Calls that report changes. Their behaviors yield None if nothing has changed.
 WATCHES = frozenset(
     {
         _HEALTH_SERVICE + "Watch",
@@ -86,9 +93,9 @@ WATCHES = frozenset(
         _PACKAGE + "UpgradeService/WatchUpgrade",
     }
 )
-# How often a watch looks whether something is new.
-LOOK_S = 0.2
-_CHOSEN: Mapping[str, str] = {
+# Seconds between two looks of a watch for changes.
+POLL_SECONDS = 0.2
+_LANES: Mapping[str, str] = {
     _HEALTH_SERVICE + "Check": "health",
     _HEALTH_SERVICE + "List": "health",
     _HEALTH_SERVICE + "Watch": "public",
@@ -109,72 +116,97 @@ _CHOSEN: Mapping[str, str] = {
 
 
 class Lane:
-    """One kind's threads and places."""
+    """Hold the threads and places of one kind of call."""
 
     def __init__(self, name: str, size: Size, *, shared: bool) -> None:
-        """`shared`: callers can be told apart, so that each has its share only."""
+        """Start the threads.
+
+        Args:
+            name: name of the lane.
+            size: its size.
+            shared: callers can be told apart, so each gets its share only.
+        """
         self.name = name
         self.size = size
         self._shared = shared
-        self._most = max(1, round(size.places * size.share)) if shared else size.places
+        self._caller_limit = max(1, round(size.places * size.share)) if shared else size.places
         self._lock = threading.Lock()
         self._callers: Counter[str] = Counter()
         self._roles: Counter[Role] = Counter()
-        self._held = 0
-        # Of a plain server, whose calls bring their threads along.
+        self._occupied = 0
+        # For a plain server, whose calls have threads of their own.
         self._turns = threading.Semaphore(size.threads)
         self._pool = ThreadPoolExecutor(size.threads, thread_name_prefix=name)
-        # One thread from the start: what `run` queues is always done by somebody.
+        # One thread from the start, so that queued work always runs.
         self._pool.submit(int)
 
     def enter(self, caller: str, role: Role) -> None:
-        """Take a place. Raises OverloadedError when the lane, or the caller's share, is full, or
-        when what is free belongs to other roles."""
+        """Take a place.
+
+        Args:
+            caller: the caller.
+            role: its role.
+
+        Raises:
+            OverloadedError: the lane or the caller's share is full, or the free places are for
+                other roles.
+        """
         with self._lock:
-            if self._callers[caller] >= self._most or not self._free(role):
+            if self._callers[caller] >= self._caller_limit or not self._has_place(role):
                 raise OverloadedError(
-                    f"expected at most {self.size.places} {self.name} at once, {self._most} of "
-                    "one caller; try again with a growing delay"
+                    f"expected at most {self.size.places} {self.name} at once and "
+                    f"{self._caller_limit} of one caller; try again with a growing delay"
                 )
-            self._held += 1
+            self._occupied += 1
             self._callers[caller] += 1
             self._roles[role] += 1
 
-    def _free(self, role: Role) -> bool:
-        """Whether a place is left for a role; under the lock."""
-        left = self.size.places - self._held
+    def _has_place(self, role: Role) -> bool:
+        """Tell whether a place is free for a role; the caller holds the lock."""
+        free = self.size.places - self._occupied
         if self._shared:
             others = (other for other in Role if other != role)
-            left -= sum(max(0, self.size.own - self._roles[other]) for other in others)
-        return left > 0
+            free -= sum(max(0, self.size.reserved - self._roles[other]) for other in others)
+        return free > 0
 
-    def has_room(self, also: int) -> bool:
-        """Whether a call that takes no thread may come, beside so many of its kind: they count as
-        those that take one."""
-        return self._held + also < self.size.places
+    def has_room(self, waiting: int) -> bool:
+        """Tell whether one more call may come that takes no thread.
+
+        Args:
+            waiting: number of such calls that wait now; they count as occupied places.
+        """
+        return self._occupied + waiting < self.size.places
 
     def leave(self, caller: str, role: Role) -> None:
-        """Give the place back."""
+        """Release a place."""
         with self._lock:
-            self._held -= 1
+            self._occupied -= 1
             self._roles[role] -= 1
             self._callers[caller] -= 1
             if not self._callers[caller]:
                 del self._callers[caller]
 
     def run(self, work: Callable[[], object]) -> None:
-        """Do `work`, for which a place was taken, on the next free thread. Raises nothing: gRPC's
-        own thread calls this, and would end."""
+        """Run work on the next free thread, for a call that has a place.
+
+        Raises nothing: gRPC's own thread calls this, and an error would end it.
+        """
         try:
             self._pool.submit(work)
         except RuntimeError as error:
-            # The system gives no further thread: one that is there does it. Or the lane is closed.
-            log.warning("no thread started", lane=self.name, error=str(error))
+            # The system has no thread left, so an existing one will do it; or the lane is closed.
+            log.warning("cannot start a thread", lane=self.name, error=str(error))
 
     def take_turn(self, timeout_s: float) -> None:
-        """Wait on the call's own thread until no more than `threads` are at work. Raises
-        DeadlineError."""
-        if not self._turns.acquire(timeout=min(timeout_s, LONGEST_WAIT_S)):
+        """Wait on the call's own thread for a turn: at most `threads` calls work at once.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Raises:
+            DeadlineError: the turn did not come in time.
+        """
+        if not self._turns.acquire(timeout=min(timeout_s, MAX_WAIT_SECONDS)):
             raise DeadlineError("the call ended before its turn came; allow more time")
 
     def end_turn(self) -> None:
@@ -182,23 +214,29 @@ class Lane:
         self._turns.release()
 
     def waiting(self) -> int:
-        """Calls that have a place and no thread yet."""
-        return max(0, self._held - self.size.threads)
+        """Return the number of calls that have a place and no thread yet."""
+        return max(0, self._occupied - self.size.threads)
 
-    def held(self) -> int:
-        """Calls that have a place."""
-        return self._held
+    def occupied(self) -> int:
+        """Return the number of calls that have a place."""
+        return self._occupied
 
     def close(self) -> None:
-        """End the threads once they are idle."""
+        """Stop the threads once they are idle."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Lanes:
-    """All lanes of a gateway. `max_calls`: places for unary calls of each weight. `plain`: each
-    stream holds a thread, watches too."""
+    """Hold all lanes of a gateway."""
 
     def __init__(self, max_calls: int, *, shared: bool, plain: bool = False) -> None:
+        """Start the lanes.
+
+        Args:
+            max_calls: places for unary calls, of each weight.
+            shared: callers can be told apart by tokens.
+            plain: each stream holds a thread, also a watch.
+        """
         calls = Size(_THREADS, max_calls)
         sizes = {
             "health": _HEALTH, "calls": calls, "heavy": Size(_HEAVY_THREADS, max_calls),
@@ -209,45 +247,52 @@ class Lanes:
             for name, size in STREAMS.items()
         }
         self.all = {
-            # Strangers are told apart by their address, with or without tokens.
+            # Strangers are told apart by their address, with and without tokens.
             name: Lane(name, size, shared=shared or name == "public")
             for name, size in {**sizes, **streams}.items()
         }
 
     def of(self, method: str, *, streams: bool) -> Lane:
-        """A method's lane. Unary calls that are not named here are light until their message says
-        otherwise."""
-        return self.all[_CHOSEN.get(method, "transfers" if streams else "calls")]
+        """Return a method's lane.
+
+        A unary call of another method is light until its message says otherwise.
+
+        Args:
+            method: /package.Service/Method.
+            streams: the method has a stream.
+        """
+        return self.all[_LANES.get(method, "transfers" if streams else "calls")]
 
     def heavier(self, lane: Lane) -> Lane:
-        """Where a call of `lane` goes whose message is large or brings an image."""
+        """Return the lane for a call with a large message or an image."""
         return self.all["heavy"] if lane.name == "calls" else lane
 
     def slower(self, lane: Lane) -> Lane:
-        """Where a call of `lane` goes that searches a gallery in which searches take long."""
+        """Return the lane for a search of a slow gallery."""
         return self.all["slow"] if lane.name == "calls" else lane
 
     def close(self) -> None:
+        """Stop all lanes."""
         for lane in self.all.values():
             lane.close()
 
 
-# Connections of one peer are bounded: those that were silent for longest are closed. At the end all
-# are.
-#
-# gRPC's core bounds all connections together and ends silent ones, but counts none by peer. Sockets
-# are found through /proc, so this does nothing where there is none.
-
-# Of one address. A client needs one, for all its calls; a proxy some for each that it serves.
+# Most connections of one address. A client needs one for all its calls; a proxy needs some for each
+# of its clients.
 LARGEST_PEER = 512
-_EVERY_S = 0.5
+_CHECK_SECONDS = 0.5
 _DESCRIPTORS = Path("/proc/self/fd")
-# In the kernel's struct tcp_info: milliseconds since data came.
-_LAST_DATA = struct.Struct("52xI")
+# In the kernel's struct tcp_info: milliseconds since the last data arrived.
+_SILENCE = struct.Struct("52xI")
 
 
 class GrpcConnections:
-    """Watches the connections to one port, from a thread of its own."""
+    """Limit the connections of each peer to one port; a thread closes those that were silent
+    longest.
+
+    gRPC's core limits all connections together and ends silent ones, but counts none by peer.
+    Sockets are found through /proc; on a system without it this does nothing.
+    """
 
     def __init__(self, port: int, metrics: Metrics) -> None:
         self._port = port
@@ -257,66 +302,69 @@ class GrpcConnections:
         self._thread.start()
 
     def end(self) -> None:
-        """Take no more of them, and close those that there are: calls on them are lost."""
+        """Accept no more connections, and close the open ones; their calls are lost."""
         with contextlib.suppress(OSError):
             for descriptor in [int(path.name) for path in _DESCRIPTORS.iterdir()]:
-                with contextlib.suppress(OSError), _borrowed(descriptor) as found:
-                    if not _is_tcp(found) or found.getsockname()[1] != self._port:
+                with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
+                    if not _is_tcp(connection) or connection.getsockname()[1] != self._port:
                         continue
-                    if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        # gRPC, which still has its number, hears nothing of it.
-                        with socket.socket(found.family) as deaf:
-                            os.dup2(deaf.fileno(), descriptor, inheritable=False)
+                    if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        # gRPC keeps the descriptor's number, and does not notice the replacement.
+                        with socket.socket(connection.family) as replacement:
+                            os.dup2(replacement.fileno(), descriptor, inheritable=False)
                     else:
-                        found.shutdown(socket.SHUT_RDWR)
+                        connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Stop the thread."""
         self._stopping.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_EVERY_S):
+        while not self._stopping.wait(_CHECK_SECONDS):
             try:
                 descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
             except FileNotFoundError:
-                log.warning("connections are not bounded by peer: there is no /proc here")
+                log.warning("connections are not limited by peer: this system has no /proc")
                 return
             except OSError:
-                # No descriptor is left to look with; silent connections are ended by gRPC.
+                # No descriptor is free for the look; gRPC ends silent connections.
                 continue
             if len(descriptors) > LARGEST_PEER:
                 with error_boundary(self._metrics, "connections"):
-                    self._bound(descriptors)
+                    self._limit_peers(descriptors)
 
-    def _bound(self, descriptors: list[int]) -> None:
-        """Close what one peer has too many of."""
+    def _limit_peers(self, descriptors: list[int]) -> None:
+        """Close the connections that a peer has too many of."""
         peers: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for descriptor in descriptors:
-            found = self._connection(descriptor)
-            if found is not None:
-                peer, silent_ms = found
+            connection = self._connection(descriptor)
+            if connection is not None:
+                peer, silent_ms = connection
                 peers[peer].append((silent_ms, descriptor))
         for peer, connections in peers.items():
             excess = len(connections) - LARGEST_PEER
             if excess > 0:
                 for _, descriptor in sorted(connections, reverse=True)[:excess]:
                     self._shut(descriptor, peer)
-                log.warning("connections closed, one peer had too many", connections=excess)
+                log.warning("closed connections: one peer had too many", connections=excess)
 
     def _connection(self, descriptor: int) -> tuple[str, int] | None:
-        """The peer of a connection to our port, and for how long it was silent."""
-        with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        """Return the peer of a connection to our port, and the milliseconds of its silence; None
+        for another descriptor.
+        """
+        with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
             if _is_tcp(connection) and connection.getsockname()[1] == self._port:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA.size)
-                return str(connection.getpeername()[0]), _LAST_DATA.unpack(info)[0]
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SILENCE.size)
+                return str(connection.getpeername()[0]), _SILENCE.unpack(info)[0]
         return None
 
     def _shut(self, descriptor: int, peer: str) -> None:
-        # Asked again: gRPC may have closed it meanwhile, and another file got its number.
-        found = self._connection(descriptor)
-        if found is None or found[0] != peer:
+        # Check again: gRPC may have closed it, and another file may have its number.
+        peer_now = self._connection(descriptor)
+        if peer_now is None or peer_now[0] != peer:
             return
-        with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
             connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -324,45 +372,53 @@ def _is_tcp(connection: socket.socket) -> bool:
     return connection.family in (socket.AF_INET, socket.AF_INET6)
 
 
-def _borrowed(descriptor: int) -> socket.socket:
-    """A descriptor of our own for the same socket. Raises OSError for anything but a socket."""
-    own = os.dup(descriptor)
+def _duplicate(descriptor: int) -> socket.socket:
+    """Duplicate a descriptor as a socket.
+
+    Raises:
+        OSError: the descriptor is not a socket.
+    """
+    copy = os.dup(descriptor)
     try:
-        return socket.socket(fileno=own)
+        return socket.socket(fileno=copy)
     except OSError:
-        # Also where it says EBADF: so it does of a folder that was opened by its path alone.
-        os.close(own)
+        # Also for EBADF, which a folder that was opened with O_PATH gives.
+        os.close(copy)
         raise
 
 
-# Reading a request's bytes: its parts are counted before anything is made of them.
-#
-# A part takes two bytes on the wire, and fifty times as much once it is read: 32 MiB of empty parts
-# would take a gigabyte, and half a second in which nobody else gets the interpreter.
+# Limits of a message are checked before it is decoded. A part takes two bytes on the wire, and
+# fifty times as much once it is decoded: 32 MiB of empty parts would take a gigabyte, and hold the
+# interpreter for half a second.
 
-# Items, ids or queries of one message.
+# Most items, ids or queries of one message.
 LARGEST_COUNT = 10_000
-# Fields beside them.
-_OTHERS = 100
-# Fields at any depth: fifty for each item.
-_PARTS = 500_000
-# Up to here a message can do no harm with what lies deeper than its items, and walking costs a
-# fifth of putting them.
+# Most other fields of a message.
+_OTHER_FIELDS = 100
+# Most fields at any depth: fifty for each item.
+_MAX_PARTS = 500_000
+# Below this size the depth of a message is harmless; walking through it would cost a fifth of
+# putting its items.
 _SHALLOW = 2 * 2**20
-# Messages above this are read on the thread that works for them, not where all calls arrive.
+# Larger messages are decoded on the thread that works for them, not on the one that receives calls.
 LARGE = 64 * 1024
 
 
 def reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A message class's FromString that refuses what is no message, or one of too many parts.
+    """Wrap a message class's FromString, so that it refuses invalid messages and those of too many
+    parts.
 
-    What it returns raises InvalidInputError, TooLargeError.
+    Args:
+        parse: the class's FromString.
+
+    Returns:
+        The decoder; it raises InvalidInputError or TooLargeError.
     """
     descriptor: Descriptor = parse.__self__.DESCRIPTOR  # type: ignore[attr-defined]
 
     def read(data: bytes) -> Any:
-        # No part takes less than two bytes.
-        if len(data) > 2 * (LARGEST_COUNT + _OTHERS):
+        # A part takes at least two bytes.
+        if len(data) > 2 * (LARGEST_COUNT + _OTHER_FIELDS):
             _check_count(data, descriptor)
         try:
             return parse(data)
@@ -375,14 +431,18 @@ def reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 
 def _check_count(data: bytes, descriptor: Descriptor) -> None:
-    """Raises TooLargeError, early, and InvalidInputError for a group, which no field of the
-    protocol is. What is cut off or garbled is left to parsing to refuse."""
+    """Check the number of a message's parts; parsing refuses cut and garbled ones.
+
+    Raises:
+        TooLargeError: there are too many parts.
+        InvalidInputError: it has a group, which no field of the protocol is.
+    """
     parts = 0
-    most = LARGEST_COUNT + _OTHERS
-    todo = [(0, len(data), descriptor)]
-    while todo:
-        start, end, of = todo.pop()
-        nested = _nested(of)
+    limit = LARGEST_COUNT + _OTHER_FIELDS
+    open_messages = [(0, len(data), descriptor)]
+    while open_messages:
+        start, end, message_type = open_messages.pop()
+        nested = _nested(message_type)
         while start < end:
             tag, start = _varint(data, start)
             kind = tag & 7
@@ -391,42 +451,44 @@ def _check_count(data: bytes, descriptor: Descriptor) -> None:
                 length, start = _varint(data, start)
                 inner = nested.get(tag >> 3)
                 if inner is not None and length:
-                    todo.append((start, min(start + length, end), inner))
+                    open_messages.append((start, min(start + length, end), inner))
             elif kind == 0:
                 start = _varint(data, start)[1]
             elif kind in _GROUP:
                 raise InvalidInputError(
-                    f"expected fields of the protocol, got a group (field {tag >> 3}), which it "
-                    "has none of; use the .proto files"
+                    f"expected fields of the protocol, got a group (field {tag >> 3}); use the "
+                    ".proto files"
                 )
             start += length
             parts += 1
-            if parts > most:
+            if parts > limit:
                 raise TooLargeError(
                     f"expected at most {LARGEST_COUNT} items, ids or queries in a message, and "
-                    f"{_PARTS} values in them, got more; send several messages"
+                    f"{_MAX_PARTS} values in them, got more; send several messages"
                 )
         if len(data) <= _SHALLOW:
             return
-        most = _PARTS
+        limit = _MAX_PARTS
 
 
-# Bytes of a value by its wire type; parsing ends at what is none.
+# Size of a value by its wire type; parsing ends at other types.
 _WIDTHS: Mapping[int, int] = {0: 0, 1: 8, 5: 4}
-# Wire types of a group's begin and end. Parsing takes one of any number as an unknown field, and
-# reads on behind it.
+# Wire types of a group's begin and end. Parsing takes a group of any number as an unknown field,
+# and continues after it.
 _GROUP = (3, 4)
 
 
 @cache
 def _nested(descriptor: Descriptor) -> Mapping[int, Descriptor]:
-    """The fields that are messages, by number."""
+    """Return the fields that are messages, by number."""
     fields = descriptor.fields_by_number.items()
-    return {number: f.message_type for number, f in fields if f.message_type is not None}
+    return {
+        number: field.message_type for number, field in fields if field.message_type is not None
+    }
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:
-    """A value and where it ends."""
+    """Read a varint; returns its value and where it ends."""
     value = shift = 0
     while start < len(data):
         byte = data[start]

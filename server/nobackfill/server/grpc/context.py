@@ -1,7 +1,8 @@
-"""The call that the present thread works for: who asks, until when, and whether still.
+"""Hold the call that the present thread works for: its caller, its deadline, whether it still
+waits.
 
-Work that takes long looks at `current().check()` between its parts; work handed to other threads
-takes the Call along, as they have none of their own.
+Long work calls `current().check()` between its parts. Work on other threads takes the Call along,
+because they have none of their own. This module also turns errors into gRPC statuses.
 """
 
 import contextvars
@@ -24,9 +25,9 @@ from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace
 from nobackfill.wire.statuses import row_of
 
-# No wait of a call takes longer, whatever its caller allows: gRPC and locks refuse the 292 years
+# Longest wait (seconds) of a call, whatever its caller allows: gRPC and locks refuse the 292 years
 # that a call without a deadline has left.
-LONGEST_WAIT_S = 3600.0
+MAX_WAIT_SECONDS = 3600.0
 
 
 def _always() -> bool:
@@ -35,9 +36,17 @@ def _always() -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `deadline` is on the monotonic clock, in seconds; `active` says whether the
-    caller still waits. `key`: whose call it is, where that decides: its `x-session`, else its
-    token's name, else `request_id`. `trace`: where traces are asked for."""
+    """Describe one call.
+
+    Attributes:
+        principal: the caller.
+        deadline: on the monotonic clock, in seconds.
+        active: tells whether the caller still waits.
+        key: assigns the call in a canary: its `x-session`, else its token's name, else
+            `request_id`.
+        request_id: id of the request.
+        trace: records its parts; None without traces.
+    """
 
     principal: Principal
     deadline: float
@@ -48,22 +57,30 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Whose the call is, by its token; empty where there are no tokens."""
+        """The name of the caller's token; empty without tokens."""
         return "" if self.principal is LOCAL else self.principal.name
 
     def check(self) -> None:
-        """Raises DeadlineError or CancelledError once nobody waits for the answer."""
+        """Check that the caller still waits.
+
+        Raises:
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled it.
+        """
         self.remaining()
         if not self.active():
-            raise CancelledError("the caller has given the call up")
+            raise CancelledError("the caller has cancelled the call")
 
     def remaining(self) -> float:
-        """Seconds left, more than 0 and at most LONGEST_WAIT_S: a timeout of whatever waits.
-        Raises DeadlineError when there are none."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+        """Return the seconds left, above 0 and at most MAX_WAIT_SECONDS, for use as a timeout.
+
+        Raises:
+            DeadlineError: the call's time is over.
+        """
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
             raise DeadlineError("the call's deadline passed; allow more time, or ask for less")
-        return min(left, LONGEST_WAIT_S)
+        return min(seconds, MAX_WAIT_SECONDS)
 
 
 _current: contextvars.ContextVar[Call] = contextvars.ContextVar("call")
@@ -71,13 +88,13 @@ _UNTRACED: AbstractContextManager[None] = nullcontext()
 
 
 def begin(call: Call) -> None:
-    """Make `call` the one that this thread works for."""
+    """Set the call that this thread works for."""
     _current.set(call)
 
 
 @contextmanager
 def until(deadline: float) -> Iterator[None]:
-    """Work for several calls at once: until the last of their deadlines."""
+    """Work for several calls at once during a block, until the last of their deadlines."""
     token = _current.set(Call(current().principal, deadline))
     try:
         yield
@@ -86,46 +103,48 @@ def until(deadline: float) -> Iterator[None]:
 
 
 def current() -> Call:
-    """The call under way; outside of any (start, background jobs) one that may take an hour."""
-    return _current.get(None) or Call(LOCAL, time.monotonic() + LONGEST_WAIT_S)
+    """Return the call that this thread works for; outside of any call, one with an hour left."""
+    return _current.get(None) or Call(LOCAL, time.monotonic() + MAX_WAIT_SECONDS)
 
 
 def reader() -> Call | None:
-    """The call that a store reads for; None outside of any."""
+    """Return the call that a store reads for; None outside of any."""
     return _current.get(None)
 
 
 def part(name: str) -> AbstractContextManager[None]:
-    """The block is a part of the call under way, for whoever traces it."""
+    """Record the block as a part of the call, if it is traced."""
     call = _current.get(None)
     return _UNTRACED if call is None or call.trace is None else call.trace.part(name)
 
-
-# Every refusal as a gRPC status: the table of nobackfill.wire.statuses, read by the gateway.
 
 DOMAIN = "nobackfill.v1"
 _FOLDERS = re.compile(r"(?<![\w/])/(?:[^\s/:]+/)+")
 
 
 def code_of(error: Exception) -> StatusCode:
-    """The table's status code; INTERNAL for what nobody foresaw."""
+    """Return the gRPC status code of an error; INTERNAL for an unexpected one."""
     row = row_of(type(error))
     if row is not None:
         return row.code
-    # A full or failing disk, or a locked file, met below the rooms' own errors.
+    # A full or failing disk, or a locked file, below the errors of our own.
     storage = isinstance(error, OSError | sqlite3.OperationalError)
     return StatusCode.UNAVAILABLE if storage else StatusCode.INTERNAL
 
 
 def status_of(error: Exception, request_id: str) -> Status:
-    """The whole status: code, sentence, and ErrorInfo with a reason machines can read.
+    """Make the gRPC status of an error: code, message, and ErrorInfo with a reason for machines.
 
-    Only our own errors speak for themselves: they hold no vectors and no tokens. Folders of this
-    machine are cut off the paths they name.
+    Only our own errors are shown: they have no vectors and no tokens. Folders of this machine are
+    cut from paths.
+
+    Args:
+        error: the error.
+        request_id: id of the request, named in the message of other errors.
     """
     code = code_of(error)
-    own = isinstance(error, NobackfillError)
-    message = without_folders(str(error)) if own else _unspoken(code, request_id)
+    is_own = isinstance(error, NobackfillError)
+    message = without_folders(str(error)) if is_own else _generic_message(code, request_id)
     status = Status(code=code.value[0], message=message)
     row = row_of(type(error))
     if row is not None and row.reason:
@@ -136,27 +155,30 @@ def status_of(error: Exception, request_id: str) -> Status:
 
 
 def without_folders(sentence: str) -> str:
-    """A sentence as clients may read it: files without the folders of this machine."""
+    """Cut the folders from all paths in a sentence, for clients."""
     return _FOLDERS.sub("", sentence)
 
 
-def _unspoken(code: StatusCode, request_id: str) -> str:
+def _generic_message(code: StatusCode, request_id: str) -> str:
     if code is StatusCode.UNAVAILABLE:
-        return f"storage does not answer as it should; the gateway's log knows request {request_id}"
-    return f"unexpected failure; the gateway's log knows request {request_id}"
+        return f"the storage failed; the gateway's log has the details of request {request_id}"
+    return f"unexpected failure; the gateway's log has the details of request {request_id}"
 
-
-# What nobody foresaw does not end a thread that must go on: it is counted and logged.
 
 log = structlog.get_logger("server.survival")
 
 
 @contextmanager
 def error_boundary(metrics: Metrics, thread: str) -> Iterator[None]:
-    """One turn of a thread's work. `thread` is a label of nobackfill_unforeseen_errors_total: a
-    fixed word, never a name from outside."""
+    """Log and count an unexpected error in one turn of a thread's work, so that the thread goes on.
+
+    Args:
+        metrics: counts the error.
+        thread: label of nobackfill_unforeseen_errors_total: a fixed word, never a name from
+            outside.
+    """
     try:
         yield
     except Exception as error:
-        log.exception("unforeseen, going on", thread=thread, error=type(error).__name__)
+        log.exception("unexpected error, going on", thread=thread, error=type(error).__name__)
         metrics.unforeseen.labels(thread).inc()

@@ -1,4 +1,6 @@
-"""The gRPC server: services behind the interceptor, health, reflection, a bounded drain."""
+"""Listen for gRPC calls: services behind the interceptor, health, reflection, and an
+orderly stop.
+"""
 
 import os
 import socket
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("server.listener")
 
-# The services that embed images; the others, and queries by embedding, do without a model server.
+# Services that embed images. The others, and queries by embedding, need no model server.
 EMBEDDING_SERVICES = ("nobackfill.v1.SearchService", "nobackfill.v1.GalleryService")
 SERVICES = tuple(
     service.full_name
@@ -38,16 +40,16 @@ SERVICES = tuple(
     for service in file.DESCRIPTOR.services_by_name.values()
 )
 
-# After the signal, for so long everything that comes is still answered.
-_LAME_DUCK_S = 0.5
+# After the signal to stop, new calls are still answered for so long (seconds).
+_LAME_DUCK_SECONDS = 0.5
 
-# Threads of a plain server at most: they take memory, and fight for the interpreter.
+# Most threads of a plain server: they need memory, and compete for the interpreter.
 _PLAIN_THREADS = 1024
-# How often it is looked whether all is answered.
-_DRAINED_S = 0.01
+# Pause (seconds) between two checks whether all calls are answered.
+_DRAIN_CHECK_SECONDS = 0.01
 
 _OPTIONS = [
-    # More is refused before it is read.
+    # A larger message is refused before it is read.
     ("grpc.max_receive_message_length", LARGEST_REQUEST),
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),
@@ -56,18 +58,20 @@ _OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
     ("grpc.max_connection_idle_ms", 5 * 60_000),
-    # Who connects has so long for TLS, and then for HTTP/2's first frame.
+    # Time for a new connection's TLS handshake, and then for HTTP/2's first frame.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.settings_timeout", 10_000),
     ("grpc.max_metadata_size", 16 * 1024),
 ]
 
 
-def serves_plainly(settings: Settings) -> bool:
-    """Whether a plain `grpc.server` has to serve, because loop.py cannot; logs why.
+def needs_plain_server(settings: Settings) -> bool:
+    """Tell whether a plain `grpc.server` must serve, because loop.py cannot; the log has the
+    reason.
 
-    Raises ConfigurationError where others could reach it: it takes a thread before a call's message
-    has come, so that anybody who connects can hold all of them.
+    Raises:
+        ConfigurationError: other machines could reach it. It takes a thread before a call's message
+            arrives, so anybody who connects can hold all threads.
     """
     try:
         if settings.plain_grpc:
@@ -80,18 +84,18 @@ def serves_plainly(settings: Settings) -> bool:
     host, _ = split_address(settings.address, "address")
     if not is_loopback(host) and not settings.plain_grpc_open:
         raise ConfigurationError(
-            f"address {settings.address} can be reached from other machines, and a plain "
-            f"grpc.server holds no callers off who send nothing ({reason}). Install the grpcio "
-            "that constraints.txt names, listen on 127.0.0.1, or set plain_grpc_open"
+            f"address {settings.address} can be reached from other machines, and callers that send "
+            f"nothing can block a plain grpc.server ({reason}). Install the grpcio of "
+            "constraints.txt, listen on 127.0.0.1, or set plain_grpc_open"
         )
     log.warning("serving with a plain grpc.server, more slowly", reason=reason)
     return True
 
 
 class PlainServer:
-    """A plain `grpc.server`, for where loop.py does not hold.
+    """Serve with a plain `grpc.server` if loop.py does not work with this grpcio.
 
-    Each call takes a thread as it arrives. More calls than threads are refused by gRPC itself.
+    Each call takes a thread as it arrives; gRPC refuses calls above the number of threads.
     """
 
     def __init__(self, interceptor: Interceptor, options: Sequence[tuple[str, Any]]) -> None:
@@ -104,38 +108,45 @@ class PlainServer:
         )
 
     def finish(self, end: float) -> None:
-        """Wait until what is being answered now has ended, at most until `end` on the monotonic
-        clock."""
-        left = set(self._working)
-        while left and time.monotonic() < end:
-            time.sleep(_DRAINED_S)
-            left &= self._working
+        """Wait until the calls that are being answered now have ended.
+
+        Args:
+            end: latest time on the monotonic clock.
+        """
+        open_calls = set(self._working)
+        while open_calls and time.monotonic() < end:
+            time.sleep(_DRAIN_CHECK_SECONDS)
+            open_calls &= self._working
 
     def give_up(self) -> None:
-        """Do nothing: the interceptor has ended the calls whose message has not come."""
+        """Do nothing: the interceptor has ended the calls without a message."""
 
     def close(self) -> None:
-        """End the threads, once the server has stopped."""
+        """Stop the threads, once the server has stopped."""
         self._pool.shutdown(wait=False)
 
 
 def check_free(address: str, option: str) -> None:
-    """Look whether this process could listen at `address` now, without listening there.
+    """Check that this process could listen at an address now, without listening there.
 
-    Raises BusyError where nothing that HOST:PORT stands for can be bound. An unknown host is left
-    to whoever listens there.
+    Args:
+        address: HOST:PORT; an unknown host passes, and fails later.
+        option: the command's option, for the error.
+
+    Raises:
+        BusyError: no address of HOST:PORT can be bound.
     """
     host, port = split_address(address, "address")
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         return
-    for family, *_, place in places:
+    for family, *_, address_tuple in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As gRPC does: a connection that ended a moment ago holds no port.
+            # As gRPC does it: a connection that has just ended does not hold the port.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(place)
+                probe.bind(address_tuple)
             except OSError:
                 continue
             return
@@ -144,24 +155,24 @@ def check_free(address: str, option: str) -> None:
 
 def _busy(address: str, option: str) -> BusyError:
     return BusyError(
-        f"address {address} cannot be used, another program may have it; give another with {option}"
+        f"address {address} cannot be used, another program may have it; set another with {option}"
     )
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # untyped
-    """grpc.health.v1: what is served, by name."""
+    """Answer grpc.health.v1: whether each service is served."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, int] = {"": health_pb2.HealthCheckResponse.SERVING}
         self._is_ending = False
 
     def set(self, service: str, status: int) -> None:
-        """Set a status, unless the gateway ends."""
+        """Set the status of a service, unless the gateway is stopping."""
         if not self._is_ending:
             self._statuses[service] = status
 
     def end(self) -> None:
-        """Say of everything that it does not serve, from now on."""
+        """Report every service as not serving from now on."""
         self._is_ending = True
         for service in tuple(self._statuses):
             self._statuses[service] = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -189,7 +200,7 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # unt
 
 
 class GrpcListener:
-    """Answers calls from `start` to `stop`."""
+    """Answer calls from `start` to `stop`."""
 
     def __init__(
         self, add_services: Callable[[grpc.Server], None], interceptor: Interceptor,
@@ -200,8 +211,8 @@ class GrpcListener:
         self._certificates = certificates
         self._interceptor = interceptor
         self._health = HealthService()
-        self._aside: frozenset[str] = frozenset()
-        # Above the bound on calls, so that those too many get RESOURCE_EXHAUSTED.
+        self._set_aside: frozenset[str] = frozenset()
+        # Above the limit of calls, so that calls above that get RESOURCE_EXHAUSTED.
         options = [
             *_OPTIONS,
             ("grpc.max_concurrent_streams", 1024 + settings.max_calls),
@@ -215,10 +226,17 @@ class GrpcListener:
         reflection.enable_server_reflection(names, server)
 
     def start(self, file: str | None = None) -> str:
-        """Listen; the address, with the port that was chosen for port 0. `file`: also there, in
-        the clear, a socket that nobody else can open.
+        """Listen for calls.
 
-        Raises BusyError for an address in use.
+        Args:
+            file: also listen, without TLS, on this socket that nobody else can open; None means no
+                socket.
+
+        Returns:
+            HOST:PORT with the port that is used.
+
+        Raises:
+            BusyError: the address is in use.
         """
         address = self._settings.address
         certificates = self._certificates
@@ -236,30 +254,39 @@ class GrpcListener:
         host, _ = split_address(address, "address")
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def set_health(self, *, embedding: bool, aside: Iterable[str]) -> None:
-        """ "" says that the gateway answers; the services that embed follow the model server,
-        and a gallery that is set `aside` has a name of its own, until it is deleted."""
+    def set_health(self, *, embedding: bool, set_aside: Iterable[str]) -> None:
+        """Set the health of all services; "" is the gateway's own.
+
+        Args:
+            embedding: models can embed; services that embed are not serving otherwise.
+            set_aside: galleries that are set aside; each is reported as gallery/NAME until it is
+                deleted.
+        """
         status = health_pb2.HealthCheckResponse
         for name in ("", *SERVICES):
-            good = embedding or name not in EMBEDDING_SERVICES
-            self._health.set(name, status.SERVING if good else status.NOT_SERVING)
-        for name in self._aside:
+            is_serving = embedding or name not in EMBEDDING_SERVICES
+            self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
+        for name in self._set_aside:
             self._health.set(f"gallery/{name}", status.SERVICE_UNKNOWN)
-        self._aside = frozenset(aside)
-        for name in self._aside:
+        self._set_aside = frozenset(set_aside)
+        for name in self._set_aside:
             self._health.set(f"gallery/{name}", status.NOT_SERVING)
 
     def stop(self, drain_s: float) -> None:
-        """Let calls under way end within `drain_s` seconds, then cut them; refuse new ones."""
+        """Stop: let calls end, then cancel them; new ones are refused.
+
+        Args:
+            drain_s: longest time for calls to end, in seconds.
+        """
         end = time.monotonic() + drain_s
         self._health.end()
-        # gRPC would cut calls that have arrived but not been looked at yet.
-        time.sleep(min(_LAME_DUCK_S, drain_s))
+        # gRPC would cut calls that have arrived but were not taken yet.
+        time.sleep(min(_LAME_DUCK_SECONDS, drain_s))
         self._interceptor.drain()
         self._calls.give_up()
         self._calls.finish(end)
-        # What comes to a connection once its server stops, gRPC ends with CANCELLED, as if its
-        # caller had asked for it (grpc/grpc#41785): callers in a loop lose the connection first.
+        # gRPC ends calls that arrive while its server stops with CANCELLED, as if their callers had
+        # asked for it (grpc/grpc#41785). So connections are closed first.
         self._connections.end()
         self._server.stop(max(0.0, end - time.monotonic())).wait()
         self._connections.close()
@@ -270,7 +297,7 @@ class GrpcListener:
 def server_of(
     interceptor: Interceptor, options: Sequence[tuple[str, Any]]
 ) -> "PlainServer | Server":
-    """The server that calls come to: of loop.py, or plain where `interceptor` is."""
+    """Make the server for calls: that of loop.py, or a plain one if the interceptor is plain."""
     if interceptor.plain:
         return PlainServer(interceptor, options)
     from nobackfill.server.grpc.loop import Server
@@ -278,12 +305,13 @@ def server_of(
     return Server(interceptor, options)
 
 
-# A socket file in the data folder, for what runs in this process beside the gRPC server.
-
-
 def socket_in(folder: Path, closing: ExitStack) -> str:
-    """Its name for gRPC: by way of a descriptor of `folder`, open until `closing`, for a socket's
-    path may have 107 bytes only."""
+    """Return gRPC's name for a socket in a folder, for parts of this process next to the gRPC
+    server.
+
+    It goes through a descriptor of the folder, open until `closing`, because a socket's path has at
+    most 107 bytes.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     closing.callback(os.close, descriptor)
     return f"unix:/proc/{os.getpid()}/fd/{descriptor}/console.sock"

@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 from structlog.tracebacks import ExceptionDictTransformer
 
-# The request that this thread, or context, works for.
+# Id of the request that this thread, or context, works for; empty outside of any.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 
@@ -21,7 +21,7 @@ def configure() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _add_request_id,
-            # Without the values of local variables: those may be vectors, or somebody's metadata.
+            # Values of local variables are left out: they may be vectors, or private metadata.
             structlog.processors.ExceptionRenderer(ExceptionDictTransformer(show_locals=False)),
             structlog.processors.JSONRenderer(),
         ],
@@ -40,25 +40,32 @@ def _add_request_id(
     return event
 
 
-class Sparing:
-    """Lets so many lines a second through, so that strangers fill no disk; metrics count all."""
+class LogLimit:
+    """Limit the number of log lines a second, so that strangers cannot fill a disk.
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    Metrics still count everything.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._second = 0
         self._lines = 0
 
     def allows(self) -> bool:
-        """Whether another line may be written. Two threads at once may get one line too many."""
+        """Tell whether another line may be written; two threads at once may get one line
+        too many.
+        """
         second = int(time.monotonic())
         if second != self._second:
             self._second, self._lines = second, 0
         self._lines += 1
-        return self._lines <= self._most
+        return self._lines <= self._limit
 
 
 class _ToStructlog(logging.Handler):
-    """Hands records of libraries to structlog, message only: their arguments may hold anything."""
+    """Pass records of libraries to structlog, message only: their arguments may hold
+    private data.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         log = structlog.get_logger(record.name)

@@ -1,13 +1,12 @@
-"""The hot path: gRPC's threaded server, with a loop and a pool of our own.
+"""Serve gRPC calls on the hot path: grpcio's threaded server with a loop and a pool of our own.
 
-It receives a call's message before a thread is taken for it, and answers together what came
-together. A search walks through a megabyte, and leaves neither gRPC nor Python in the processor's
-caches: a message after it takes three times as long to receive as one after another message. So
-messages are received first, then searched for, then answered.
+It receives a call's message before it takes a thread for the call, and it answers calls that arrive
+together in one go. A search walks through a megabyte, which drives gRPC and Python out of the
+processor's caches: receiving a message then takes three times as long. So messages are received
+first, then searched for, then answered.
 
-This module alone uses names of grpcio that are not public. Importing it raises ImportError for a
-grpcio that it was not tested with, or that lacks what it needs. The gateway then serves with a
-plain `grpc.server` (listener.py).
+Only this module uses private names of grpcio. Importing it raises ImportError if grpcio was not
+tested with it, or lacks a name. The gateway then serves with a plain `grpc.server` (listener.py).
 """
 
 import inspect
@@ -27,16 +26,23 @@ from grpc import _server
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from nobackfill.errors import InvalidInputError, NobackfillError, OverloadedError
-from nobackfill.server.grpc.admission import LOOK_S, Lane
+from nobackfill.server.grpc.admission import POLL_SECONDS, Lane
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.logs import request_id
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import AtOnce, Interceptor, Later, OpenStream, Rpc, Unanswered
+from nobackfill.server.grpc.rpc import (
+    ImmediateAnswer,
+    Interceptor,
+    Later,
+    OpenStream,
+    Rpc,
+    Unanswered,
+)
 from nobackfill.wire.connection import WATCH_AGAIN
 
-# Versions of grpcio that this was tested with: the first, and the first that was not.
+# The first tested version of grpcio, and the first untested one.
 TESTED = ((1, 81), (1, 86))
-# What is used of grpc._server, with its parameters where it is called or handed on.
+# The names of grpc._server that are used, with the parameters of functions.
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "_abort": ("state", "call", "code", "details"),
     "_get_initial_metadata_operation": ("state", "metadata"),
@@ -77,7 +83,11 @@ _OPERATIONS = (
 
 
 def check_grpcio() -> None:
-    """Raise ImportError unless this grpcio was tested and has what this module needs."""
+    """Check that grpcio was tested with this module, and has the names that it uses.
+
+    Raises:
+        ImportError: it was not tested, or lacks a name.
+    """
     version = grpc.__version__
     first, untested = TESTED
     if not first <= tuple(int(part) for part in version.split(".")[:2]) < untested:
@@ -92,8 +102,8 @@ def check_grpcio() -> None:
         if not hasattr(cygrpc, name):
             raise ImportError(f"grpcio {version} has no cygrpc.{name}")
     for name, parameters in _PARAMETERS.items():
-        used: Any = getattr(_server, name, None)
-        if used is None or tuple(inspect.signature(used).parameters) != parameters:
+        member: Any = getattr(_server, name, None)
+        if member is None or tuple(inspect.signature(member).parameters) != parameters:
             raise ImportError(
                 f"grpcio {version} has no grpc._server.{name} with {len(parameters)} parameters: "
                 f"{', '.join(parameters)}"
@@ -102,11 +112,9 @@ def check_grpcio() -> None:
 
 check_grpcio()
 
-# One call as grpcio hands it to its pool: received, then answered, from whichever thread.
-
 
 class Arrival:
-    """A call as grpcio hands it to its pool."""
+    """Receive and answer one call that grpcio hands to its pool."""
 
     def __init__(
         self, run: Callable[..., object], respond: Callable[..., object], event: Any, state: Any,
@@ -119,49 +127,53 @@ class Arrival:
         self._run = run
         self._respond = respond
         self._write = write
-        self._came = False
+        self._has_message = False
         self.began = time.monotonic()
 
-    def whole(self) -> "Arrival":
-        """As a call of grpcio's, which it is."""
+    def to_arrival(self) -> "Arrival":
+        """Return the call itself; see QuickCall.to_arrival."""
         return self
 
     def answer(self, argument: Callable[[], Any]) -> None:
-        """Call the behavior on this thread, and send what it answers."""
+        """Run the method's behavior on this thread, and send its answer."""
         self._run(self._respond, self.event, self.state, self.rpc, argument, None, self._write)
 
     def send(self, answer: bytes) -> None:
-        """Answer with a message that is there."""
+        """Send an encoded answer."""
         self.rpc.end(grpc.StatusCode.OK)
         _server._status(self.event, self.state, answer)
 
     def is_wanted(self) -> bool:
-        """Whether the caller still waits."""
+        """Tell whether the caller still waits."""
         open_ = self.state.client is not _server._CANCELLED
         return open_ and self.event.call_details.deadline > time.time()
 
     def deadline(self) -> float:
-        """Until when its answer may come, on the monotonic clock."""
-        left = float(self.event.call_details.deadline) - time.time()
-        return time.monotonic() + min(left, self.rpc.seconds())
+        """Return the latest time for the answer, on the monotonic clock."""
+        remaining = float(self.event.call_details.deadline) - time.time()
+        return time.monotonic() + min(remaining, self.rpc.seconds())
 
     def is_active(self) -> bool:
-        """Whether its caller is there, and no status was sent."""
+        """Tell whether the caller is connected, and no status was sent."""
         return bool(_server._is_rpc_state_active(self.state))
 
     def cancel(self) -> None:
-        """Cut it off."""
+        """Cancel the call."""
         self.event.call.cancel()
 
-    def push(self, message: bytes, taken: Callable[[], None]) -> None:
-        """Send one message of a stream, and call `taken` once gRPC has room for the next. Does
-        nothing where the call has ended. Never waits."""
+    def push(self, message: bytes, on_sent: Callable[[], None]) -> None:
+        """Send one message of a stream, without waiting; does nothing if the call has ended.
+
+        Args:
+            message: the encoded message.
+            on_sent: called once gRPC has room for the next message.
+        """
         state, token = self.state, _server._SEND_MESSAGE_TOKEN
 
-        def sent(_event: Any) -> Any:
+        def complete(_event: Any) -> Any:
             with state.condition:
                 finished = _server._possibly_finish_call(state, token)
-            taken()
+            on_sent()
             return finished
 
         with state.condition:
@@ -174,114 +186,141 @@ class Arrival:
                     _server._get_initial_metadata_operation(state, None),
                     *operations,
                 )
-            self.event.call.start_server_batch(operations, sent)
+            self.event.call.start_server_batch(operations, complete)
             state.due.add(token)
 
     def finish(self, trailers: tuple[tuple[str, str], ...] | None) -> None:
-        """End a stream with OK."""
+        """End a stream with OK.
+
+        Args:
+            trailers: trailing metadata; None means none.
+        """
         self.rpc.end(grpc.StatusCode.OK)
         self.state.trailing_metadata = trailers
         _server._status(self.event, self.state, None)
 
-    def on_finish(self, left: Callable[[], None]) -> None:
-        """Call `left` once the call has ended, whatever ended it."""
+    def on_finish(self, callback: Callable[[], None]) -> None:
+        """Call a function once the call has ended; at once if it has ended already."""
         with self.state.condition:
             ended = self.state.callbacks is None
             if not ended:
-                self.state.callbacks.append(left)
+                self.state.callbacks.append(callback)
         if ended:
-            left()
+            callback()
 
     def refuse(self, error: Exception) -> None:
-        """Answer with a refusal, without waiting for anything."""
+        """Answer with an error, without waiting."""
         self.rpc.refusal = error
         self.answer(lambda: b"")
 
-    def receive(self, received: Callable[[bytes | None], None]) -> None:
-        """Ask for the message; `received` gets it, or None when none will come."""
+    def receive(self, on_message: Callable[[bytes | None], None]) -> None:
+        """Request the message, without waiting.
+
+        Args:
+            on_message: called with the message; with None if none will arrive.
+        """
         take = _server._receive_message(self.state, self.event.call, None)
 
-        def come(event: Any) -> Any:
+        def complete(event: Any) -> Any:
             finished = take(event)
             with self.state.condition:
                 message, self.state.request = self.state.request, None
-                # With a second status a call never ends, nor the server.
-                self._came = True
+                # Answer nothing after a status: a call with a second status never ends, and neither
+                # does the server.
+                self._has_message = True
                 if self.state.statused:
                     message = None
-            received(message)
+            on_message(message)
             return finished
 
         with self.state.condition:
             operation = cygrpc.ReceiveMessageOperation(0)
-            self.event.call.start_server_batch((operation,), come)
+            self.event.call.start_server_batch((operation,), complete)
             self.state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
 
     def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
-        """End a call whose message has not come; its receiving ends with None. Nothing, once it
-        has come: whoever has it answers."""
+        """End a call whose message has not arrived; does nothing if it has.
+
+        Args:
+            code: the status.
+            sentence: the error message.
+        """
         with self.state.condition:
-            if not self._came and not self.state.statused:
+            if not self._has_message and not self.state.statused:
                 self.rpc.code = code
                 number = _server._application_code(code)
                 _server._abort(self.state, self.event.call, number, sentence.encode())
 
 
-# A call whose message is received and answered on gRPC's own thread: two requests to gRPC's core,
-# where a call of grpcio's takes three, and keeps a state that nobody looks at. Whatever needs more
-# becomes such a call.
-
-
 class QuickCall:
-    """One of them, from its arrival; among the server's open calls until it has ended."""
+    """Receive and answer one call on gRPC's own thread.
+
+    It makes two requests to gRPC's core, where a call of grpcio makes three and keeps a state that
+    nobody reads. It becomes an Arrival if it needs more. It is one of the server's open calls until
+    it ends.
+    """
 
     def __init__(
         self, event: Any, rpc: Rpc, write: Callable[[Any], bytes], open_calls: set[Any]
     ) -> None:
-        """`event`: grpcio's of its arrival; `write`: what its answer's bytes are made by."""
+        """Register the call as open.
+
+        Args:
+            event: grpcio's event of the arrival.
+            rpc: the call for the interceptor.
+            write: encodes the answer.
+            open_calls: the server's open calls.
+        """
         self.rpc = rpc
         self.event = event
         self.began = time.monotonic()
         self._write = write
         self._open_calls = open_calls
         self._lock = threading.Lock()
-        self._whole: Arrival | None = None
-        self._came = False
+        self._arrival: Arrival | None = None
+        self._has_message = False
         open_calls.add(self)
 
     @property
-    def listed(self) -> Any:
-        """What stands for it among the server's open calls."""
-        return self if self._whole is None else self._whole.state
+    def open_call(self) -> Any:
+        """The entry of this call among the server's open calls."""
+        return self if self._arrival is None else self._arrival.state
 
-    def receive(self, received: Callable[[bytes | None], None]) -> None:
-        """Ask for the message; `received` gets it, or None when none will come."""
+    def receive(self, on_message: Callable[[bytes | None], None]) -> None:
+        """Request the message, without waiting.
 
-        def come(event: Any) -> Any:
+        Args:
+            on_message: called with the message; with None if none will arrive.
+        """
+
+        def complete(event: Any) -> Any:
             message = _server._serialized_request(event)
             with self._lock:
-                self._came, ended = True, self._whole
-            if ended is None:
+                self._has_message, arrival = True, self._arrival
+            if arrival is None:
                 if message is None:
-                    self.whole().state.client = _server._CLOSED
-                received(message)
+                    self.to_arrival().state.client = _server._CLOSED
+                on_message(message)
                 return None, ()
-            # With a second status a call never ends, nor the server.
-            with ended.state.condition:
+            # Answer nothing after a status: a call with a second status never ends, and neither
+            # does the server.
+            with arrival.state.condition:
                 finished = _server._possibly_finish_call(
-                    ended.state, _server._RECEIVE_MESSAGE_TOKEN
+                    arrival.state, _server._RECEIVE_MESSAGE_TOKEN
                 )
-            received(None)
+            on_message(None)
             return finished
 
-        self.event.call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), come)
+        self.event.call.start_server_batch((cygrpc.ReceiveMessageOperation(0),), complete)
 
     def is_wanted(self) -> bool:
-        """Whether the caller may still wait."""
+        """Tell whether the caller may still wait."""
         return bool(self.event.call_details.deadline > time.time())
 
     def send(self, answer: bytes) -> None:
-        """Answer with a message that is there. It ends with what grpcio learns of the caller."""
+        """Send an encoded answer, and end the call once grpcio knows whether the caller is still
+        there.
+        """
         self.rpc.end(grpc.StatusCode.OK)
         self.event.call.start_server_batch(
             (
@@ -294,21 +333,21 @@ class QuickCall:
         )
 
     def end_unread(self, code: grpc.StatusCode, sentence: str) -> None:
-        """End a call whose message has not come; nothing, once it has: whoever has it answers."""
+        """End a call whose message has not arrived; does nothing if it has."""
         with self._lock:
-            if self._came:
+            if self._has_message:
                 return
-            whole = self._become()
-        whole.end_unread(code, sentence)
+            arrival = self._become()
+        arrival.end_unread(code, sentence)
 
-    def whole(self) -> Arrival:
-        """The same as a call of grpcio's, which knows whether its caller has left."""
+    def to_arrival(self) -> Arrival:
+        """Turn the call into one of grpcio's, which knows whether its caller has left."""
         with self._lock:
             return self._become()
 
     def _become(self) -> Arrival:
-        if self._whole is not None:
-            return self._whole
+        if self._arrival is not None:
+            return self._arrival
         state: Any = _server._RPCState()  # type: ignore[no-untyped-call]
         state.context.run(request_id.set, self.rpc.request_id)
         with state.condition:
@@ -316,32 +355,31 @@ class QuickCall:
                 (cygrpc.ReceiveCloseOnServerOperation(0),), _server._receive_close_on_server(state)
             )
             state.due.add(_server._RECEIVE_CLOSE_ON_SERVER_TOKEN)
-            if not self._came:
+            if not self._has_message:
                 state.due.add(_server._RECEIVE_MESSAGE_TOKEN)
-        # Never none of them: the server would take itself for idle.
+        # Add before removing: without any open call the server would consider itself idle.
         self._open_calls.add(state)
         self._open_calls.remove(self)
         respond = _server._unary_response_in_pool
-        self._whole = Arrival(
+        self._arrival = Arrival(
             state.context.run, respond, self.event, state, self.rpc, bytes, None, self._write
         )
-        return self._whole
+        return self._arrival
 
 
-# Watches: calls that are told what changes, and cost no thread.
-#
-# Callers who send the same request to the same method watch the same. One source makes the messages
-# for all of them, and a few threads ask the sources in turn. gRPC tells when a message was taken; a
-# slow caller then gets the newest, not each.
+# Watches are calls that report changes, and hold no thread. Callers with the same request share a
+# source, which makes their messages. A few threads poll the sources in turn. gRPC tells when a
+# message was sent; a slow caller then gets the newest message, not each of them.
 
-# Threads that ask sources, and how many of them one method takes at most. A look may take long:
+# Threads that poll sources, and most of them that one method uses. A poll may take long, as when
 # quality by subgroup is measured.
-_LOOKING, _OF_A_METHOD = 4, 2
+_POLL_THREADS, _MAX_PER_METHOD = 4, 2
 
 
 class SourceNews(NamedTuple):
-    """The newest message of a source, its number from 1 on, and whether it is the last. Number 0:
-    none yet."""
+    """Hold the newest message of a source; `number` counts messages from 1, and is 0 before the
+    first.
+    """
 
     number: int
     message: bytes | None
@@ -349,7 +387,7 @@ class SourceNews(NamedTuple):
 
 
 class Watcher:
-    """One watch: it gets the newest message of its source, one at a time."""
+    """Send one caller the newest message of its source, one at a time."""
 
     def __init__(self, arrival: Arrival, stream: OpenStream, metrics: Metrics) -> None:
         self.source: WatchSource | None = None
@@ -358,40 +396,41 @@ class Watcher:
         self._stream = stream
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._sent = 0
-        self._sending = False
+        self._last_number = 0
+        self._is_sending = False
 
     def begin(self) -> None:
-        """Hear of the end from now on."""
+        """Register for the end of the call."""
         self._stream.on_stop = self.offer
-        self._arrival.on_finish(self._left)
+        self._arrival.on_finish(self._on_finish)
 
     def offer(self) -> None:
-        """Send the newest message once the one before was taken. End the call after the last, or
-        where it was stopped. Never waits."""
+        """Send the newest message if the one before was sent; end the call after the last. Never
+        waits.
+        """
         source = self.source
-        assert source is not None, "it was added to one"
+        assert source is not None, "the watcher was added to a source"
         if not self._stream.is_stopped:
             try:
                 self._stream.check()
             except NobackfillError as error:
-                # It calls this again.
+                # This call returns here.
                 self._stream.stop(error)
                 return
         with self._lock:
-            if self._sending or self.has_ended:
+            if self._is_sending or self.has_ended:
                 return
             news = source.news
-            sends = news.number != self._sent and not self._stream.is_stopped
+            sends = news.number != self._last_number and not self._stream.is_stopped
             if sends:
-                self._sending, self._sent = True, news.number
+                self._is_sending, self._last_number = True, news.number
             elif news.is_last or self._stream.is_stopped:
                 self.has_ended = True
             else:
                 return
         if sends and news.message is not None:
             self._stream.waiting = time.monotonic()
-            self._arrival.push(news.message, self._taken)
+            self._arrival.push(news.message, self._on_sent)
         else:
             self._end(source)
 
@@ -403,110 +442,120 @@ class Watcher:
         else:
             self._arrival.finish(((WATCH_AGAIN, "1"),) if self._stream.is_old else None)
 
-    def _taken(self) -> None:
-        # On gRPC's own thread, which an error would end.
+    def _on_sent(self) -> None:
+        # This runs on gRPC's own thread, which an error would end.
         with error_boundary(self._metrics, "watches"):
             self._stream.waiting = None
             with self._lock:
-                self._sending = False
+                self._is_sending = False
             self.offer()
 
-    def _left(self) -> None:
+    def _on_finish(self) -> None:
         with error_boundary(self._metrics, "watches"), self._lock:
-            ended, self.has_ended = self.has_ended, True
-        assert self.source is not None, "it was added to one"
+            had_ended, self.has_ended = self.has_ended, True
+        assert self.source is not None, "the watcher was added to a source"
         self.source.leave(self)
-        if not ended:
+        if not had_ended:
             self._arrival.rpc.end(grpc.StatusCode.CANCELLED)
 
 
 class WatchSource:
-    """What one request watches, for all who sent the same."""
+    """Make the messages of one request for all callers that sent it."""
 
     def __init__(self, key: tuple[str, bytes], make: Callable[[], Iterator[bytes | None]]) -> None:
         self.key = key
         self.make = make
         self.news = SourceNews(0, None, is_last=False)
-        # Why it ended, if not by itself.
+        # The error that ended it; None if it ended by itself.
         self.error: Exception | None = None
-        # Of the pump, under its lock: who came since the last look, and when the next is due.
+        # Guarded by the pump's lock: watchers that came since the last poll, and the time of the
+        # next one.
         self.newcomers: list[Watcher] = []
-        self.due = 0.0
-        self.is_looking = False
+        self.next_poll = 0.0
+        self.is_polling = False
         self._messages: Iterator[bytes | None] = iter(())
         self._lock = threading.Lock()
         self._watchers: set[Watcher] = set()
 
     @property
     def is_empty(self) -> bool:
+        """Whether no watcher is left."""
         return not self._watchers
 
     def leave(self, watcher: Watcher) -> None:
-        """Tell a watcher nothing more."""
+        """Remove a watcher."""
         with self._lock:
             self._watchers.discard(watcher)
 
-    def look(self, newcomers: Sequence[Watcher]) -> None:
-        """Make the next message, if something is new, and offer it. Newcomers get what is so now:
-        for them it begins anew."""
-        number, newest, is_last = self.news
-        newcomers = [one for one in newcomers if not one.has_ended]
+    def poll(self, newcomers: Sequence[Watcher]) -> None:
+        """Make the next message if something has changed, and offer it to the watchers.
+
+        Newcomers get the present message: the source begins again for them.
+        """
+        number, message, is_last = self.news
+        newcomers = [watcher for watcher in newcomers if not watcher.has_ended]
         if not newcomers and self.is_empty:
-            # All have left: what nobody waits for is not measured.
+            # All watchers have left.
             return
         try:
             if newcomers:
                 self._messages = self.make()
-            # The second tells whether the first was the last.
+            # A second call tells whether the first message was the last.
             for _ in range(2):
-                message = next(self._messages)
-                if message is None:
+                next_message = next(self._messages)
+                if next_message is None:
                     break
-                if message != newest or not newcomers:
-                    number, newest = number + 1, message
+                if next_message != message or not newcomers:
+                    number, message = number + 1, next_message
         except StopIteration:
             is_last = True
-        except Exception as error:  # noqa: BLE001 - its watchers are told
+        except Exception as error:  # noqa: BLE001 - its watchers get the error
             self.error, is_last = error, True
-        changed = number != self.news.number or is_last
+        has_changed = number != self.news.number or is_last
         with self._lock:
-            self._watchers.update(one for one in newcomers if not one.has_ended)
+            self._watchers.update(watcher for watcher in newcomers if not watcher.has_ended)
             watchers = tuple(self._watchers)
-        self.news = SourceNews(number, newest, is_last)
-        for watcher in watchers if changed else newcomers:
+        self.news = SourceNews(number, message, is_last)
+        for watcher in watchers if has_changed else newcomers:
             watcher.offer()
 
 
 class WatchPump:
-    """Asks all sources in turn whether something is new."""
+    """Poll all sources in turn."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._changed = threading.Condition()
         self._sources: dict[tuple[str, bytes], WatchSource] = {}
-        # By method: when, a number that no two share, what.
-        self._due: dict[str, list[tuple[float, int, WatchSource]]] = defaultdict(list)
-        self._looking: Counter[str] = Counter()
+        # By method: the time of a poll, a number that no two entries share, and the source.
+        self._queues: dict[str, list[tuple[float, int, WatchSource]]] = defaultdict(list)
+        self._polling: Counter[str] = Counter()
         self._numbers = count()
         self._closing = False
-        for _ in range(_LOOKING):
+        for _ in range(_POLL_THREADS):
             threading.Thread(target=self._work, name="watches", daemon=True).start()
 
     def add(
         self, key: tuple[str, bytes], make: Callable[[], Iterator[bytes | None]], watcher: Watcher
     ) -> None:
-        """Have `watcher` told what `make` yields, and what `key` stands for. Never waits."""
+        """Add a watcher, without waiting.
+
+        Args:
+            key: method and encoded request; it identifies the source.
+            make: makes the source's messages; None means that nothing has changed.
+            watcher: the watcher.
+        """
         with self._changed:
             source = self._sources.get(key)
             if source is None:
                 source = self._sources[key] = WatchSource(key, make)
             self._join(source, watcher)
-            if not source.is_looking:
+            if not source.is_polling:
                 self._plan(source, time.monotonic())
         watcher.begin()
 
     def close(self) -> None:
-        """End the threads once they have looked."""
+        """Stop the threads once they have polled."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -516,104 +565,108 @@ class WatchPump:
         source.newcomers.append(watcher)
 
     def _plan(self, source: WatchSource, at: float) -> None:
-        source.due = at
-        heappush(self._due[source.key[0]], (at, next(self._numbers), source))
+        source.next_poll = at
+        heappush(self._queues[source.key[0]], (at, next(self._numbers), source))
         self._changed.notify()
 
     def _work(self) -> None:
         while (work := self._next()) is not None:
             source, newcomers = work
             with error_boundary(self._metrics, "watches"):
-                source.look(newcomers)
-            self._look_again(source)
+                source.poll(newcomers)
+            self._finish_poll(source)
 
     def _next(self) -> tuple[WatchSource, list[Watcher]] | None:
-        """Wait for the source that is due next; None once the pump is closed."""
+        """Wait for the source that is to be polled next; None once the pump is closed."""
         with self._changed:
             while not self._closing:
-                due = self._earliest()
-                if due is None:
+                queue = self._earliest()
+                if queue is None:
                     self._changed.wait()
-                elif (left := due[0][0] - time.monotonic()) > 0:
-                    self._changed.wait(left)
+                elif (remaining := queue[0][0] - time.monotonic()) > 0:
+                    self._changed.wait(remaining)
                 else:
-                    _, _, source = heappop(due)
-                    self._looking[source.key[0]] += 1
-                    source.is_looking = True
+                    _, _, source = heappop(queue)
+                    self._polling[source.key[0]] += 1
+                    source.is_polling = True
                     newcomers, source.newcomers = source.newcomers, []
                     return source, newcomers
             return None
 
     def _earliest(self) -> list[tuple[float, int, WatchSource]] | None:
-        """The queue of the method whose source is due first, of those that may take a thread."""
+        """Return the queue with the earliest poll, of the methods that may use another thread."""
         first = None
-        for method, due in self._due.items():
-            while due and (due[0][2].is_looking or due[0][0] != due[0][2].due):
-                # It was planned anew since.
-                heappop(due)
-            if due and self._looking[method] < _OF_A_METHOD and (first is None or due < first):
-                first = due
+        for method, queue in self._queues.items():
+            while queue and (queue[0][2].is_polling or queue[0][0] != queue[0][2].next_poll):
+                # The source was scheduled again since.
+                heappop(queue)
+            if (
+                queue
+                and self._polling[method] < _MAX_PER_METHOD
+                and (first is None or queue < first)
+            ):
+                first = queue
         return first
 
-    def _look_again(self, source: WatchSource) -> None:
+    def _finish_poll(self, source: WatchSource) -> None:
         with self._changed:
-            source.is_looking = False
-            self._looking[source.key[0]] -= 1
+            source.is_polling = False
+            self._polling[source.key[0]] -= 1
             self._changed.notify()
             newcomers = source.newcomers
             if source.news.is_last or (source.is_empty and not newcomers):
                 del self._sources[source.key]
                 if newcomers:
-                    fresh = self._sources[source.key] = WatchSource(source.key, source.make)
+                    new_source = self._sources[source.key] = WatchSource(source.key, source.make)
                     for watcher in newcomers:
-                        self._join(fresh, watcher)
-                    self._plan(fresh, time.monotonic())
+                        self._join(new_source, watcher)
+                    self._plan(new_source, time.monotonic())
             else:
-                self._plan(source, time.monotonic() + (0.0 if newcomers else LOOK_S))
+                self._plan(source, time.monotonic() + (0.0 if newcomers else POLL_SECONDS))
 
-
-# Where calls arrive: a unary call's message is awaited before a thread is taken for it.
-#
-# gRPC's threaded server takes a thread of its pool and then waits there for the message, so that
-# callers who send none hold the pool. This stands in the place of that pool: it lets gRPC receive
-# the message first (ADR 0008).
 
 log = structlog.get_logger("server.executor")
 
-_EVERY_S = 0.5
-# Calls of one caller whose message is awaited, for each one that may wait for a thread: they cost
-# no thread. Of more, the longest awaited is ended: who sends a message at once is never in the way.
-_AWAITED = 4
-# Calls that are answered together at most: meanwhile nothing else is received. Larger messages are
-# for a thread.
-_GATHERED, _GATHERABLE = 16, 256 * 1024
-# What gRPC is given for each call: nobody waits for it.
-_DONE: Future[Any] = Future()
-_DONE.set_result(None)
+_CHECK_SECONDS = 0.5
+# Most calls of one caller whose message is awaited, for each call that may wait for a thread. They
+# hold no thread. Above the limit the longest awaited one is ended, so callers that send promptly
+# are unaffected.
+_AWAITED_PER_CALL = 4
+# Most calls that are answered in one go; nothing is received meanwhile. Larger messages go to a
+# thread.
+_MAX_BATCH, _MAX_BATCH_MESSAGE = 16, 256 * 1024
+# The result for gRPC of each submitted call; nobody waits for it.
+_FINISHED: Future[Any] = Future()
+_FINISHED.set_result(None)
 
-# As grpcio makes them, and those that need less.
+# A call with or without grpcio's state.
 Call = Arrival | QuickCall
 
 
 class CallExecutor(Executor):
-    """Takes the place of gRPC's thread pool."""
+    """Receive each call's message before a thread is taken for it; gRPC uses this as its thread
+    pool.
+
+    gRPC's threaded server takes a thread of its pool and waits there for the message, so callers
+    that send none hold the pool (ADR 0008).
+    """
 
     def __init__(self, interceptor: Interceptor) -> None:
         self._admission = interceptor.admission
         self._metrics = interceptor.metrics
-        self._most = _AWAITED * interceptor.max_calls
+        self._max_awaited = _AWAITED_PER_CALL * interceptor.max_calls
         self._patience_s = interceptor.patience_s
         self._lock = threading.Lock()
-        # By caller, the longest awaited first; strangers are one.
+        # By caller, the longest awaited first; all callers without a token are one.
         self._awaited: defaultdict[str, dict[Call, None]] = defaultdict(dict)
         self._watches = WatchPump(interceptor.metrics)
-        self._gathered: list[tuple[AtOnce, Call, bytes]] = []
+        self._batch: list[tuple[ImmediateAnswer, Call, bytes]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="executor", daemon=True)
         self._thread.start()
 
     def submit(self, *call: Any, **_none: Any) -> Future[Any]:
-        """What gRPC calls for each call that arrives. Never waits."""
+        """Take a call that has arrived; gRPC calls this. Never waits."""
         arrival = Arrival(*call)
         rpc = arrival.rpc
         if rpc.refusal is not None:
@@ -622,38 +675,39 @@ class CallExecutor(Executor):
             self._run(arrival, rpc.lane, arrival.argument)
         else:
             self.take(arrival)
-        return _DONE
+        return _FINISHED
 
     def awaited(self) -> int:
-        """Calls whose message has not come yet."""
+        """Return the number of calls whose message has not arrived."""
         with self._lock:
             return sum(map(len, self._awaited.values()))
 
     def give_up(self) -> None:
-        """The gateway ends: nothing more is awaited."""
+        """End all calls whose message has not arrived, because the gateway stops."""
         with self._lock:
-            left = [arrival for some in self._awaited.values() for arrival in some]
-        for arrival in left:
+            arrivals = [arrival for calls in self._awaited.values() for arrival in calls]
+        for arrival in arrivals:
             arrival.end_unread(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
 
     def close(self) -> None:
+        """Stop the threads."""
         self._stopping.set()
         self._thread.join()
         self._watches.close()
 
     def take(self, arrival: Call) -> None:
-        """Await its message. Never waits."""
+        """Request a call's message, without waiting."""
         longest = None
         with self._lock:
             awaited = self._awaited[arrival.rpc.caller]
-            if len(awaited) >= self._most:
+            if len(awaited) >= self._max_awaited:
                 longest = next(iter(awaited))
                 del awaited[longest]
             awaited[arrival] = None
         if longest is not None:
             longest.end_unread(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"expected at most {self._most} calls that have sent no message; send it at once",
+                f"expected at most {self._max_awaited} calls without a message; send it promptly",
             )
         arrival.receive(lambda message: self._received(arrival, message))
 
@@ -662,64 +716,66 @@ class CallExecutor(Executor):
             self._awaited[arrival.rpc.caller].pop(arrival, None)
         rpc = arrival.rpc
         if message is None:
-            self._nothing_came(arrival.whole())
+            self._end_without_message(arrival.to_arrival())
             return
         if (
-            rpc.at_once is None
-            or len(message) > _GATHERABLE
-            or not rpc.lane.has_room(self.gathered)
+            rpc.answer_immediately is None
+            or len(message) > _MAX_BATCH_MESSAGE
+            or not rpc.lane.has_room(self.batch_size)
         ):
-            self._hand_on(arrival.whole(), message)
+            self._hand_on(arrival.to_arrival(), message)
             return
-        self._gathered.append((rpc.at_once, arrival, message))
-        if self.gathered >= _GATHERED:
-            self.answer_gathered()
+        self._batch.append((rpc.answer_immediately, arrival, message))
+        if self.batch_size >= _MAX_BATCH:
+            self.answer_batch()
 
     @property
-    def gathered(self) -> int:
-        """Calls that have come and wait for what comes with them."""
-        return len(self._gathered)
+    def batch_size(self) -> int:
+        """The number of calls that wait to be answered in one go."""
+        return len(self._batch)
 
-    def answer_gathered(self) -> None:
-        """Answer what takes no thread; only gRPC's own thread calls this."""
-        gathered, self._gathered = self._gathered, []
-        for at_once, some in groupby(gathered, key=lambda one: one[0]):
-            self._answer(at_once, [(arrival, message) for _, arrival, message in some])
+    def answer_batch(self) -> None:
+        """Answer the calls that need no thread; called on gRPC's own thread only."""
+        batchze, self._batch = self._batch, []
+        for answer, calls in groupby(batchze, key=lambda entry: entry[0]):
+            self._answer(answer, [(arrival, message) for _, arrival, message in calls])
 
-    def _answer(self, at_once: AtOnce, calls: Sequence[tuple[Call, bytes]]) -> None:
+    def _answer(self, answer_calls: ImmediateAnswer, calls: Sequence[tuple[Call, bytes]]) -> None:
         answers: Sequence[bytes | Later | None] = [None] * len(calls)
         with error_boundary(self._metrics, "at once"):
-            answers = at_once([(message, arrival.rpc.principal) for arrival, message in calls])
+            answers = answer_calls([(message, arrival.rpc.principal) for arrival, message in calls])
         begins: set[Callable[[], None]] = set()
         for (arrival, message), answer in zip(calls, answers, strict=True):
             if answer is None or not arrival.is_wanted():
-                self._hand_on(arrival.whole(), message)
+                self._hand_on(arrival.to_arrival(), message)
             elif isinstance(answer, bytes):
                 arrival.send(answer)
             elif arrival.rpc.trace is not None:
-                # Its parts are noted by the one thread that works for it.
-                self._hand_on(arrival.whole(), message)
+                # A trace needs one thread that works for the call.
+                self._hand_on(arrival.to_arrival(), message)
             else:
-                self._answer_later(arrival.whole(), message, answer)
+                self._answer_later(arrival.to_arrival(), message, answer)
                 begins.add(answer.begin)
         for begin in begins:
             begin()
 
     def _answer_later(self, arrival: Arrival, message: bytes, later: Later) -> None:
-        """It has its place in the lane in which a thread would wait for the same."""
+        """Queue a call; it takes a place in the lane where a thread would wait for the same
+        work.
+        """
         lane = self._admission.lanes.heavier(arrival.rpc.lane)
 
-        def done(answer: bytes | None) -> None:
+        def complete(answer: bytes | None) -> None:
             if answer is not None and arrival.is_wanted():
                 arrival.send(answer)
             else:
                 lane.run(lambda: arrival.answer(lambda: message))
 
         if self._enters(arrival, lane):
-            later.add(Unanswered(arrival.deadline(), arrival.is_wanted, done))
+            later.add(Unanswered(arrival.deadline(), arrival.is_wanted, complete))
 
     def _hand_on(self, arrival: Arrival, message: bytes) -> None:
-        """To a thread of its lane."""
+        """Give a call to a thread of its lane."""
         try:
             lane, request = self._admission.weigh(arrival.rpc, message)
         except NobackfillError as error:
@@ -731,7 +787,7 @@ class CallExecutor(Executor):
             self._run(arrival, lane, lambda: request)
 
     def _watch_for(self, arrival: Arrival, lane: Lane, message: Any) -> None:
-        """Have it told what is new, on no thread of its own."""
+        """Add a watch, which holds no thread."""
         rpc = arrival.rpc
         if not self._enters(arrival, lane):
             return
@@ -740,13 +796,13 @@ class CallExecutor(Executor):
         except NobackfillError as error:
             arrival.refuse(error)
             return
-        # Fields that this gateway does not know make no other source.
+        # Unknown fields do not make another source.
         request.DiscardUnknownFields()
         key = rpc.kind.method, request.SerializeToString(deterministic=True)
         watcher = Watcher(arrival, rpc.open_stream(arrival), self._metrics)
         self._watches.add(key, partial(rpc.kind.watch, request), watcher)
 
-    def _nothing_came(self, arrival: Arrival) -> None:
+    def _end_without_message(self, arrival: Arrival) -> None:
         if arrival.state.client is _server._CLOSED and not arrival.state.statused:
             arrival.refuse(InvalidInputError("expected one message, got none"))
         else:
@@ -757,7 +813,7 @@ class CallExecutor(Executor):
             lane.run(lambda: arrival.answer(argument))
 
     def _enters(self, arrival: Arrival, lane: Lane) -> bool:
-        """Whether it has got a place; it is refused without."""
+        """Take a place for a call, or refuse it; tells whether it has one."""
         try:
             self._admission.enter(arrival.rpc, lane, arrival.event.call.peer())
         except OverloadedError as error:
@@ -766,34 +822,39 @@ class CallExecutor(Executor):
         return True
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_EVERY_S):
+        while not self._stopping.wait(_CHECK_SECONDS):
             with error_boundary(self._metrics, "executor"):
                 self._end_silent()
 
     def _end_silent(self) -> None:
         limit = time.monotonic() - self._patience_s
         with self._lock:
-            silent = [a for some in self._awaited.values() for a in some if a.began < limit]
+            silent = [
+                arrival
+                for calls in self._awaited.values()
+                for arrival in calls
+                if arrival.began < limit
+            ]
         for arrival in silent:
             arrival.end_unread(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
-                f"the request did not come within {self._patience_s:g} s; send it at once",
+                f"no message arrived within {self._patience_s:g} s; send it promptly",
             )
         if silent:
-            log.warning("calls ended that sent no message", calls=len(silent))
+            log.warning("ended calls that sent no message", calls=len(silent))
 
 
 _STARTED = _server._ServerStage.STARTED
-# Then it is looked whether the server was forgotten, as gRPC does.
-_IDLE_S = 1.0
-# How often it is looked whether all is answered.
-_DRAINED_S = 0.01
-# Events that may come while calls are gathered: of other calls they need not end.
-_PATIENCE = 64
+# Seconds after which the loop checks whether the server object is gone, as gRPC's own loop does.
+_IDLE_SECONDS = 1.0
+# Pause (seconds) between two checks whether all calls are answered.
+_DRAIN_CHECK_SECONDS = 0.01
+# Most events that are handled while calls wait to be answered; they may belong to other calls.
+_MAX_EVENTS = 64
 
 
 class Server(_server._Server):
-    """Calls pass `interceptor`, and are answered by our pool."""
+    """Serve calls through an interceptor and our pool."""
 
     def __init__(self, interceptor: Interceptor, options: Sequence[tuple[str, Any]]) -> None:
         pool: Any = CallExecutor(interceptor)
@@ -804,15 +865,19 @@ class Server(_server._Server):
 
     @property
     def server(self) -> grpc.Server:
-        """What services and ports are added to."""
+        """The object to which services and ports are added."""
         return self
 
     def start(self) -> None:
-        """As gRPC's, with another loop. Raises ValueError if it was started."""
+        """Start the loop in a thread.
+
+        Raises:
+            ValueError: the server was started before.
+        """
         state = self._state
         with state.lock:
             if state.stage is not _server._ServerStage.STOPPED:
-                raise ValueError("started already")
+                raise ValueError("the server was started before")
             state.server.start()
             state.stage = _STARTED
             for method in state.registered_method_handlers:
@@ -823,52 +888,58 @@ class Server(_server._Server):
         ).start()
 
     def finish(self, end: float) -> None:
-        """Wait until what is being answered now has ended, at most until `end` on the monotonic
-        clock. What comes meanwhile is not waited for."""
+        """Wait until the calls that are being answered now have ended; later calls are not waited
+        for.
+
+        Args:
+            end: latest time on the monotonic clock.
+        """
         with self._state.lock:
-            left = set(self._state.rpc_states)
-        while left and time.monotonic() < end:
-            time.sleep(_DRAINED_S)
-            # Some have become calls of grpcio's meanwhile.
-            left = {one.listed if isinstance(one, QuickCall) else one for one in left}
+            open_calls = set(self._state.rpc_states)
+        while open_calls and time.monotonic() < end:
+            time.sleep(_DRAIN_CHECK_SECONDS)
+            # Some may have become calls of grpcio.
+            open_calls = {
+                call.open_call if isinstance(call, QuickCall) else call for call in open_calls
+            }
             with self._state.lock:
-                left &= self._state.rpc_states
+                open_calls &= self._state.rpc_states
 
     def give_up(self) -> None:
-        """End the calls whose message has not come."""
+        """End the calls whose message has not arrived."""
         self._pool.give_up()
 
     def close(self) -> None:
-        """End the pool's thread, once the server has stopped."""
+        """Stop the pool's threads, once the server has stopped."""
         self._pool.close()
 
 
 def _serve(state: Any, interceptor: Interceptor, executor: CallExecutor) -> None:
-    since = 0
+    events = 0
     while True:
-        since = since + 1 if executor.gathered else 0
-        # To look without a wait takes a time that is over: gRPC waits a millisecond for one of now.
-        # While a watch is open, calls are never alone, and each search waited for that.
-        event = state.completion_queue.poll(0 if since else time.time() + _IDLE_S)
+        events = events + 1 if executor.batch_size else 0
+        # A time in the past polls without a wait; gRPC waits a millisecond for the present time,
+        # which each search would pay while a watch is open.
+        event = state.completion_queue.poll(0 if events else time.time() + _IDLE_SECONDS)
         if state.server_deallocated:
             _server._begin_shutdown_once(state)
-        came = event.completion_type != cygrpc.CompletionType.queue_timeout
+        has_event = event.completion_type != cygrpc.CompletionType.queue_timeout
         if (
-            came
-            and not _quickly(state, interceptor, executor, event)
+            has_event
+            and not _take_quickly(state, interceptor, executor, event)
             and not _server._process_event_and_continue(state, event)
         ):
             return
-        # Whose calls are all that are open, they are waited for no longer.
-        alone = len(state.rpc_states) <= executor.gathered
-        if executor.gathered and (alone or not came or since >= _PATIENCE):
-            executor.answer_gathered()
-        # gRPC's own loop says why: an event may hold a call that has ended.
+        # Do not wait for more if these calls are all that are open.
+        is_all = len(state.rpc_states) <= executor.batch_size
+        if executor.batch_size and (is_all or not has_event or events >= _MAX_EVENTS):
+            executor.answer_batch()
+        # As in gRPC's own loop: the event may keep an ended call in memory.
         event = None
 
 
-def _quickly(state: Any, interceptor: Interceptor, executor: CallExecutor, event: Any) -> bool:
-    """Whether it was the arrival of a call that this thread may answer; its message is awaited."""
+def _take_quickly(state: Any, interceptor: Interceptor, executor: CallExecutor, event: Any) -> bool:
+    """Take the arrival of a call that this thread may answer; tells whether it was one."""
     method = event.tag
     if type(method) is not str or not event.success or state.stage is not _STARTED:
         return False

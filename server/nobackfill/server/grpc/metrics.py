@@ -1,4 +1,4 @@
-"""What Prometheus reads. No ids in labels."""
+"""Export metrics to Prometheus, and answer health checks over HTTP. Labels never hold ids."""
 
 import socket
 import threading
@@ -25,17 +25,12 @@ from prometheus_client.registry import Collector
 from nobackfill.errors import BusyError
 from nobackfill.server.settings import split_address
 
-# What Prometheus reads about calls: how many ended how, their time, how many are open and wait.
-#
-# Each call is counted here and each look adds up: prometheus_client's own counters take a tenth of
-# a search.
-
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 _BOUNDS = (*map(str, map(float, _BUCKETS)), "+Inf")
 
 
-class _Ended:
-    """Calls of one method."""
+class _MethodCounts:
+    """Count the ended calls of one method."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -45,28 +40,38 @@ class _Ended:
 
 
 class CallMetrics(Collector):
-    """Counts calls as they end, and those that are there when somebody looks."""
+    """Count calls as they end, and export the open and waiting ones.
+
+    Calls are counted here and added up at a scrape: prometheus_client's own counters take a tenth
+    of a search's time.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._methods: dict[str, _Ended] = {}
-        # Of methods that do not exist; their names are the callers', so no labels.
+        self._methods: dict[str, _MethodCounts] = {}
+        # Calls of unknown methods; their names come from callers, so they are no labels.
         self._unknown = 0
-        # Set by the interceptor: calls that are open and those that wait, by lane, when asked.
+        # Set by the interceptor: by lane, the numbers of open and of waiting calls.
         self.lanes: Mapping[str, tuple[Callable[[], int], Callable[[], int]]] = {}
         registry.register(self)
 
     def count(self, method: str, code: grpc.StatusCode, seconds: float) -> None:
-        """A call of `method` (/package.Service/Name) ended, so long after it arrived."""
-        ended = self._methods.get(method)
-        if ended is None:
-            ended = self._methods.setdefault(method, _Ended())
-        with ended.lock:
-            ended.codes[code] += 1
-            ended.buckets[bisect_left(_BUCKETS, seconds)] += 1
-            ended.seconds += seconds
+        """Count an ended call.
+
+        Args:
+            method: /package.Service/Name.
+            code: its status.
+            seconds: time since its arrival.
+        """
+        counts = self._methods.get(method)
+        if counts is None:
+            counts = self._methods.setdefault(method, _MethodCounts())
+        with counts.lock:
+            counts.codes[code] += 1
+            counts.buckets[bisect_left(_BUCKETS, seconds)] += 1
+            counts.seconds += seconds
 
     def count_unknown(self) -> None:
-        """A call of a method that does not exist."""
+        """Count a call of an unknown method."""
         self._unknown += 1
 
     def _ended(self) -> Iterator[Metric]:
@@ -77,11 +82,11 @@ class CallMetrics(Collector):
         handling = HistogramMetricFamily(
             "grpc_server_handling_seconds", "Time from a call's arrival to its end.", labels=labels
         )
-        for method, ended in list(self._methods.items()):
+        for method, counts in list(self._methods.items()):
             service, _, name = method.strip("/").rpartition("/")
-            with ended.lock:
-                codes, buckets = dict(ended.codes), list(accumulate(ended.buckets))
-                seconds = ended.seconds
+            with counts.lock:
+                codes, buckets = dict(counts.codes), list(accumulate(counts.buckets))
+                seconds = counts.seconds
             for code, calls in codes.items():
                 handled.add_metric([service, name, code.name], calls)
             pairs = list(zip(_BOUNDS, buckets, strict=True))
@@ -92,30 +97,29 @@ class CallMetrics(Collector):
         yield handling
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of calls."""
         yield from self._ended()
         is_open = GaugeMetricFamily(
             "nobackfill_calls_open", "Calls that came and have not ended, by lane.", labels=["lane"]
         )
-        waits = GaugeMetricFamily(
+        waiting_calls = GaugeMetricFamily(
             "nobackfill_calls_waiting",
             "Calls that wait for a thread of their lane; in lane message, for their message.",
             labels=["lane"],
         )
-        for lane, (held, waiting) in self.lanes.items():
-            is_open.add_metric([lane], held())
-            waits.add_metric([lane], waiting())
+        for lane, (count_open, count_waiting) in self.lanes.items():
+            is_open.add_metric([lane], count_open())
+            waiting_calls.add_metric([lane], count_waiting())
         yield is_open
-        yield waits
+        yield waiting_calls
 
 
-# What devices reported, for Prometheus.
-
-# Outcomes of a reported sync, the label `failure`.
+# Outcomes of a device's sync, the label `failure`.
 FAILURES = ("none", "probes", "refused", "no route", "left behind")
 
 
 class DeviceMetrics:
-    """Of the syncs that devices report on request: counts, and no device is told apart."""
+    """Count the syncs that devices report on request; devices are not told apart."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.syncs = Counter(
@@ -123,21 +127,19 @@ class DeviceMetrics:
             ["release", "failure"], registry=registry,
         )  # fmt: skip
         self.seconds = Histogram(
-            "nobackfill_device_sync_seconds", "Their upgrades' durations, by release.",
+            "nobackfill_device_sync_seconds", "Seconds of devices' upgrades, by release.",
             ["release"], buckets=(1, 5, 20, 60, 300, 1200, 3600), registry=registry,
         )  # fmt: skip
         self.neighbours_kept = Histogram(
-            "nobackfill_device_neighbours_kept", "Share of nearest neighbours they kept, 0 to 1.",
+            "nobackfill_device_neighbours_kept", "Share of nearest neighbours kept, 0 to 1.",
             ["release"], buckets=(0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 1), registry=registry,
         )  # fmt: skip
 
     def expect(self, release: int) -> None:
-        """Start the counters of a release at 0, so that Prometheus sees its first failed sync."""
+        """Start a release's counters at 0, so that Prometheus sees its first failed sync."""
         for failure in FAILURES:
             self.syncs.labels(str(release), failure)
 
-
-# Days until what lets people in or releases be believed expires, for Prometheus.
 
 _DAY = timedelta(days=1)
 
@@ -147,23 +149,27 @@ def _none() -> Mapping[str, datetime]:
 
 
 class Expiries(Collector):
-    """Asked when somebody looks. Each source, set by the gateway, maps a label to a time."""
+    """Export the days until metadata, certificates and tokens expire.
+
+    The gateway sets each source, which maps a label to a time.
+    """
 
     def __init__(self) -> None:
         self.metadata: Callable[[], Mapping[str, datetime]] = _none
         self.certificates: Callable[[], Mapping[str, datetime]] = _none
-        # The first token to expire; nobody's name is shown.
+        # The first token to expire, without its name.
         self.tokens: Callable[[], datetime | None] = lambda: None
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the days until each expires; negative after that."""
         now = datetime.now(UTC)
-        for name, what, label, ends in (
+        for name, subject, label, ends in (
             ("metadata", "TUF metadata of a role", "role", self.metadata()),
             ("certificate", "a TLS certificate", "certificate", self.certificates()),
         ):
             family = GaugeMetricFamily(
                 f"nobackfill_{name}_expires_days",
-                f"Days until {what} expires; negative: since it did.",
+                f"Days until {subject} expires; negative: since it did.",
                 labels=[label],
             )
             for value, end in ends.items():
@@ -178,9 +184,8 @@ class Expiries(Collector):
         yield tokens
 
 
-# HTTP of the metrics port: /metrics, and what a kubelet asks, /healthz and /readyz.
-#
-# In the clear, so that probes work where gRPC is behind TLS and tokens; nothing private is told.
+# HTTP on the metrics port: /metrics, and a kubelet's /healthz and /readyz. It is not encrypted, so
+# that probes work while gRPC needs TLS and tokens; it shows nothing private.
 
 _TEXT = [("Content-Type", "text/plain; charset=utf-8")]
 
@@ -194,18 +199,27 @@ class _Server6(_Server):
 
 
 class _Silent(WSGIRequestHandler):
-    # Seconds that a request may take to come.
+    # Longest time (seconds) for a request to arrive.
     timeout = 10
 
     def log_message(self, format: str, *args: object) -> None:
-        """Every probe would be a line."""
+        """Log nothing: every probe would be a line."""
 
 
 def serve(
     host: str, port: int, registry: CollectorRegistry, ready: Callable[[], bool]
 ) -> WSGIServer:
-    """A server that is to be run with serve_forever. /healthz: the process answers; /readyz: 503
-    until `ready` holds, and once it holds no more. Raises OSError."""
+    """Make an HTTP server, to be run with serve_forever.
+
+    Args:
+        host: host to listen on.
+        port: port to listen on; 0 means any free one.
+        registry: metrics of /metrics.
+        ready: tells whether /readyz answers 200 instead of 503.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
     metrics: Any = make_wsgi_app(registry)
 
     def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
@@ -215,7 +229,7 @@ def serve(
             return [b"ok\n"]
         if path == "/readyz":
             start_response("503 Service Unavailable", _TEXT)
-            return [b"starting, or draining\n"]
+            return [b"starting or stopping\n"]
         if path in ("/metrics", "/"):
             return metrics(environ, start_response)  # type: ignore[no-any-return]
         start_response("404 Not Found", _TEXT)
@@ -225,8 +239,8 @@ def serve(
     return make_server(host, port, answer, kind, _Silent)
 
 
-# Threads of work whose unforeseen errors are counted (`error_boundary`). A series starts at 0, or
-# Prometheus' `increase` misses its first error.
+# Labels of threads whose unexpected errors are counted (`error_boundary`). Each series starts at 0,
+# or Prometheus' `increase` would miss its first error.
 THREADS = (
     "activation", "at once", "canary", "catalog", "connections", "executor", "first", "following",
     "healing", "images", "indexing", "stalls", "succession", "triton", "watches",
@@ -234,7 +248,7 @@ THREADS = (
 
 
 class Metrics:
-    """All series of one gateway, in a registry of its own."""
+    """Hold all metrics of one gateway, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -245,12 +259,12 @@ class Metrics:
             "nobackfill_active_release", "Number of the release that answers; 0 when none does.",
             registry=self.registry,
         )  # fmt: skip
-        # Set by the gateway: vectors of all galleries by (release, state of space), when asked.
+        # Set by the gateway: vectors of all galleries by release and state of their space.
         self.gallery_items: Callable[[], Mapping[tuple[int, str], int]] = dict
         self.registry.register(_GalleryItems(self))
-        # Set by the gateway: whether calls are answered, and not only until it has drained.
+        # Set by the gateway: whether calls are answered, and the gateway is not stopping.
         self.ready: Callable[[], bool] = lambda: False
-        # Its sources are set by the gateway.
+        # The gateway sets its sources.
         self.expiries = Expiries()
         self.registry.register(self.expiries)
         self.upgrade_ratio = Gauge(
@@ -276,7 +290,7 @@ class Metrics:
             ["release"], registry=self.registry,
         )  # fmt: skip
         self.unforeseen = Counter(
-            "nobackfill_unforeseen_errors_total", "Errors that nobody foresaw, by thread of work.",
+            "nobackfill_unforeseen_errors_total", "Unexpected errors, by thread of work.",
             ["thread"], registry=self.registry,
         )  # fmt: skip
         for thread in THREADS:
@@ -291,7 +305,7 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.triton_restarts = Counter(
-            "nobackfill_triton_restarts_total", "Times that the embedded Triton was started again.",
+            "nobackfill_triton_restarts_total", "Restarts of the gateway's own Triton.",
             registry=self.registry,
         )  # fmt: skip
         self.model_server_up = Gauge(
@@ -300,15 +314,24 @@ class Metrics:
         )  # fmt: skip
 
     def serve(self, address: str) -> str:
-        """Answer HTTP GET /metrics, /healthz and /readyz on `address`; returns where. Raises
-        BusyError."""
+        """Serve HTTP GET /metrics, /healthz and /readyz.
+
+        Args:
+            address: HOST:PORT; port 0 means any free one.
+
+        Returns:
+            HOST:PORT with the port that is used.
+
+        Raises:
+            BusyError: the address cannot be used.
+        """
         host, port = split_address(address, "metrics_address")
         try:
             self._server = serve(host, port, self.registry, lambda: self.ready())
         except OSError as error:
             raise BusyError(
                 f"metrics address {address} cannot be used ({error.strerror}); "
-                "give another with --metrics-address, port 0 for any free one"
+                "set another with --metrics-address; port 0 takes any free one"
             ) from error
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True
@@ -317,14 +340,14 @@ class Metrics:
         return f"{host}:{self._server.server_port}"
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the HTTP server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class _GalleryItems(Collector):
-    """Counts when somebody looks, not at every put."""
+    """Count vectors at each scrape, not at each put."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -1,4 +1,6 @@
-"""One call's way through the interceptor: authorised, bounded, answered, counted once."""
+"""Take one call through the interceptor: authorise it, give it a place, answer it, count it
+once.
+"""
 
 import itertools
 import os
@@ -30,46 +32,43 @@ from nobackfill.server.grpc.access import (
     authorize,
     check_gallery,
 )
-from nobackfill.server.grpc.admission import LARGE, LOOK_S, WATCHES, Lane, Lanes, reader
+from nobackfill.server.grpc.admission import LARGE, POLL_SECONDS, WATCHES, Lane, Lanes, reader
 from nobackfill.server.grpc.context import code_of, error_boundary, status_of
-from nobackfill.server.grpc.logs import Sparing, request_id
+from nobackfill.server.grpc.logs import LogLimit, request_id
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace, Tracing
 from nobackfill.v1 import search_pb2
 from nobackfill.wire.connection import WATCH_AGAIN
 
 log = structlog.get_logger("server.interceptor")
-# For refusals that cost their callers nothing: not let in, or shed.
-_unworked = Sparing(10)
-# More of a session's name is not looked at.
-_LONGEST_KEY = 256
-# A stream's caller that sets no deadline has this one.
-_LONGEST_STREAM_S = 24 * 3600.0
-# A unary call may take so long to send its message.
+# Limits the log of refusals that cost the gateway no work.
+_unworked = LogLimit(10)
+# Most characters of a session's name that are used.
+_MAX_KEY = 256
+# Longest time (seconds) of a stream whose caller sets no deadline.
+_MAX_STREAM_SECONDS = 24 * 3600.0
+# Longest time (seconds) for a unary call to send its message.
 PATIENCE_S = 20.0
-# Bytes of large messages that have come and are worked on, or wait for it.
-_LARGEST_HELD = 512 * 2**20
+# Most bytes of large messages that are worked on, or wait.
+_MAX_HELD_BYTES = 512 * 2**20
 
-# A watch's is given no context.
+# What answers a method: (request, context). A watch gets None as its context.
 Behavior = Callable[[Any, Any], Any]
 
 
-def _nothing() -> None:
-    """Without tokens nobody is shut out."""
+def _accept() -> None:
+    """Accept every caller, as a gateway without tokens does."""
 
 
-# Streams end that stand still because of their client, are too old, or whose token is no longer
-# good, so that they hold no thread and nobody who was shut out goes on.
-
-# A client that neither sends nor reads for so long has gone, or means harm.
-_STALLED_S = 60.0
-_EVERY_S = 0.5
-# A stream that was asked to end is cut off after so long.
-_GRACE_S = 1.0
+# A client that neither sends nor reads for so long (seconds) has gone, or is an attacker.
+_STALL_SECONDS = 60.0
+_CHECK_SECONDS = 0.5
+# A stream that was asked to end is cancelled after so long (seconds).
+_GRACE_SECONDS = 1.0
 
 
 class StreamContext(Protocol):
-    """What is used of a stream's `grpc.ServicerContext`."""
+    """Describe the part of a stream's `grpc.ServicerContext` that is used."""
 
     def is_active(self) -> bool: ...
 
@@ -77,45 +76,64 @@ class StreamContext(Protocol):
 
 
 class OpenStream:
-    """One stream, from its first step to its end."""
+    """Track one stream, which must end if it stalls, gets too old or its token is no longer
+    valid.
+    """
 
     def __init__(
         self, context: StreamContext, confirm: Callable[[], None], longest_s: float, *,
-        hears: bool, drained: bool,
+        checks_stop: bool, drained: bool,
     ) -> None:  # fmt: skip
-        """`confirm` raises once the caller may not go on. `longest_s`: its age at most. `hears`:
-        its work looks whether it is `active`. `drained`: the gateway's end waits for it."""
+        """Start to track a stream.
+
+        Args:
+            context: the stream's context.
+            confirm: raises once the caller may not continue.
+            longest_s: largest age in seconds.
+            checks_stop: its work checks `active`, so it is asked before it is cancelled.
+            drained: the gateway waits for it when it stops.
+        """
         self.context = context
         self.confirm = confirm
         self.ends = time.monotonic() + longest_s
         self.drained = drained
-        # Why it was ended, if its caller is to hear that; whether it was because of its age.
+        # The error for its caller, if it was ended with one; and whether it was ended because of
+        # its age.
         self.reason: NobackfillError | None = None
         self.is_old = False
-        # Since when it waits for its client.
+        # Since when it waits for its client; None while it does not.
         self.waiting: float | None = None
-        # Ends a stream that no thread works for.
+        # Ends a stream that has no thread.
         self.on_stop: Callable[[], None] | None = None
-        self._grace_s = _GRACE_S if hears else 0.0
+        self._grace_s = _GRACE_SECONDS if checks_stop else 0.0
         self._stopped: float | None = None
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was asked to end."""
+        """Whether the stream was asked to end."""
         return self._stopped is not None
 
     def active(self) -> bool:
-        """Whether its work goes on."""
+        """Tell whether the stream's work continues."""
         return self._stopped is None and self.context.is_active()
 
     def check(self) -> None:
-        """Raises UnauthenticatedError for a message of a caller who may not go on."""
+        """Check that the caller may continue.
+
+        Raises:
+            UnauthenticatedError: its token is no longer valid.
+            NobackfillError: the stream was ended with this error.
+        """
         self.confirm()
         if self.reason is not None:
             raise self.reason
 
     def stop(self, reason: NobackfillError | None = None) -> None:
-        """Ask it to end, and cut it off where it does not."""
+        """Ask the stream to end, and cancel it if it has not ended after the grace period.
+
+        Args:
+            reason: the error for its caller; None means that it ends without one.
+        """
         now = time.monotonic()
         if self._stopped is None:
             self.reason, self._stopped = reason, now
@@ -124,23 +142,29 @@ class OpenStream:
         if now - self._stopped >= self._grace_s:
             self.context.cancel()
 
-    def look(self, refusal: NobackfillError | None) -> None:
-        """End it where it has to end by now; `refusal`: why its caller may not go on, if so."""
+    def enforce(self, refusal: NobackfillError | None) -> None:
+        """Stop the stream if it must end by now.
+
+        Args:
+            refusal: why its caller may not continue; None if it may.
+        """
         if refusal is not None:
             self.stop(refusal)
         if self._stopped is None and time.monotonic() > self.ends:
             self.is_old = True
             self.stop()
         elif self._stopped is not None:
-            # It may not have heard.
+            # Its work may not have checked yet.
             self.stop()
 
 
 class Stalls:
-    """Watches streams from one thread. Time that the gateway itself takes does not count as
-    standing still."""
+    """End streams that stall; one thread watches all of them.
 
-    def __init__(self, metrics: Metrics, patience_s: float = _STALLED_S) -> None:
+    Time that the gateway itself takes does not count.
+    """
+
+    def __init__(self, metrics: Metrics, patience_s: float = _STALL_SECONDS) -> None:
         self._metrics = metrics
         self._patience_s = patience_s
         self._lock = threading.Lock()
@@ -151,14 +175,15 @@ class Stalls:
         self._thread.start()
 
     def watch(self, stream: OpenStream) -> Callable[[], None]:
-        """Watch a stream from now on; returns what to call once it has ended."""
+        """Watch a stream; returns the function to call once it has ended."""
         with self._lock:
             self._streams.setdefault(stream.confirm, set()).add(stream)
         return lambda: self._forget(stream)
 
     def requests(self, requests: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
-        """The client's messages, each of a caller who may still send them; waiting for each is
-        watched."""
+        """Yield the client's messages, and check the caller for each; the wait for each is
+        watched.
+        """
         while True:
             stream.waiting = time.monotonic()
             try:
@@ -171,11 +196,13 @@ class Stalls:
             yield request
 
     def responses(self, responses: Iterator[Any], stream: OpenStream) -> Iterator[Any]:
-        """Our messages, each to a caller who may still read them; until the client takes each is
-        watched. None: nothing is new, the work is asked again in a moment."""
+        """Yield our messages, and check the caller for each; the client's reading is watched.
+
+        None means that nothing has changed; the work is asked again after POLL_SECONDS.
+        """
         for response in responses:
             if response is None:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_SECONDS)
                 if not stream.active():
                     return
                 continue
@@ -187,13 +214,14 @@ class Stalls:
                 stream.waiting = None
 
     def end_all(self) -> None:
-        """End the streams that nobody waits for at the gateway's end, now."""
+        """End the streams that the gateway does not wait for when it stops."""
         for _, streams in self._all():
             for stream in streams:
                 if not stream.drained:
                     stream.stop()
 
     def close(self) -> None:
+        """Stop the thread."""
         self._stopping.set()
         self._thread.join()
 
@@ -209,26 +237,26 @@ class Stalls:
                 self._streams.pop(stream.confirm, None)
 
     def _watch(self) -> None:
-        while not self._stopping.wait(_EVERY_S):
+        while not self._stopping.wait(_CHECK_SECONDS):
             with error_boundary(self._metrics, "stalls"):
                 for confirm, streams in self._all():
-                    self._look(_refusal(confirm), streams)
+                    self._enforce(_refusal(confirm), streams)
 
-    def _look(self, refusal: NobackfillError | None, streams: Sequence[OpenStream]) -> None:
+    def _enforce(self, refusal: NobackfillError | None, streams: Sequence[OpenStream]) -> None:
         now = time.monotonic()
         for stream in streams:
             since = stream.waiting
-            # Of thousands of quiet ones none takes the interpreter for longer than this line.
+            # Thousands of quiet streams must not hold the interpreter: this line is all they cost.
             if refusal is None and since is None and now <= stream.ends and not stream.is_stopped:
                 continue
-            stream.look(refusal)
+            stream.enforce(refusal)
             if since is not None and now - since > self._patience_s:
-                log.warning("transfer ended, its client stands still")
+                log.warning("ended a stream whose client stalls")
                 stream.context.cancel()
 
 
 def _refusal(confirm: Callable[[], None]) -> NobackfillError | None:
-    """Why callers may not go on; None where they may."""
+    """Return why the callers of a token may not continue; None if they may."""
     try:
         confirm()
     except NobackfillError as error:
@@ -237,8 +265,13 @@ def _refusal(confirm: Callable[[], None]) -> NobackfillError | None:
 
 
 class Unanswered(NamedTuple):
-    """A call that threads of others answer. `deadline` is on the monotonic clock; `done` is told
-    the answer once; None: a thread of its own has to."""
+    """Hold a call that other threads answer.
+
+    Attributes:
+        deadline: latest time for the answer, on the monotonic clock.
+        is_wanted: tells whether the caller still waits.
+        done: takes the encoded answer, once; None means that the call needs a thread of its own.
+    """
 
     deadline: float
     is_wanted: Callable[[], bool]
@@ -246,16 +279,20 @@ class Unanswered(NamedTuple):
 
 
 class Later(NamedTuple):
-    """What answers a call on threads of others. `add` is given the call, and never waits; `begin`
-    is called once all that came together were given."""
+    """Answer a call on other threads.
+
+    Attributes:
+        add: takes the call, without waiting.
+        begin: called once all calls that came together were added.
+    """
 
     add: Callable[[Unanswered], None]
     begin: Callable[[], None]
 
 
-# Requests' bytes, and who sent them, to their answers', where nothing has to be waited for, or to
-# what answers later; None: on a thread, then.
-AtOnce = Callable[[Sequence[tuple[bytes, Principal]]], Sequence[bytes | Later | None]]
+# Maps encoded requests with their callers to encoded answers, without waiting, or to what answers
+# later; None means that a call needs a thread.
+ImmediateAnswer = Callable[[Sequence[tuple[bytes, Principal]]], Sequence[bytes | Later | None]]
 
 
 class _Status(
@@ -267,13 +304,13 @@ class _Status(
 
 @dataclass(frozen=True)
 class Kind:
-    """What the calls of one method have in common."""
+    """Hold what all calls of one method share."""
 
     method: str
     behavior: Behavior
-    # Bytes to the method's message; raises InvalidInputError, TooLargeError.
+    # Decodes a message; raises InvalidInputError, TooLargeError.
     read: Callable[[bytes], Any]
-    # What the behavior answers to bytes.
+    # Encodes an answer.
     write: Callable[[Any], bytes]
     reads_stream: bool
     sends_stream: bool
@@ -282,45 +319,56 @@ class Kind:
     stalls: Stalls
     metrics: Metrics
     max_call_seconds: float
-    # A unary call may take so long to send its message.
+    # Longest time (seconds) for a unary call to send its message.
     patience_s: float
-    # Whether searches of a gallery of that name take long.
-    slow: Callable[[str], bool]
-    # Answers some calls where they arrive: handing them on would cost more than they do.
-    at_once: AtOnce | None = None
+    # Tells whether searches of a gallery are slow.
+    is_slow: Callable[[str], bool]
+    # Answers some calls on the thread that receives them.
+    answer_immediately: ImmediateAnswer | None = None
 
     @property
     def is_watch(self) -> bool:
-        """Whether it is told what changes."""
+        """Whether a call reports changes."""
         return self.method in WATCHES
 
     def watch(self, request: Any) -> Iterator[bytes | None]:
-        """Yield a watch's messages, and None where nothing is new."""
+        """Yield the encoded messages of a watch; None if nothing has changed."""
         for response in self.behavior(request, None):
             yield None if response is None else self.write(response)
 
     @property
     def streams(self) -> bool:
-        """Whether it may go on for as long as its client likes."""
+        """Whether a call may last as long as its client likes."""
         return self.reads_stream or self.sends_stream
 
 
 class CallAdmission:
-    """Gives a call its place in a lane, and bounds what large messages take together."""
+    """Give each call a place in a lane, and limit the memory of large messages."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
-        # Of a plain server: calls that it works on, and those among them whose message is awaited.
+        # For a plain server: calls that have a thread, and those whose message is awaited.
         self.working: set[PlainRpc] = set()
         self.awaited: set[PlainRpc] = set()
         self._lock = threading.Lock()
         self._held = 0
 
     def weigh(self, rpc: "Rpc", message: bytes) -> tuple[Lane, Any]:
-        """Choose the lane of a call by its message; the lane and the request.
+        """Choose the lane of a call by its message.
 
-        Large messages are left unread: the thread that works for them reads them. Raises
-        InvalidInputError, TooLargeError, and OverloadedError for one large message too many.
+        A large message is decoded later, by the thread that works for it.
+
+        Args:
+            rpc: the call.
+            message: its encoded message.
+
+        Returns:
+            The lane, and the decoded request or the large message.
+
+        Raises:
+            InvalidInputError: it is no message of the method.
+            TooLargeError: it has too many parts.
+            OverloadedError: too many large messages are being worked on.
         """
         if len(message) > LARGE:
             self._hold(rpc, len(message))
@@ -331,7 +379,11 @@ class CallAdmission:
         return self.lanes.slower(rpc.lane) if rpc.is_slow(request) else rpc.lane, request
 
     def enter(self, rpc: "Rpc", lane: Lane, peer: bytes | str) -> None:
-        """Take a place in `lane` until the call has ended. Raises OverloadedError."""
+        """Take a place in a lane until the call has ended.
+
+        Raises:
+            OverloadedError: the lane, or the caller's share of it, is full.
+        """
         caller = rpc.caller or _address(peer)
         role = rpc.principal.role
         lane.enter(caller, role)
@@ -339,8 +391,10 @@ class CallAdmission:
 
     def _hold(self, rpc: "Rpc", size: int) -> None:
         with self._lock:
-            if self._held > 0 and self._held + size > _LARGEST_HELD:
-                raise OverloadedError("too many large requests at once; try again later")
+            if self._held > 0 and self._held + size > _MAX_HELD_BYTES:
+                raise OverloadedError(
+                    "too many large requests are being worked on; try again in a few seconds"
+                )
             self._held += size
         rpc.on_end(lambda: self._release(size))
 
@@ -350,9 +404,9 @@ class CallAdmission:
 
 
 class Rpc:
-    """One call, from its arrival. gRPC calls it as the method's behavior, at most once."""
+    """Track one call from its arrival; gRPC calls it as the method's behavior, at most once."""
 
-    # Whether gRPC calls the behavior before a unary call's message has come.
+    # Whether gRPC calls the behavior before a unary call's message has arrived.
     awaits_message = False
 
     def __init__(self, kind: Kind, request_id: str) -> None:
@@ -362,39 +416,44 @@ class Rpc:
         self._endings: list[Callable[[], None]] = []
         self.principal = LOCAL
         self.read = kind.read
-        self.at_once = kind.at_once
+        self.answer_immediately = kind.answer_immediately
         self.lane = kind.lane
         self.reads_stream = kind.reads_stream
-        # Whose share of a lane it takes; empty: its address says.
+        # The caller whose share of a lane it takes; empty means its address.
         self.caller = ""
-        # What the caller says of its session, if anything.
+        # The session that the caller names; None without one.
         self.session: str | None = None
-        # Why it is not let in.
+        # Why it is refused; None if it is not.
         self.refusal: Exception | None = None
-        # What is noted of it, where traces are asked for.
+        # Its trace; None without tracing.
         self.trace: CallTrace | None = None
-        # Why it was ended before its message came.
+        # The status with which it was ended before its message arrived.
         self.code: grpc.StatusCode | None = None
-        # Raises once its caller may not go on.
-        self._confirm: Callable[[], None] = _nothing
+        # Raises once its caller may not continue.
+        self._confirm: Callable[[], None] = _accept
         self._open: OpenStream | None = None
 
     def seconds(self) -> float:
-        """That its answer may take."""
+        """Return the longest time for its answer in seconds."""
         return self.kind.max_call_seconds
 
-    def let_in(self, principal: Principal, confirm: Callable[[], None] | None) -> None:
-        """`confirm` raises once the principal's token is no longer good; None: without one."""
+    def accept(self, principal: Principal, confirm: Callable[[], None] | None) -> None:
+        """Accept the caller.
+
+        Args:
+            principal: the caller.
+            confirm: raises once its token is no longer valid; None means that it has no token.
+        """
         self.principal = principal
         if confirm is not None:
             self.caller, self._confirm = principal.name, confirm
 
     def on_end(self, ending: Callable[[], None]) -> None:
-        """Do this when the call has ended, whatever becomes of it."""
+        """Register a function to call once the call has ended."""
         self._endings.append(ending)
 
     def end(self, code: grpc.StatusCode) -> None:
-        """Count the call, and give back what it held."""
+        """Count the call, and release what it held."""
         for ending in self._endings:
             ending()
         self.kind.metrics.calls.count(self.kind.method, code, time.monotonic() - self._arrived)
@@ -402,7 +461,7 @@ class Rpc:
             self.trace.end(code, self.request_id)
 
     def is_heavy(self, request: Any) -> bool:
-        """Whether a small request asks for much: a model has to look at an image."""
+        """Tell whether a small request needs much work: a model must embed an image."""
         if isinstance(request, search_pb2.SearchRequest):
             return request.query.HasField("image")
         if isinstance(request, search_pb2.SearchBatchRequest):
@@ -410,31 +469,31 @@ class Rpc:
         return False
 
     def is_slow(self, request: Any) -> bool:
-        """Whether it asks for a search that takes long, or of a gallery in which they do now."""
+        """Tell whether a request is a slow search, or a search of a slow gallery."""
         searches = hasattr(request, "query") or hasattr(request, "queries")
-        return searches and (request.HasField("accuracy") or self.kind.slow(request.gallery))
+        return searches and (request.HasField("accuracy") or self.kind.is_slow(request.gallery))
 
     def __call__(self, argument: Any, context: grpc.ServicerContext) -> Any:
         if self.kind.sends_stream:
-            return self._stream(argument, context)
-        return self._unary(argument, context)
+            return self._answer_stream(argument, context)
+        return self._answer_unary(argument, context)
 
-    def _unary(self, argument: Any, context: grpc.ServicerContext) -> Any:
+    def _answer_unary(self, argument: Any, context: grpc.ServicerContext) -> Any:
         code = grpc.StatusCode.OK
         try:
             return self.kind.behavior(self._enter(argument, context), context)
-        except Exception as error:  # noqa: BLE001 - with `_stream`, the one place that may
+        except Exception as error:  # noqa: BLE001 - only here and in `_answer_stream`
             code = self._code(error, context)
             self._refuse(context, error, code)
         finally:
             self.end(code)
 
-    def _stream(self, argument: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+    def _answer_stream(self, argument: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         code = grpc.StatusCode.OK
         try:
             request = self._enter(argument, context)
             stream = self._open
-            assert stream is not None, "it was entered"
+            assert stream is not None, "_enter opened it"
             yield from self.kind.stalls.responses(self.kind.behavior(request, context), stream)
             if stream.reason is not None:
                 raise stream.reason
@@ -450,60 +509,66 @@ class Rpc:
             self.end(code)
 
     def _enter(self, argument: Any, context: grpc.ServicerContext) -> Any:
-        """What the behavior is given: the message, or an iterator over those to come."""
+        """Prepare the call; returns the message, or an iterator over the messages."""
         if self.trace is not None:
             self.trace.queued()
         if self.refusal is not None:
             raise self.refusal
-        argument = self._admitted(argument, context)
-        most = _LONGEST_STREAM_S if self.kind.streams else self.kind.max_call_seconds
-        left = min(context.time_remaining(), self._arrived + most - time.monotonic())
-        if not context.is_active() or left <= 0:
+        argument = self._take_place(argument, context)
+        limit = _MAX_STREAM_SECONDS if self.kind.streams else self.kind.max_call_seconds
+        remaining = min(context.time_remaining(), self._arrived + limit - time.monotonic())
+        if not context.is_active() or remaining <= 0:
             raise DeadlineError("the call ended before its turn came; allow more time")
         active = self.open_stream(context).active if self.kind.streams else context.is_active
-        key = (self.session or self.caller or self.request_id)[:_LONGEST_KEY]
+        key = (self.session or self.caller or self.request_id)[:_MAX_KEY]
         call = calls.Call(
-            self.principal, time.monotonic() + left, active, key, self.request_id, self.trace
+            self.principal, time.monotonic() + remaining, active, key, self.request_id, self.trace
         )
         calls.begin(call)
         if self._open is not None and self.kind.reads_stream:
             return map(self.message, self.kind.stalls.requests(argument, self._open))
         return self.message(argument)
 
-    def _admitted(self, argument: Any, context: grpc.ServicerContext) -> Any:
-        """Give the call its place; what `_enter` is to work on. Done where it arrived."""
+    def _take_place(self, argument: Any, context: grpc.ServicerContext) -> Any:
+        """Give the call its place, unless it got one when it arrived; returns its argument."""
         return argument
 
     def open_stream(self, context: StreamContext) -> OpenStream:
-        """Have the stream ended when it stands still, is too old, or its token is good no more."""
+        """Start to watch a stream, which must end if it stalls, gets too old or its token is no
+        longer valid.
+        """
         size = self.lane.size
-        # gRPC's own services do not look whether they are to end.
-        hears = self.kind.is_watch or self.kind.method.startswith("/nobackfill.")
+        # gRPC's own services do not check whether they must end.
+        checks_stop = self.kind.is_watch or self.kind.method.startswith("/nobackfill.")
         stream = self._open = OpenStream(
-            context, self._confirm, size.longest_s, hears=hears, drained=size.drained
+            context, self._confirm, size.longest_s, checks_stop=checks_stop, drained=size.drained
         )
         self.on_end(self.kind.stalls.watch(stream))
         return stream
 
     def message(self, argument: Any) -> Any:
-        """A request that the caller may make. Small ones were read where they came."""
+        """Return a decoded request, once the caller may make it.
+
+        Raises:
+            NotPermittedError: the caller's role is not for the gallery.
+        """
         request = self.read(argument) if isinstance(argument, bytes) else argument
         check_gallery(self.kind.method, self.principal, request)
         return request
 
     def _code(self, error: Exception, context: grpc.ServicerContext) -> grpc.StatusCode:
-        return code_of(self._why(error)) if context.is_active() else grpc.StatusCode.CANCELLED
+        return code_of(self._reason(error)) if context.is_active() else grpc.StatusCode.CANCELLED
 
-    def _why(self, error: Exception) -> Exception:
-        """Why the stream was ended, if it was: then its work has raised that it is not wanted."""
+    def _reason(self, error: Exception) -> Exception:
+        """Return why the stream was ended, if it was: its work then raised only that."""
         return self._open.reason or error if self._open is not None else error
 
     def _refuse(
         self, context: grpc.ServicerContext, error: Exception, code: grpc.StatusCode
     ) -> NoReturn:
-        error = self._why(error)
-        unforeseen = code is grpc.StatusCode.INTERNAL
-        level = log.exception if unforeseen else log.warning
+        error = self._reason(error)
+        is_unexpected = code is grpc.StatusCode.INTERNAL
+        level = log.exception if is_unexpected else log.warning
         if self.refusal is None or _unworked.allows():
             level("refused", method=self.kind.method, code=code.name, error=type(error).__name__)
         status = rpc_status.to_status(status_of(error, self.request_id))
@@ -512,15 +577,15 @@ class Rpc:
 
 
 class PlainRpc(Rpc):
-    """A call of a plain `grpc.server`: it has a thread before its message has come.
+    """Track a call of a plain `grpc.server`, which has a thread before its message has arrived.
 
-    It waits on this thread for its message, then for its turn in a lane. gRPC is told that the call
+    It waits on that thread for its message, then for its turn in a lane. gRPC is told that the call
     sends a stream, so that the wait can be watched and ended.
     """
 
     awaits_message = True
 
-    def _admitted(self, argument: Any, context: grpc.ServicerContext) -> Any:
+    def _take_place(self, argument: Any, context: grpc.ServicerContext) -> Any:
         admission, lane, request = self.kind.admission, self.lane, argument
         admission.working.add(self)
         if not context.add_callback(lambda: admission.working.discard(self)):
@@ -529,17 +594,17 @@ class PlainRpc(Rpc):
             lane, request = admission.weigh(self, self._receive(argument, context))
         admission.enter(self, lane, context.peer())
         if not self.kind.streams:
-            # A stream has its thread for as long as it lasts.
+            # A stream has its thread until it ends.
             lane.take_turn(min(context.time_remaining(), self.kind.max_call_seconds))
             self.on_end(lane.end_turn)
         return request
 
     def _receive(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        """Wait for the one message. The call is ended if it does not come in time."""
+        """Wait for the one message; the call is ended if it does not arrive in time."""
         kind, awaited = self.kind, self.kind.admission.awaited
-        # At the gateway's end a message that is under way may still come.
-        waiting = OpenStream(context, _nothing, kind.patience_s, hears=True, drained=False)
-        ended = kind.stalls.watch(waiting)
+        # A message that is under way when the gateway stops may still arrive.
+        waiting = OpenStream(context, _accept, kind.patience_s, checks_stop=True, drained=False)
+        stop_watching = kind.stalls.watch(waiting)
         awaited.add(self)
         try:
             return next(messages)
@@ -547,26 +612,25 @@ class PlainRpc(Rpc):
             raise InvalidInputError("expected one message, got none") from None
         finally:
             awaited.discard(self)
-            ended()
+            stop_watching()
 
 
-# The one interceptor that every call passes, as soon as its headers come.
-#
-# It names the request and checks the token and the role, before a thread is taken or a message
-# read. Services behind it only raise.
-
-# Ids of this process's requests: random, then counted.
+# Request ids of this process: a random prefix and a counter.
 _prefix = os.urandom(6).hex() + "-"
 _numbers = itertools.count(1)
 
-# Generic in its stubs only.
+# These types are generic only in grpcio's stubs.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
 MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 class Interceptor(grpc.ServerInterceptor):
-    """Wraps each call, for gRPC's own server or the one of loop.py."""
+    """Wrap every call, as soon as its headers arrive, for gRPC's own server or that of loop.py.
+
+    It names the request, and checks the token and the role, before a thread is taken or a message
+    read. Services only raise errors.
+    """
 
     def __init__(
         self,
@@ -575,21 +639,30 @@ class Interceptor(grpc.ServerInterceptor):
         max_calls: int,
         max_call_seconds: float,
         patience_s: float = PATIENCE_S,
-        slow: Callable[[str], bool] = lambda _gallery: False,
-        at_once: Mapping[str, AtOnce] = MappingProxyType({}),
+        is_slow: Callable[[str], bool] = lambda _gallery: False,
+        immediate_answers: Mapping[str, ImmediateAnswer] = MappingProxyType({}),
         tracing: Tracing | None = None,
         *,
         plain: bool = False,
     ) -> None:
-        """`patience_s`: how long a unary call may take to send its message. `slow`: whether
-        searches of a gallery take long, which then take no threads of the others. `at_once`: what
-        answers calls of a method where they arrive, if it can. `plain`: a plain `grpc.server` gets
-        the calls, not the one of loop.py."""
+        """Make the lanes.
+
+        Args:
+            metrics: the gateway's metrics.
+            tokens: the tokens; None accepts everybody.
+            max_calls: most unary calls of each kind at once.
+            max_call_seconds: longest time for a unary call.
+            patience_s: longest time for a unary call to send its message.
+            is_slow: tells whether searches of a gallery are slow; these have a lane of their own.
+            immediate_answers: by method, what answers calls on the thread that receives them.
+            tracing: takes the spans of calls; None means no traces.
+            plain: a plain `grpc.server` serves, not that of loop.py.
+        """
         self.plain = plain
         self.max_calls = max_calls
         self.patience_s = patience_s
-        self._slow = slow
-        self._at_once = at_once
+        self._is_slow = is_slow
+        self._immediate_answers = immediate_answers
         self._tracing = tracing
         self.metrics = metrics
         self._tokens = tokens
@@ -602,10 +675,14 @@ class Interceptor(grpc.ServerInterceptor):
         self.count_awaited(lambda: len(self.admission.awaited))
 
     def count_awaited(self, awaited: Callable[[], int]) -> None:
-        """Show calls whose message has not come, as `awaited` counts them, beside the lanes'."""
+        """Export the number of calls whose message has not arrived, with the lanes' numbers.
+
+        Args:
+            awaited: returns that number.
+        """
         self.metrics.calls.lanes = {
             "message": (awaited, awaited),
-            **{name: (lane.held, lane.waiting) for name, lane in self.lanes.all.items()},
+            **{name: (lane.occupied, lane.waiting) for name, lane in self.lanes.all.items()},
         }
 
     def intercept_service(
@@ -613,55 +690,62 @@ class Interceptor(grpc.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], MaybeHandler],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MaybeHandler:
+        """Wrap a call; None, and it is counted, if the method is unknown."""
         method = str(handler_call_details.method)
-        known = self._kinds.get(method)
-        if known is None:
+        entry = self._kinds.get(method)
+        if entry is None:
             handler = continuation(handler_call_details)
             if handler is None:
                 self.metrics.calls.count_unknown()
                 return None
-            known = self._kinds[method] = (self._kind(method, handler), handler)
-        handling = self._handling(known, handler_call_details.invocation_metadata)
+            entry = self._kinds[method] = (self._kind(method, handler), handler)
+        handling = self._handling(entry, handler_call_details.invocation_metadata)
         request_id.set(handling.rpc.request_id)
         return handling
 
     def arrive(self, method: str, metadata: Metadata) -> "Handling | None":
-        """How a call is handled that may be answered where it arrives; None: as any other, or it is
-        not let in."""
-        known = self._kinds.get(method)
-        if known is None or known[0].at_once is None or self._tracing is not None:
+        """Return how a call is handled that may be answered where it arrives.
+
+        Returns None if it is handled as any other call, or refused.
+        """
+        entry = self._kinds.get(method)
+        if entry is None or entry[0].answer_immediately is None or self._tracing is not None:
             return None
-        handling = self._handling(known, metadata)
+        handling = self._handling(entry, metadata)
         return handling if handling.rpc.refusal is None else None
 
-    def _handling(self, known: "tuple[Kind, Handler]", metadata: Metadata) -> "Handling":
-        kind, handler = known
-        told = dict(metadata)
-        made = PlainRpc if self.plain else Rpc
-        rpc = made(kind, _request_name(_text(told.get("x-request-id"))))
-        rpc.session = _text(told.get("x-session"))
+    def _handling(self, entry: "tuple[Kind, Handler]", metadata: Metadata) -> "Handling":
+        kind, handler = entry
+        headers = dict(metadata)
+        rpc_class = PlainRpc if self.plain else Rpc
+        rpc = rpc_class(kind, _request_name(_text(headers.get("x-request-id"))))
+        rpc.session = _text(headers.get("x-session"))
         if self._tracing is not None:
-            rpc.trace = CallTrace(self._tracing, kind.method, told)
+            rpc.trace = CallTrace(self._tracing, kind.method, headers)
         try:
             if self._draining:
-                raise UnavailableError("the gateway is stopping; try again elsewhere")
-            tokens, shown = self._tokens, _text(told.get("authorization"))
-            principal = authorize(kind.method, tokens, shown)
+                raise UnavailableError(
+                    "the gateway is stopping; call another gateway, or try again later"
+                )
+            tokens, authorization = self._tokens, _text(headers.get("authorization"))
+            principal = authorize(kind.method, tokens, authorization)
             confirm = None
             if tokens is not None and RULES[kind.method] is not None:
-                confirm = Confirmation(tokens, shown, principal)
-            rpc.let_in(principal, confirm)
+                confirm = Confirmation(tokens, authorization, principal)
+            rpc.accept(principal, confirm)
         except NobackfillError as error:
             rpc.refusal = error
         return Handling(handler, rpc, kind.write)
 
     def drain(self) -> None:
-        """The gateway ends: calls that come now are refused, and those that nobody works on end."""
+        """Refuse new calls, and end streams that the gateway does not wait for, because it
+        stops.
+        """
         self._draining = True
         self.stalls.end_all()
 
     def close(self) -> None:
-        """End the threads once their calls have ended."""
+        """Stop the threads once their calls have ended."""
         self.stalls.close()
         self.lanes.close()
 
@@ -673,8 +757,8 @@ class Interceptor(grpc.ServerInterceptor):
             or handler.stream_unary
             or handler.stream_stream
         )
-        assert behavior is not None, "there are four kinds of calls"
-        assert handler.request_deserializer is not None, "generated code brings one"
+        assert behavior is not None, "gRPC has four kinds of calls"
+        assert handler.request_deserializer is not None, "generated code has one"
         return Kind(
             method=method,
             behavior=behavior,
@@ -688,13 +772,15 @@ class Interceptor(grpc.ServerInterceptor):
             metrics=self.metrics,
             max_call_seconds=self._max_call_seconds,
             patience_s=self.patience_s,
-            slow=self._slow,
-            at_once=self._at_once.get(method),
+            is_slow=self._is_slow,
+            answer_immediately=self._immediate_answers.get(method),
         )
 
 
 class Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in its stubs only
-    """A call, as gRPC wants to have it handled: messages come as bytes, the rpc reads them."""
+    """Describe to gRPC how a call is handled: messages arrive as bytes, and the rpc decodes
+    them.
+    """
 
     request_deserializer = None
 
@@ -703,20 +789,25 @@ class Handling(grpc.RpcMethodHandler):  # type: ignore[type-arg] # generic in it
         self.request_streaming = handler.request_streaming or rpc.awaits_message
         self.response_streaming = handler.response_streaming
         self.response_serializer = self.write = write
-        # gRPC looks at the one that the two flags name.
+        # gRPC uses the one that the two flags select.
         self.unary_unary = self.unary_stream = self.stream_unary = self.stream_stream = rpc
 
 
-def _serializer(of_message: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-    """Some behaviors answer with bytes already."""
-    assert of_message is not None, "generated code brings one"
-    return lambda answer: answer if isinstance(answer, bytes) else of_message(answer)
+def _serializer(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
+    """Encode answers that are not bytes already."""
+    assert serialize is not None, "generated code has one"
+    return lambda answer: answer if isinstance(answer, bytes) else serialize(answer)
 
 
-def _request_name(given: str | None) -> str:
-    """The caller's x-request-id if plain, else a new one."""
-    plain = given is not None and 0 < len(given) <= 64 and given.isascii() and given.isprintable()
-    return given if plain and given is not None else f"{_prefix}{next(_numbers):x}"
+def _request_name(requested: str | None) -> str:
+    """Return the caller's x-request-id if it is short plain ASCII, else a new id."""
+    is_plain = (
+        requested is not None
+        and 0 < len(requested) <= 64
+        and requested.isascii()
+        and requested.isprintable()
+    )
+    return requested if is_plain and requested is not None else f"{_prefix}{next(_numbers):x}"
 
 
 def _text(value: str | bytes | None) -> str | None:
@@ -724,6 +815,6 @@ def _text(value: str | bytes | None) -> str | None:
 
 
 def _address(peer: bytes | str) -> str:
-    """A peer without its port: connections of one machine are one caller."""
+    """Return a peer's address without its port: all connections of one machine are one caller."""
     text = peer.decode(errors="replace") if isinstance(peer, bytes) else peer
     return text.rpartition(":")[0]

@@ -1,7 +1,7 @@
-"""Traces of calls, where the OTEL_* variables ask for them.
+"""Trace calls, if the OTEL_* variables ask for it.
 
-A call notes when its parts began and ended, and is handed on once it has ended: nothing of
-OpenTelemetry is on its way. Without the variables nothing is imported, and nothing is noted.
+A call records when its parts began and ended, and is exported once it has ended: OpenTelemetry runs
+outside the request path. Without the variables nothing is imported, and nothing recorded.
 """
 
 import time
@@ -13,51 +13,62 @@ import grpc
 
 from nobackfill.extras import load_plugin
 
-# What asks for traces.
-_ASKED = (
+# Variables that ask for traces.
+_VARIABLES = (
     "OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 )  # fmt: skip
-# What callers say of their own span: W3C Trace Context.
+# Headers with the caller's span: W3C Trace Context.
 _CONTEXT = ("traceparent", "tracestate")
 
 
 class Tracing(Protocol):
-    """What takes the spans of calls: the plug-in of `nobackfill.telemetry` makes one."""
+    """Export the spans of calls; the plug-in of `nobackfill.telemetry` implements it."""
 
     def export(
         self, method: str, parent: Mapping[str, str], whole: tuple[int, int],
         parts: list[tuple[str, int, int]], code: grpc.StatusCode, request_id: str,
     ) -> None:  # fmt: skip
-        """Take a call of `method` (/package.Service/Method) and its parts by name.
+        """Export one call, without waiting.
 
-        `whole`, `parts`: begin and end, nanoseconds since 1970. `parent`: what the caller says of
-        its own span. It waits for nothing.
+        Args:
+            method: /package.Service/Method.
+            parent: headers of the caller's span.
+            whole: begin and end of the call, nanoseconds since 1970.
+            parts: name, begin and end of each part.
+            code: the status of the call.
+            request_id: id of the request.
         """
         ...
 
     def close(self) -> None:
-        """Send what is left, where the collector takes it in time."""
+        """Export what is left, if the collector takes it in time."""
         ...
 
 
 class CallTrace:
-    """What is noted of one call; one thread at a time works for it."""
+    """Record one call; one thread at a time works for it."""
 
     def __init__(self, tracing: Tracing, method: str, metadata: Mapping[str, Any]) -> None:
-        """A call of `method` (/package.Service/Method) has arrived."""
+        """Begin when the call has arrived.
+
+        Args:
+            tracing: exports the call.
+            method: /package.Service/Method.
+            metadata: headers of the call.
+        """
         self._tracing, self._method = tracing, method
         self._parent = {name: metadata[name] for name in _CONTEXT if name in metadata}
-        # Wall clock once, the steps of the other from there.
+        # The wall clock is read once; steps are measured on the monotonic clock.
         self._began, self._offset = time.monotonic_ns(), time.time_ns() - time.monotonic_ns()
         self._parts: list[tuple[str, int, int]] = []
 
     def queued(self) -> None:
-        """A thread has taken it."""
+        """Record that a thread has taken the call."""
         self._parts.append(("queue", self._began, time.monotonic_ns()))
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The block is a part of it."""
+        """Record the block as a part of the call."""
         began = time.monotonic_ns()
         try:
             yield
@@ -65,20 +76,33 @@ class CallTrace:
             self._parts.append((name, began, time.monotonic_ns()))
 
     def end(self, code: grpc.StatusCode, request_id: str) -> None:
-        """Hand its spans to the exporter, which waits for nothing here."""
+        """Export the call, without waiting.
+
+        Args:
+            code: the status of the call.
+            request_id: id of the request.
+        """
         shifted = [(n, began + self._offset, end + self._offset) for n, began, end in self._parts]
         whole = self._began + self._offset, time.monotonic_ns() + self._offset
         self._tracing.export(self._method, self._parent, whole, shifted, code, request_id)
 
 
 def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
-    """By OTEL_TRACES_EXPORTER, OTEL_EXPORTER_OTLP_*, OTEL_SDK_DISABLED; None: no traces.
+    """Make what exports traces, as OTEL_TRACES_EXPORTER, OTEL_EXPORTER_OTLP_* and OTEL_SDK_DISABLED
+    say.
 
-    Raises ConfigurationError for an exporter that is not installed.
+    Args:
+        environment: the environment variables.
+
+    Returns:
+        None if no traces are asked for.
+
+    Raises:
+        ConfigurationError: the exporter is not installed.
     """
-    disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    none = environment.get("OTEL_TRACES_EXPORTER") == "none"
-    if disabled or none or not any(map(environment.get, _ASKED)):
+    is_disabled = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    is_none = environment.get("OTEL_TRACES_EXPORTER") == "none"
+    if is_disabled or is_none or not any(map(environment.get, _VARIABLES)):
         return None
     tracing: Tracing = load_plugin("telemetry", "otel")(environment)
     return tracing
