@@ -294,7 +294,7 @@ def test_a_gallery_larger_than_memory_is_not_searched_twice(
         expected = client.raw.searches.Search(request, timeout=TIMEOUT_S)
         tried.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(hosted_file, "MOST_BYTES", 0)
+            patch.setattr(hosted_file, "MAX_CACHE_BYTES", 0)
             in_file(served).items_of(one.space).forget(range(10 * COUNT))
             for _ in range(96):
                 assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected

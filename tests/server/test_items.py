@@ -101,7 +101,7 @@ def test_items_in_memory_are_bounded_by_their_bytes(
 ) -> None:
     new = NewVectors(making.spec().space, making.vectors(50, 1))
     texts = [{"text": "x" * (1000 * (n % 7)), "tags": ["y" * n] * 3} for n in range(50)]
-    monkeypatch.setattr(cached, "MOST_BYTES", 40_000)
+    monkeypatch.setattr(cached, "MAX_CACHE_BYTES", 40_000)
     with SqliteGallery.create(tmp_path / "g.sqlite", making.spec()) as store:
         store.put(making.ids(50), [new], metadata=texts)
         cache = ItemCache(store, making.spec().space)

@@ -356,9 +356,7 @@ def test_the_quota_of_a_token(parts: Parts, there: int, ids: list[str], taken: b
     if taken:
         in_a_call("", take)
     else:
-        with pytest.raises(
-            ItemQuotaError, match=f"{there} are there and 1|{there} are there and 3"
-        ):
+        with pytest.raises(ItemQuotaError, match=f"{therefound} and 1|{therefound} and 3"):
             in_a_call("", take)
     for free in (LOCAL, Principal("free", Role.WRITER, frozenset({"mine"}))):
         with quotas.reserve(free, "mine", ["a", "b", "c"]) as allowance:

@@ -50,7 +50,7 @@ def fill_up(addresses: list[str]) -> None:
     other.put_images(PICTURES[:4], "more")
     with refused(ItemQuotaError, "at most 10 items in mine, more for this token") as caught:
         app.put_images(PICTURES[4:7], "mine", 4)
-    assert isinstance(caught.value, QuotaExceededError) and "8 are there and 3" in str(caught.value)
+    assert isinstance(caught.value, QuotaExceededError) and "found 8 and 3" in str(caught.value)
     app.put_images(PICTURES[4:6], "mine", 4)
     # What is there may be put anew, and other content under the same ids; nothing else.
     other.put_images(PICTURES[10:14], "more")
