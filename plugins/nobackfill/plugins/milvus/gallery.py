@@ -19,7 +19,7 @@ from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import database_id
 from nobackfill.plugins.milvus.feeder import Feeder
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.hosted_database import HostedInDatabase, DatabaseHome
+from nobackfill.server.galleries.hosted_database import DatabaseHome, HostedInDatabase
 from nobackfill.server.stores.postgresql import rows, writing
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import Connection, Database, run

@@ -210,7 +210,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Whether a caller may still go on: calls of one token compare equal. See `Tokens.confirm`."""
+    """Check that a caller may continue; see Tokens.confirm. Those of one token compare equal."""
 
     tokens: Tokens
     authorization: str | None
