@@ -206,7 +206,7 @@ def test_objects_that_vanish_and_a_store_that_ends_in_mid_run(
 
     done = fill(client, gallery, place, vanish)
     assert done.stored == COUNT - 1
-    assert done.refused == {last: "it is no longer there"}
+    assert done.refused == {last: "it was deleted"}
     client.delete_gallery(gallery)
     client.create_gallery(gallery)
 

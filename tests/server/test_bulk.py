@@ -8,7 +8,7 @@ import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, UnavailableError, VerificationError
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.bulk import Filling, fill, models_of, open_place, put_batch
+from nobackfill.server.bulk import FillWork, fill, models_of, open_place, put_batch
 from nobackfill.server.cli.main import main
 from tests.server.conftest import Stages
 from tests.server.support import Client, images
@@ -72,7 +72,7 @@ def test_a_folder_by_command(shared: Client, gallery: str, folder: Path) -> None
 def test_a_batch_as_a_worker_puts_it(
     shared: Client, gallery: str, folder: Path, stages: Stages, one: Manifest
 ) -> None:
-    work = Filling(
+    work = FillWork(
         gallery, shared.address, gallery, folder.as_uri(), one, models_of(stages[1], one), {}
     )
     found = list(open_place(work.place).names())

@@ -15,7 +15,7 @@ from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted_file import HostedInFile
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.process_limits import most_arenas
+from nobackfill.server.process_limits import max_arenas
 from tests.gallery.making import SIDE_DIM, ids, spec, vectors
 from tests.server.conftest import Stages, publish_stage
 from tests.server.process import serving
@@ -53,8 +53,8 @@ def test_many_threads_share_few_arenas(repo: Path, tmp_path: Path) -> None:
         with ThreadPoolExecutor(CALLERS) as callers:
             list(callers.map(ask, range(CALLERS)))
         threads = len([*Path(f"/proc/{served.process.pid}/task").iterdir()])
-        assert threads > most_arenas()
-        assert 1 < arenas(served.process.pid) <= most_arenas()
+        assert threads > max_arenas()
+        assert 1 < arenas(served.process.pid) <= max_arenas()
 
 
 PIECES = """

@@ -229,7 +229,7 @@ def test_somebody_elses_triton_by_tls_and_token(
 
 @pytest.mark.parametrize("triton", ["127.0.0.1:8001", "in-process", None])
 def test_a_token_for_triton_never_travels_in_the_clear(triton: str | None) -> None:
-    with pytest.raises(ConfigurationError, match="never travels in the clear"):
+    with pytest.raises(ConfigurationError, match="never travels unencrypted"):
         load_settings({"triton": triton, "triton_token_file": "token"}, None)
     load_settings({"triton": "grpcs://127.0.0.1:8001", "triton_token_file": "token"}, None)
 

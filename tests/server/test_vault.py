@@ -19,7 +19,7 @@ from nobackfill.errors import (
     QuotaExceededError,
     TooLargeError,
 )
-from nobackfill.server.vault import KEPT_S, Blob, VaultBlobs
+from nobackfill.server.vault import UNFINISHED_SECONDS, Blob, VaultBlobs
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.limits import LARGEST_BLOB
 from tests.server.support import Client, random_id, refused
@@ -251,11 +251,11 @@ def test_uploads_that_nobody_ends_make_room(vault: VaultBlobs) -> None:
     for blob in (left, going):
         vault.put("a", blob, 0, [data[: 2**20]])
     (part,) = vault._owner("a").glob(f"*/{left.id}.*.part")
-    os.utime(part, (0, time.time() - KEPT_S + 60))
-    with pytest.raises(QuotaExceededError, match="of 2 uploads that have not ended") as refusal:
+    os.utime(part, (0, time.time() - UNFINISHED_SECONDS + 60))
+    with pytest.raises(QuotaExceededError, match="belong to 2 unfinished uploads") as refusal:
         vault.put("a", new, 0, [more])
     assert left.id in str(refusal.value) and going.id in str(refusal.value)
-    os.utime(part, (0, time.time() - KEPT_S - 60))
+    os.utime(part, (0, time.time() - UNFINISHED_SECONDS - 60))
     assert vault.put("a", new, 0, [more]) == len(more)
     assert not part.exists()
     # Younger uploads stay, and go on once there is room.

@@ -1,5 +1,6 @@
-"""A gallery filled from a place: pictures or texts sent to the gateway, or embedded on a Ray
-cluster."""
+"""Fill a gallery from a folder, an object store or a file of texts, through the gateway or
+on Ray.
+"""
 
 import os
 import re
@@ -40,56 +41,72 @@ if TYPE_CHECKING:
     # It needs the extra `postgres`.
     from nobackfill.server.upgrades.workers.workers import Cluster
 
-# Where pictures lie: a folder, or a place that pyarrow knows (s3://BUCKET/PREFIX, gs://…).
 
-# `scheme://KEY:SECRET@…`, also where nobody has escaped what SECRET is made of.
+# Matches `scheme://KEY:SECRET@…`, also if SECRET is not escaped.
 _SECRET = re.compile(r"://[^/@]*:.*@")
-# Of an address, as it stands; spaces, letters beyond ASCII and the like are escaped here.
-_SPELT = "%:/?@!$&'()*+,;=~"
+# Characters of an address that stay as they are; others, such as spaces, are escaped.
+_SAFE_CHARACTERS = "%:/?@!$&'()*+,;=~"
 
 
 class BulkPlace(Protocol):
-    """Files by name: the path below the place, with forward slashes."""
+    """List and read files by name: the path below the place, with forward slashes."""
 
     def names(self) -> Iterator[str]:
-        """Of every file that is not hidden or a system's own, also of those that are no pictures;
-        in the order of the names within a folder."""
+        """Yield every file that is neither hidden nor a system's own, pictures or not, sorted in
+        each folder.
+        """
         ...
 
     def read(self, name: str) -> bytes:
-        """Raises InvalidInputError for what cannot be read, or is too large for a picture."""
+        """Return the bytes of a file.
+
+        Raises:
+            InvalidInputError: it cannot be read, or is too large for a picture.
+        """
         ...
 
 
 def open_place(address: str) -> BulkPlace:
-    """Raises NotFoundError where nothing is there, InvalidInputError for an address that is none or
-    holds a secret, UnavailableError where a store does not answer or refuses, ConfigurationError
-    without the extra `export`, which brings pyarrow."""
+    """Open a folder or an object store.
+
+    Args:
+        address: a path, or an address that pyarrow knows, such as s3://BUCKET/PREFIX.
+
+    Raises:
+        NotFoundError: nothing is there.
+        InvalidInputError: the address is not valid, or has a secret.
+        UnavailableError: the store does not answer, or refuses.
+        ConfigurationError: pyarrow, of the extra `export`, is not installed.
+    """
     return ObjectStore(address) if "://" in address else Folder(Path(address))
 
 
 class Folder:
-    """With all below it; a link to a folder is not entered, but named."""
+    """Read a folder with all folders below it; a link to a folder is named, but not entered."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise NotFoundError(f"{root}: no such folder; give one with pictures, or s3://…")
+            raise NotFoundError(
+                f"{root}: no such folder; expected a folder with pictures, or s3://BUCKET/…"
+            )
         self._root = root
 
     def names(self) -> Iterator[str]:
-        for folder, below, files in os.walk(self._root, onerror=_unreadable):
-            links = [name for name in below if Path(folder, name).is_symlink()]
-            below[:] = sorted(name for name in below if not is_clutter(name))
-            inside = Path(folder).relative_to(self._root)
+        for folder, subfolders, files in os.walk(self._root, onerror=_unreadable):
+            links = [name for name in subfolders if Path(folder, name).is_symlink()]
+            subfolders[:] = sorted(name for name in subfolders if not is_clutter(name))
+            relative = Path(folder).relative_to(self._root)
             names = sorted(name for name in (*files, *links) if not is_clutter(name))
-            yield from ((inside / name).as_posix() for name in names)
+            yield from ((relative / name).as_posix() for name in names)
 
     def read(self, name: str) -> bytes:
         return read_file(self._root / name)
 
 
 class ObjectStore:
-    """By pyarrow's file systems; credentials are where their own tools look for them."""
+    """Read an object store by pyarrow's file systems, which find credentials where their
+    tools do.
+    """
 
     def __init__(self, uri: str) -> None:
         with extra("export"):
@@ -102,9 +119,11 @@ class ObjectStore:
                 "AWS_SECRET_ACCESS_KEY instead"
             )
         self._fs, self._failures = fs, (OSError, lib.ArrowException)
-        self._shown = uri
+        self._address = uri
         try:
-            self._files, self._root = fs.FileSystem.from_uri(quote(uri, _SPELT, errors="replace"))
+            self._files, self._root = fs.FileSystem.from_uri(
+                quote(uri, _SAFE_CHARACTERS, errors="replace")
+            )
         except lib.ArrowException as error:
             raise InvalidInputError(
                 f"{uri}: cannot be opened ({error}); write % and ? of a name as %25 and %3F"
@@ -118,29 +137,34 @@ class ObjectStore:
             raise InvalidInputError(f"{uri}: expected a bucket or a prefix, got one object")
         if kind != fs.FileType.Directory:
             raise NotFoundError(
-                f"{uri}: nothing is there; look at the names of bucket and prefix, and at endpoint "
-                "and region"
+                f"{uri}: nothing is there; check the names of bucket and prefix, the endpoint "
+                "and the region"
             )
-        self._below = self._root.rstrip("/") + "/"
+        self._prefix = self._root.rstrip("/") + "/"
 
     def names(self) -> Iterator[str]:
         try:
-            found = self._files.get_file_info(self._fs.FileSelector(self._below, recursive=True))
+            infos = self._files.get_file_info(self._fs.FileSelector(self._prefix, recursive=True))
         except self._failures as error:
             raise self._failed(error) from error
-        paths = sorted(one.path for one in found if one.type == self._fs.FileType.File)
-        names = (path.removeprefix(self._below) for path in paths)
+        paths = sorted(info.path for info in infos if info.type == self._fs.FileType.File)
+        names = (path.removeprefix(self._prefix) for path in paths)
         return (name for name in names if not any(map(is_clutter, name.split("/"))))
 
     def read(self, name: str) -> bytes:
-        """Raises UnavailableError, too, where nothing can be read there any more."""
+        """Return the bytes of an object.
+
+        Raises:
+            InvalidInputError: it cannot be read, or is too large for a picture.
+            UnavailableError: nothing can be read from the store any more.
+        """
         try:
-            with self._files.open_input_stream(self._below + name, compression=None) as stream:
+            with self._files.open_input_stream(self._prefix + name, compression=None) as stream:
                 data = bytes(stream.read(LARGEST_BYTES + 1))
         except FileNotFoundError as error:
-            raise InvalidInputError("it is no longer there") from error
+            raise InvalidInputError("it was deleted") from error
         except self._failures as error:
-            # Of one picture, or of all that are left?
+            # Raises if the store itself fails, not only this object.
             self._look()
             raise InvalidInputError(f"cannot be read ({error})") from error
         if len(data) > LARGEST_BYTES:
@@ -148,7 +172,11 @@ class ObjectStore:
         return data
 
     def _look(self) -> object:
-        """What kind of thing the place is. Raises UnavailableError."""
+        """Return the type of the place.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
         try:
             return self._files.get_file_info(self._root).type
         except self._failures as error:
@@ -156,9 +184,9 @@ class ObjectStore:
 
     def _failed(self, error: Exception) -> UnavailableError:
         return UnavailableError(
-            f"{self._shown}: cannot be read by {socket.gethostname()} ({error}); look at its "
-            "address, and at that machine's network and credentials (AWS_ACCESS_KEY_ID, "
-            "AWS_SECRET_ACCESS_KEY, ~/.aws), then put again"
+            f"{self._address}: cannot be read by {socket.gethostname()} ({error}); check its "
+            "address, and that machine's network and credentials (AWS_ACCESS_KEY_ID, "
+            "AWS_SECRET_ACCESS_KEY, ~/.aws), then run the command again"
         )
 
 
@@ -166,21 +194,28 @@ def _unreadable(error: OSError) -> None:
     raise InvalidInputError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
 
-# One batch of pictures or texts, embedded and put wherever it is called: what a worker is given.
-#
-# It may be repeated: an item that is there with the same content is left as it is.
+# A worker embeds and puts one batch of pictures or texts. A batch may be repeated: an item with the
+# same content stays as it is.
 
-# A worker that meets a gateway that is restarted asks again for so long.
-_SECONDS = 120.0
-# Files that say who calls: nobackfill.wire.connection.
+# A worker retries for so long (seconds) while the gateway restarts.
+_RETRY_SECONDS = 120.0
+# Variables that name files with the caller's credentials; see nobackfill.wire.connection.
 CREDENTIALS = tuple(f"NOBACKFILL_{what}_FILE" for what in ("CA", "CERT", "KEY", "TOKEN"))
 
 
 @dataclass(frozen=True)
-class Filling:
-    """Pictures of `place`, or texts, to put into a gallery. `models`: the release's, by their
-    published paths; each is checked against its digest where it is opened. `credentials`: contents
-    of files, by the variable that names them. Whoever sees this may write to the gallery."""
+class FillWork:
+    """Describe the work of filling a gallery; anybody who sees it may write to the gallery.
+
+    Attributes:
+        key: identifies the work, so that a worker opens models once.
+        server: address of the gateway.
+        gallery: name of the gallery.
+        place: address of the pictures.
+        manifest: the gallery's release.
+        models: content of its model files by published path; each is checked against its digest.
+        credentials: content of credential files by the variable that names them.
+    """
 
     key: str
     server: str
@@ -192,28 +227,41 @@ class Filling:
 
 
 @dataclass(frozen=True)
-class Done:
-    """`stored` items are durable; the others were refused, each with its reason."""
+class FillResult:
+    """Report a fill.
+
+    Attributes:
+        stored: number of items that are durable.
+        refused: reason by id of each other item.
+    """
 
     stored: int
     refused: Mapping[str, str]
 
 
 def models_of(folder: Path, manifest: Manifest) -> dict[str, bytes]:
-    """What `Filling.models` holds. Raises VerificationError for files other than published."""
+    """Read the model files of a release.
+
+    Raises:
+        VerificationError: a file does not match its signed digest.
+    """
     return {file.path: read_verified(folder, file) for file in manifest.embedding_files()}
 
 
 def credentials_of(environment: Mapping[str, str]) -> dict[str, bytes]:
-    """What `Filling.credentials` holds. Raises OSError."""
-    named = {name: environment[name] for name in CREDENTIALS if environment.get(name)}
-    return {name: Path(path).read_bytes() for name, path in named.items()}
+    """Read the credential files that the environment names.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    paths = {name: environment[name] for name in CREDENTIALS if environment.get(name)}
+    return {name: Path(path).read_bytes() for name, path in paths.items()}
 
 
 class _OpenBatch:
-    """Models, and a connection."""
+    """Hold a worker's models and connection."""
 
-    def __init__(self, work: Filling, closing: ExitStack) -> None:
+    def __init__(self, work: FillWork, closing: ExitStack) -> None:
         self._work = work
         folder = laid_out(work.models, closing)
         models = InProcessModels(folder)
@@ -222,57 +270,57 @@ class _OpenBatch:
         for name, content in work.credentials.items():
             (folder / name).write_bytes(content)
             os.environ[name] = str(folder / name)
-        self._gateway = closing.enter_context(Gateway(work.server, seconds=_SECONDS))
+        self._gateway = closing.enter_context(Gateway(work.server, seconds=_RETRY_SECONDS))
 
     @cached_property
     def _place(self) -> BulkPlace:
         return open_place(self._work.place)
 
-    def put(self, names: Sequence[str]) -> Done:
-        refused: dict[str, str] = {}
+    def put(self, names: Sequence[str]) -> FillResult:
+        refusals: dict[str, str] = {}
         decoded: list[tuple[str, Pixels]] = []
         size = size_of(self._work.manifest)
         for name in names:
             try:
-                (found,) = self._embedding.decoding.each([self._place.read(name)], [size])
+                (pixels,) = self._embedding.decoding.each([self._place.read(name)], [size])
             except InvalidInputError as error:
-                found = error
-            if isinstance(found, InvalidInputError):
-                refused[name] = str(found)
+                pixels = error
+            if isinstance(pixels, InvalidInputError):
+                refusals[name] = str(pixels)
             else:
-                decoded.append((name, found[size]))
-        items = self._embedded(decoded, refused)
-        refused |= self._gateway.put_items(self._work.gallery, items)
-        return Done(len(names) - len(refused), refused)
+                decoded.append((name, pixels[size]))
+        items = self._embed(decoded, refusals)
+        refusals |= self._gateway.put_items(self._work.gallery, items)
+        return FillResult(len(names) - len(refusals), refusals)
 
-    def read(self, texts: Sequence[pb.PutItem]) -> Done:
-        manifest, refused, items = self._work.manifest, dict[str, str](), []
-        rows = self._embedding.texts.rows(manifest, [one.text for one in texts], "document")
-        for one, row in zip(texts, rows, strict=True):
+    def read(self, texts: Sequence[pb.PutItem]) -> FillResult:
+        manifest, refusals, items = self._work.manifest, dict[str, str](), []
+        rows = self._embedding.texts.rows(manifest, [text.text for text in texts], "document")
+        for text, row in zip(texts, rows, strict=True):
             if isinstance(row, InvalidInputError):
-                refused[one.id] = str(row)
+                refusals[text.id] = str(row)
                 continue
             item = pb.PutItem()
-            item.CopyFrom(one)
-            # In place of the text.
+            item.CopyFrom(text)
+            # Vectors replace the text.
             item.vectors.CopyFrom(_vectors(manifest, row))
             items.append(item)
-        refused |= self._gateway.put_items(self._work.gallery, items)
-        return Done(len(texts) - len(refused), refused)
+        refusals |= self._gateway.put_items(self._work.gallery, items)
+        return FillResult(len(texts) - len(refusals), refusals)
 
-    def _embedded(
-        self, pictures: Sequence[tuple[str, Pixels]], refused: dict[str, str]
+    def _embed(
+        self, pictures: Sequence[tuple[str, Pixels]], refusals: dict[str, str]
     ) -> list[pb.PutItem]:
         manifest = self._work.manifest
         while pictures:
-            pixels = [one for _, one in pictures]
+            pixels = [picture for _, picture in pictures]
             try:
                 embeddings = self._embedding.many(manifest, pixels)
                 sides = self._embedding.sides(manifest, pixels)
                 break
             except UnusableOutputError as error:
-                refused |= {pictures[row][0]: str(no_vector(manifest)) for row in error.rows}
-                pictures = [one for n, one in enumerate(pictures) if n not in error.rows]
+                refusals |= {pictures[row][0]: str(no_vector(manifest)) for row in error.rows}
+                pictures = [picture for n, picture in enumerate(pictures) if n not in error.rows]
         items = []
         for row, (name, _) in enumerate(pictures):
             vectors = _vectors(manifest, embeddings[row])
@@ -288,60 +336,84 @@ def _vectors(manifest: Manifest, embedding: Vectors) -> pb.Vectors:
     return pb.Vectors(embedding=types.Embedding(space=manifest.space, values=values))
 
 
-_kept = OpenCache(_OpenBatch)
+_open_batches = OpenCache(_OpenBatch)
 
 
-def put_batch(work: Filling, names: Sequence[str]) -> Done:
-    """Embed and put the pictures of those names. Raises what open_place, ObjectStore.read and
-    Gateway.put_items raise."""
-    return _kept.of(work, work.key).put(names)
+def put_batch(work: FillWork, names: Sequence[str]) -> FillResult:
+    """Embed and put pictures of the work's place.
+
+    Args:
+        work: the work.
+        names: names of the pictures.
+
+    Raises:
+        NobackfillError: as open_place, BulkPlace.read and Gateway.put_items.
+    """
+    return _open_batches.of(work, work.key).put(names)
 
 
-def put_texts(work: Filling, texts: Sequence[pb.PutItem]) -> Done:
-    """The same of texts, which come with the call. Raises TooLargeError, too."""
-    return _kept.of(work, work.key).read(texts)
+def put_texts(work: FillWork, texts: Sequence[pb.PutItem]) -> FillResult:
+    """Embed and put texts.
+
+    Args:
+        work: the work.
+        texts: items with texts.
+
+    Raises:
+        NobackfillError: as Gateway.put_items.
+        TooLargeError: the texts are too large.
+    """
+    return _open_batches.of(work, work.key).read(texts)
 
 
-# Items of a task: a minute of a large network's work on one core.
+# Items of a task: a minute of work of a large network on one core.
 BATCH = 64
 One = TypeVar("One")
 
 
 def fill(
     gateway: Gateway, gallery: str, place: str, on_stored: Callable[[int], object] = lambda _: None
-) -> Done:
-    """Send every picture of `place`, as the item of its name, or every text of a JSONL file; the
-    gateway embeds it.
+) -> FillResult:
+    """Put all pictures of a place, or all texts of a JSONL file; the gateway embeds them.
 
-    `on_stored` is called with how many are durable. Raises as open_place, ObjectStore.read
-    and Gateway.put_items; what was stored until then stays, and filling again is right.
+    Items that were stored before an error stay; filling again is safe.
+
+    Args:
+        gateway: the gateway.
+        gallery: name of the gallery.
+        place: a folder, an object store, or FILE.jsonl. A picture's id is its path in the place.
+        on_stored: called with the number of durable items.
+
+    Raises:
+        InvalidInputError: the place has no pictures or texts.
+        NobackfillError: as open_place, BulkPlace.read and Gateway.put_items.
     """
     unsent: dict[str, str] = {}
     stored = 0
 
-    def count(many: int) -> None:
+    def report(count: int) -> None:
         nonlocal stored
-        stored = many
-        on_stored(many)
+        stored = count
+        on_stored(count)
 
     items = _texts_of(place, unsent) if is_texts(place) else _items(open_place(place), unsent)
-    refused = gateway.put_items(gallery, items, count)
-    return _some(Done(stored, {**refused, **unsent}), place)
+    refused = gateway.put_items(gallery, items, report)
+    return _check_result(FillResult(stored, {**refused, **unsent}), place)
 
 
 def is_texts(place: str) -> bool:
-    """Whether a place is a file of texts."""
+    """Tell whether a place is a file of texts."""
     return "://" not in place and place.endswith(".jsonl")
 
 
 def _texts_of(place: str, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
-    for one in read_texts(Path(place), unsent):
+    for text in read_texts(Path(place), unsent):
         try:
-            item = pb.PutItem(id=_text(one.id), text=check_text(one.text))
-            for key, value in one.metadata().items():
+            item = pb.PutItem(id=_check_name(text.id), text=check_text(text.text))
+            for key, value in text.metadata().items():
                 fill_value(value, item.metadata[key])
         except InvalidInputError as error:
-            unsent[_shown(one.id)] = str(error)
+            unsent[_printable(text.id)] = str(error)
         else:
             yield item
 
@@ -357,49 +429,68 @@ def _items(pictures: BulkPlace, unsent: dict[str, str]) -> Iterator[pb.PutItem]:
 def fill_by_ray(
     gateway: Gateway, gallery: str, place: str, models: Path, cluster: str,
     on_stored: Callable[[int], object] = lambda _: None, batch: int = BATCH,
-) -> Done:  # fmt: skip
-    """The same, embedded by the nodes of the Ray cluster at `cluster`, with the models of the
-    gallery's release from the publication folder `models`; each node reads pictures of `place`
-    (texts are read here) and reaches the gateway by the same address.
+) -> FillResult:  # fmt: skip
+    """Put all pictures of a place, or all texts of a JSONL file, embedded on a Ray cluster.
 
-    Items are vectors of that release alone. Raises VerificationError for other models,
-    ConfigurationError, UnavailableError, and what put_batch raises.
+    Each node reads pictures of `place` itself, and must reach the gateway by the same address;
+    texts are read here. Items get vectors of the gallery's release only.
+
+    Args:
+        gateway: the gateway.
+        gallery: name of the gallery.
+        place: as in `fill`.
+        models: publication folder with the gallery's release.
+        cluster: address of the Ray cluster, or auto.
+        on_stored: called with the number of durable items.
+        batch: items of a task.
+
+    Raises:
+        VerificationError: a model's file does not match its signed digest.
+        ConfigurationError: Ray is not installed, or a credential file cannot be read.
+        UnavailableError: the cluster does not answer.
+        NobackfillError: as `fill`.
     """
     join: Callable[[str], Cluster] = load_plugin("workers", "ray")
     release = gateway.get_gallery(gallery).release
-    published = next(one for one in gateway.list_releases() if one.number == release)
+    published = next(
+        release_info for release_info in gateway.list_releases() if release_info.number == release
+    )
     manifest = parse_manifest(published.manifest, release)
     try:
         credentials = credentials_of(os.environ)
     except OSError as error:
         raise ConfigurationError(f"{error.filename}: cannot be read ({error.strerror})") from error
-    work = Filling(
+    work = FillWork(
         uuid.uuid4().hex, gateway.address, gallery, _absolute(place), manifest,
         models_of(models, manifest), credentials,
     )  # fmt: skip
-    stored, refused = 0, dict[str, str]()
+    stored, refusals = 0, dict[str, str]()
     with closing(join(cluster)) as nodes:
         if is_texts(place):
-            texts = _texts_of(place, refused)
+            texts = _texts_of(place, refusals)
             parts = nodes.run(put_texts, work, _batches(texts, batch))
         else:
-            names = _pictures(open_place(place).names(), refused)
+            names = _pictures(open_place(place).names(), refusals)
             parts = nodes.run(put_batch, work, _batches(names, batch))
-        for done in parts:
-            stored += done.stored
-            refused |= done.refused
+        for result in parts:
+            stored += result.stored
+            refusals |= result.refused
             on_stored(stored)
-    return _some(Done(stored, refused), place)
+    return _check_result(FillResult(stored, refusals), place)
 
 
-def _some(done: Done, place: str) -> Done:
-    """Raises InvalidInputError for a place without pictures."""
-    if not done.stored and not done.refused:
+def _check_result(result: FillResult, place: str) -> FillResult:
+    """Return the result of a fill.
+
+    Raises:
+        InvalidInputError: the place has no pictures or texts.
+    """
+    if not result.stored and not result.refused:
         raise InvalidInputError(
             f"{place}: expected pictures ({', '.join(SUFFIXES + HEIF_SUFFIXES)}) or texts, found "
             "none"
         )
-    return done
+    return result
 
 
 def _absolute(place: str) -> str:
@@ -407,24 +498,28 @@ def _absolute(place: str) -> str:
 
 
 def _batches(names: Iterable[One], size: int) -> Iterator[Sequence[One]]:
-    left = iter(names)
-    while some := list(islice(left, size)):
-        yield some
+    iterator = iter(names)
+    while batch := list(islice(iterator, size)):
+        yield batch
 
 
-def _pictures(names: Iterable[str], refused: dict[str, str]) -> Iterator[str]:
+def _pictures(names: Iterable[str], refusals: dict[str, str]) -> Iterator[str]:
     for name in names:
         try:
-            picture = _text(name)
+            picture = _check_name(name)
             if not is_picture(picture):
                 raise InvalidInputError(suffix_refusal(picture))
             yield picture
         except InvalidInputError as error:
-            refused[_shown(name)] = str(error)
+            refusals[_printable(name)] = str(error)
 
 
-def _text(name: str) -> str:
-    """Raises InvalidInputError for a name that no message can carry."""
+def _check_name(name: str) -> str:
+    """Return a name that can be sent.
+
+    Raises:
+        InvalidInputError: the name is not valid UTF-8.
+    """
     try:
         name.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -432,5 +527,5 @@ def _text(name: str) -> str:
     return name
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     return name.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""The published releases as the gateway sees them: verified, and watched for news."""
+"""Know the published releases: verify them, and watch the publication folder for changes."""
 
 import re
 import stat
@@ -27,31 +27,38 @@ from nobackfill.release.trust.trust import TrustedFolder
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 
-# Files of the publication folder as devices may fetch them: signed ones, and nothing else.
-
-# A device gives up on a gateway that sends nothing for 10 s, so a piece must come through within
-# them: a line of 7 kB a second will do.
+# A device gives up after 10 s without bytes, so a piece must arrive within 10 s: at 7 kB a second
+# it does.
 CHUNK = 64 * 1024
 
-# TUF metadata at the root, manifests, probes, and files of models.
+# Names of TUF metadata files.
 _METADATA = re.compile(r"(timestamp|[0-9]+\.(root|targets|snapshot))\.json")
 
 
 @dataclass(frozen=True)
 class OpenPublication:
-    """A file to send: its size in bytes, and its bytes from the offset on."""
+    """Hold a file to send: its size in bytes, and its bytes from an offset."""
 
     size: int
     chunks: Iterator[bytes]
 
 
 def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> OpenPublication:
-    """Open one file from an offset on. `signed`: whether signed metadata names it.
+    """Open a published file.
 
-    Raises InvalidInputError for a path that is none, NotFoundError, OutOfRangeError.
+    Args:
+        repo: publication folder.
+        path: path in the folder.
+        offset: first byte to send.
+        signed: tells whether signed metadata names a file.
+
+    Raises:
+        InvalidInputError: the path is not valid.
+        NotFoundError: the file is not published.
+        OutOfRangeError: the offset is above the file's size.
     """
     if not is_plain(path):
-        raise InvalidInputError("path: expected a file of the publication folder, as signed")
+        raise InvalidInputError("path: expected the path of a file in the publication folder")
     if not _METADATA.fullmatch(path) and not signed(path):
         raise NotFoundError(f"{path} is not published here")
     try:
@@ -64,7 +71,9 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
         raise NotFoundError(f"{path} is not published here")
     if offset > status.st_size:
         handle.close()
-        raise OutOfRangeError(f"{path} has {status.st_size} bytes, asked for offset {offset}")
+        raise OutOfRangeError(
+            f"{path} has {status.st_size} bytes; expected a smaller offset, got {offset}"
+        )
 
     def chunks() -> Iterator[bytes]:
         with handle:
@@ -77,15 +86,15 @@ def fetch(repo: Path, path: str, offset: int, signed: Callable[[str], bool]) -> 
 
 log = structlog.get_logger("server.catalog")
 
-_EVERY_S = 1.0
+_CHECK_SECONDS = 1.0
 
 
 class Catalog:
-    """One verified view of the publication folder, which may be empty or missing at first.
+    """Keep one verified view of the publication folder, which may be empty or missing at first.
 
-    Immutable snapshots: `releases` maps a number to why it was withdrawn, or None; `manifests`
-    holds every release, `spaces` the same by space id. `changed` is notified whenever anything
-    here, or the gateway's state, changes.
+    Each attribute is replaced, never changed. `releases` maps a number to the reason of its
+    withdrawal, or None. `manifests` has every usable release by number, `spaces` by space id.
+    `changed` is notified when anything here, or the gateway's state, changes.
     """
 
     def __init__(self, repo: Path, state_dir: Path, root: bytes | None, metrics: Metrics) -> None:
@@ -99,18 +108,20 @@ class Catalog:
         self._trouble = ""
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        # Why the manifest of a release is not used.
-        self._refused: Mapping[int, str] = {}
+        # By release, why its manifest is not used.
+        self._refusals: Mapping[int, str] = {}
         self.releases: Mapping[int, str | None] = {}
         self.manifests: Mapping[int, Manifest] = {}
         self.spaces: Mapping[str, Manifest] = {}
-        self.changed = Changed()
+        self.changed = ChangeCounter()
 
     def refresh(self) -> None:
-        """Read and verify what is published now.
+        """Read and verify the publication again; on an error the last verified view stays.
 
-        Raises VerificationError, NotFoundError (nothing published), CannotWriteError; what was
-        verified before stays.
+        Raises:
+            VerificationError: the publication is not valid.
+            NotFoundError: nothing is published.
+            CannotWriteError: the verified metadata cannot be stored.
         """
         with self._lock:
             if self._trust is None:
@@ -127,7 +138,7 @@ class Catalog:
         except NotFoundError:
             return
         manifests: dict[int, Manifest] = {}
-        refused: dict[int, str] = {}
+        refusals: dict[int, str] = {}
         for number in releases:
             try:
                 manifest = trust.manifest(number)
@@ -135,28 +146,30 @@ class Catalog:
                     raise UnfitError(twin)
                 manifests[number] = manifest
             except (VerificationError, UnavailableError) as error:
-                # The others are served all the same.
-                refused[number] = str(error)
-                if self._refused.get(number) != str(error):
-                    log.error("manifest refused", release=number, error=str(error))
+                # The other releases are served.
+                refusals[number] = str(error)
+                if self._refusals.get(number) != str(error):
+                    log.error("release refused", release=number, error=str(error))
         self.manifests = manifests
         self.spaces = {manifest.space: manifest for manifest in self.manifests.values()}
-        self._refused = refused
+        self._refusals = refusals
         self.releases = releases
 
     def expiries(self) -> Mapping[str, datetime]:
-        """When the metadata of each role expires; nothing before there is any."""
+        """Return when the metadata of each role expires; empty before the first publication."""
         try:
             return self._trust.expiries() if self._trust is not None else {}
         except NotFoundError:
             return {}
 
     def newest(self) -> int | None:
-        """The newest release that is not withdrawn and whose manifest can be used."""
+        """Return the newest usable release that is not withdrawn; None without one."""
         return max((n for n in self.manifests if self.releases.get(n) is None), default=None)
 
     def usable(self, source: int) -> Mapping[int, Manifest]:
-        """What routes from `source` may lead through: nothing that was withdrawn."""
+        """Return the releases that routes from a release may use: itself, and those not
+        withdrawn.
+        """
         return {
             number: manifest
             for number, manifest in self.manifests.items()
@@ -164,42 +177,57 @@ class Catalog:
         }
 
     def manifest(self, release: int) -> Manifest:
-        """Raises NotFoundError naming what is published, VerificationError where the manifest is
-        refused."""
+        """Return the manifest of a release.
+
+        Raises:
+            NotFoundError: it is not published; the error lists published releases.
+            VerificationError: its manifest is not valid.
+        """
         try:
             return self.manifests[release]
         except KeyError:
-            known = few(sorted(self.manifests, reverse=True)) or "none"
-            if release in self._refused:
-                raise VerificationError(self._refused[release]) from None
-            raise NotFoundError(f"release {release} is not published; published: {known}") from None
+            published = few(sorted(self.manifests, reverse=True)) or "none"
+            if release in self._refusals:
+                raise VerificationError(self._refusals[release]) from None
+            raise NotFoundError(
+                f"release {release} is not published; published: {published}"
+            ) from None
 
     def find(self, release: int) -> Manifest:
-        """Like `manifest`, but looks again for what was published a moment ago."""
+        """Return the manifest of a release, also of one that was published a moment ago.
+
+        Raises:
+            NotFoundError: it is not published.
+            VerificationError: the publication or its manifest is not valid.
+        """
         if release not in self.manifests:
             self.refresh()
         return self.manifest(release)
 
     def verified(self, release: int) -> Path:
-        """The folder, once each file of the release has its signed digest. Raises
-        VerificationError, NotFoundError."""
+        """Check each file of a release against its signed digest; returns the publication folder.
+
+        Raises:
+            NotFoundError: the release is not published.
+            VerificationError: a file does not match.
+        """
         with self._lock:
             if self._trust is None:
                 raise NotFoundError("nothing is published yet; run training/export.py")
             return self._trust.verified(release)
 
     def signed(self, path: str) -> bool:
-        """Whether signed metadata names this file; looks again at what was published just now."""
-        if self._names(path):
+        """Tell whether signed metadata names a file, also one that was published a moment ago."""
+        if self._is_signed(path):
             return True
         self.refresh()
-        return self._names(path)
+        return self._is_signed(path)
 
     def fetch(self, path: str, offset: int) -> OpenPublication:
-        """Open a published file from an offset on. Raises as `catalog.fetch`."""
+        """Open a published file; see `fetch` for arguments and errors."""
         return fetch(self._repo, path, offset, self.signed)
 
-    def _names(self, path: str) -> bool:
+    def _is_signed(self, path: str) -> bool:
         if self._trust is None:
             return False
         try:
@@ -209,17 +237,18 @@ class Catalog:
         return True
 
     def watch(self) -> None:
-        """Follow the folder from a thread of its own, until `close`."""
+        """Follow the folder in a thread, until `close`."""
         self._thread = threading.Thread(target=self._follow, name="catalog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        """Stop the thread."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
 
     def _follow(self) -> None:
-        while not self._stopping.wait(_EVERY_S):
+        while not self._stopping.wait(_CHECK_SECONDS):
             stamp = self._look()
             if stamp is None or stamp == self._stamp:
                 continue
@@ -227,9 +256,9 @@ class Catalog:
                 try:
                     self.refresh()
                 except NobackfillError as error:
-                    # Looked at again: a full disk, say, has room some time later.
+                    # Tried again: a full disk, for example, may have room later.
                     if str(error) != self._trouble:
-                        log.error("publication folder refused", error=str(error))
+                        log.error("cannot use the publication folder", error=str(error))
                     self._trouble = str(error)
                     continue
             self._stamp, self._trouble = stamp, ""
@@ -243,30 +272,41 @@ class Catalog:
 
 
 def open_catalog(repo: Path, state_dir: Path, root: Path | None, metrics: Metrics) -> Catalog:
-    """Read what is published, from the root metadata in file `root`; None: trusted on first use.
+    """Open the catalog of a publication.
 
-    Raises ConfigurationError for a root that cannot be read, VerificationError for a publication
-    that is refused where nothing was verified before, CannotWriteError.
+    Args:
+        repo: publication folder.
+        state_dir: folder for verified metadata.
+        root: file with the first root metadata to trust; None trusts the folder's own at first use.
+        metrics: counts unexpected errors.
+
+    Raises:
+        ConfigurationError: `root` cannot be read.
+        VerificationError: the publication is not valid, and none was verified before.
+        CannotWriteError: the verified metadata cannot be stored.
     """
     try:
-        known = None if root is None else root.read_bytes()
+        root_bytes = None if root is None else root.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{root}: cannot be read ({error.strerror})") from error
-    catalog = Catalog(repo, state_dir, known, metrics)
+    catalog = Catalog(repo, state_dir, root_bytes, metrics)
     try:
         catalog.refresh()
     except NotFoundError:
         log.warning("nothing is published yet; waiting for the first release")
     except VerificationError as error:
-        # What was verified before an expiry or an attack goes on serving.
+        # The last verified view stays in use after an expiry or an attack.
         if not catalog.manifests:
             raise
-        log.error("publication folder refused, serving what was verified", error=str(error))
+        log.error(
+            "cannot use the publication folder; the last verified releases are served",
+            error=str(error),
+        )
     return catalog
 
 
-class Changed:
-    """Counts changes, so that watchers can wait for the next."""
+class ChangeCounter:
+    """Count changes, so that watchers can wait for the next one."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -274,16 +314,28 @@ class Changed:
 
     @property
     def count(self) -> int:
-        """Changes so far."""
+        """The number of changes so far."""
         return self._count
 
     def notify(self) -> None:
+        """Count a change, and wake the watchers."""
         with self._condition:
             self._count += 1
             self._condition.notify_all()
 
-    def wait(self, seen: int, timeout_s: float, gone: Callable[[], bool] = lambda: False) -> int:
-        """Wait until the count is no longer `seen`, or the time is over; the count."""
+    def wait(
+        self, known_count: int, timeout_s: float, is_gone: Callable[[], bool] = lambda: False
+    ) -> int:
+        """Wait until there is a change, or the time is over.
+
+        Args:
+            known_count: the count that the caller knows.
+            timeout_s: longest wait in seconds.
+            is_gone: ends the wait when it returns True.
+
+        Returns:
+            The count.
+        """
         with self._condition:
-            self._condition.wait_for(lambda: self._count != seen or gone(), timeout_s)
+            self._condition.wait_for(lambda: self._count != known_count or is_gone(), timeout_s)
             return self._count

@@ -1,8 +1,7 @@
-"""A gallery's vectors as Parquet files, for training elsewhere: one file a space, all of one
-snapshot of the store, written window by window.
+"""Export a gallery's vectors as Parquet files, one for each space, from one snapshot.
 
-    OUT/release-2.parquet    id, digest, metadata (JSON), origin, uncertainty, embedding
-    OUT/side-2.parquet       id, side: only where it is asked for
+OUT/release-2.parquet    id, digest, metadata (JSON), origin, uncertainty, embedding
+OUT/side-2.parquet       id, side: only on request
 """
 
 import json
@@ -26,14 +25,14 @@ with extra("export"):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-# Items of a window: one row group.
+# Items of a window, which becomes one row group.
 WINDOW = 8192
 _ID = pa.field("id", pa.string(), nullable=False)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """`items` were looked at; `rows` of each release's file."""
+    """Report an export: the number of items, and the rows of each release's file."""
 
     items: int
     rows: dict[int, int]
@@ -43,28 +42,36 @@ def export(
     store: GalleryStore, out: Path, releases: Sequence[int] = (), *, native: bool = False,
     side: bool = False, window: int = WINDOW,
 ) -> Exported:  # fmt: skip
-    """Write the vectors of `releases` (all that the gallery has, where none is named) into the new
-    folder `out`; killed half-way, it is not there.
+    """Write vectors into a new folder, which exists only once it is complete.
 
-    `native`: only vectors that a space's own model made, as pairs for training want them. `side`:
-    side-information, too. Raises AlreadyExistsError, NotFoundError for a release without a space,
-    CannotWriteError, and what the store raises.
+    Args:
+        store: the gallery's store.
+        out: the folder to create.
+        releases: releases to export; empty means all.
+        native: only vectors that the space's own model computed.
+        side: also write side-information.
+        window: items read at once.
+
+    Raises:
+        AlreadyExistsError: the folder exists.
+        NotFoundError: the gallery has no vectors of a release.
+        CannotWriteError: the files cannot be written.
     """
     if out.exists():
-        raise AlreadyExistsError(f"{out}: exists already; give a folder that is to be made")
-    infos = _chosen(store, releases)
+        raise AlreadyExistsError(f"{out}: exists already; name a new folder")
+    infos = _select_spaces(store, releases)
     staged = out.with_name(f".{out.name}.part")
     durable.make_dir(out.parent)
     durable.remove_tree(staged)
     durable.make_dir(staged, 0o700)
     count, rows = 0, {info.spec.release: 0 for info in infos}
     try:
-        with _writing(out), ExitStack() as closing:
+        with _write_errors(out), ExitStack() as closing:
             files = [closing.enter_context(_Files(staged, info.spec, side)) for info in infos]
-            for one in store.frozen([info.spec.space for info in infos], window):
-                count += len(one.items)
-                items = {item.label: item for item in one.items}
-                for file, stored in zip(files, one.stored, strict=True):
+            for piece in store.frozen([info.spec.space for info in infos], window):
+                count += len(piece.items)
+                items = {item.label: item for item in piece.items}
+                for file, stored in zip(files, piece.stored, strict=True):
                     rows[file.release] += file.add(items, stored, native)
         durable.publish_dir(staged, out)
     except BaseException:
@@ -73,18 +80,18 @@ def export(
     return Exported(count, rows)
 
 
-def _chosen(store: GalleryStore, releases: Sequence[int]) -> list[SpaceInfo]:
-    known = {info.spec.release: info for info in store.spaces()}
-    if missing := set(releases) - set(known):
+def _select_spaces(store: GalleryStore, releases: Sequence[int]) -> list[SpaceInfo]:
+    infos = {info.spec.release: info for info in store.spaces()}
+    if missing := set(releases) - set(infos):
         raise NotFoundError(
             f"the gallery has no vectors of release {few(sorted(missing))}; it has "
-            f"{few(sorted(known))}"
+            f"{few(sorted(infos))}"
         )
-    return [known[release] for release in sorted(set(releases) or known)]
+    return [infos[release] for release in sorted(set(releases) or infos)]
 
 
 @contextmanager
-def _writing(out: Path) -> Iterator[None]:
+def _write_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -92,7 +99,7 @@ def _writing(out: Path) -> Iterator[None]:
 
 
 class _Files:
-    """Those of one space."""
+    """Write the files of one space."""
 
     def __init__(self, folder: Path, spec: SpaceSpec, side: bool) -> None:
         self.release, self._spec = spec.release, spec
@@ -117,39 +124,41 @@ class _Files:
         if self._side_file is not None:
             self._side_file.close()
 
-    def add(self, items: dict[int, StoredItem], stored: StoredVectors, native: bool) -> int:
-        """A row group; how many rows it has."""
-        kept = [
+    def add(self, items: dict[int, StoredItem], vectors: StoredVectors, native: bool) -> int:
+        """Write a row group; returns its number of rows."""
+        selected = [
             (row, items[label])
-            for row, label in enumerate(stored.labels.tolist())
-            if not native or stored.origins[row] in ("native", "re-embedded")
+            for row, label in enumerate(vectors.labels.tolist())
+            if not native or vectors.origins[row] in ("native", "re-embedded")
         ]
-        if not kept:
+        if not selected:
             return 0
-        rows = [row for row, _ in kept]
+        rows = [row for row, _ in selected]
         columns = [
-            pa.array([item.id for _, item in kept]),
-            pa.array([item.digest for _, item in kept], pa.string()),
-            pa.array([json.dumps(item.metadata, ensure_ascii=False) for _, item in kept]),
-            pa.array([stored.origins[row] for row in rows]),
-            pa.array([stored.uncertainties[row] for row in rows], pa.float32()),
-            _lists(stored.embedding[rows]),
+            pa.array([item.id for _, item in selected]),
+            pa.array([item.digest for _, item in selected], pa.string()),
+            pa.array([json.dumps(item.metadata, ensure_ascii=False) for _, item in selected]),
+            pa.array([vectors.origins[row] for row in rows]),
+            pa.array([vectors.uncertainties[row] for row in rows], pa.float32()),
+            _lists(vectors.embedding[rows]),
         ]
         self._file.write_batch(pa.record_batch(columns, schema=self._vectors))
         if self._side_file is not None:
-            with_side = [(row, item) for row, item in kept if stored.sides[row] is not None]
-            data = b"".join(stored.sides[row] or b"" for row, _ in with_side)
+            with_side = [(row, item) for row, item in selected if vectors.sides[row] is not None]
+            data = b"".join(vectors.sides[row] or b"" for row, _ in with_side)
             sides = np.frombuffer(data, "<f4").reshape(-1, self._spec.side_dim)
-            columns = [pa.array([i.id for _, i in with_side], pa.string()), _lists(sides)]
+            columns = [pa.array([entry.id for _, entry in with_side], pa.string()), _lists(sides)]
             self._side_file.write_batch(pa.record_batch(columns, schema=self._sides))
-        return len(kept)
+        return len(selected)
 
 
 def _schema(spec: SpaceSpec, *fields: Any) -> Any:
-    """With what the vectors are, so that they are never taken for another space's."""
-    told = {"nobackfill.space": spec.space, "nobackfill.release": str(spec.release)}
-    told |= {"nobackfill.metric": spec.metric, "nobackfill.side_space": spec.side_space or ""}
-    return pa.schema([_ID, *fields], metadata=told)
+    """Make a schema whose metadata names the space, so that vectors are not mistaken for
+    another's.
+    """
+    metadata = {"nobackfill.space": spec.space, "nobackfill.release": str(spec.release)}
+    metadata |= {"nobackfill.metric": spec.metric, "nobackfill.side_space": spec.side_space or ""}
+    return pa.schema([_ID, *fields], metadata=metadata)
 
 
 def _lists(vectors: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A running gateway: its parts put together, started in order, stopped in reverse."""
+"""Run a gateway: put its parts together, start them in order, stop them in reverse."""
 
 import os
 import shutil
@@ -65,58 +65,72 @@ from nobackfill.v1 import (
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
-    # It needs the extra `postgres`.
+    # This import needs the extra `postgres`.
     from nobackfill.server.upgrades.workers.workers import ByWorkers
 
 log = structlog.get_logger("server.gateway")
 
 
 class GatewayServer:
-    """`start` it, then `stop` it. A data folder serves one gateway at a time.
+    """Run a gateway from `start` to `stop`. A data folder serves one gateway at a time.
 
-    The parts are its attributes, each made of those before it, and know one another by constructor
-    alone: nothing but this file knows them all.
+    The parts are attributes, each made from those before it. They know each other only through
+    their constructors; only this file knows all of them.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._closing = ExitStack()
         self._listener: GrpcListener | None = None
-        # Held to look at the model server and to report it: what is reported last was seen last.
+        # Held while the model server is checked and reported, so that reports come in the order of
+        # the checks.
         self._health = threading.Lock()
-        # Set when it drains: streams that only watch end then.
+        # Set when the gateway drains; it ends streams that only watch.
         self._stopping = threading.Event()
         self.address = ""
         self.metrics_address = ""
-        # With the secret that it may hold; empty without a console.
+        # Has the secret, if there is one; empty without a console.
         self.console_address = ""
 
     def start(self) -> None:
-        """Return once calls are answered.
+        """Start all parts; returns once calls are answered.
 
-        Raises BusyError (data folder, database or address in use), ConfigurationError,
-        VerificationError (damaged data or publication), UnavailableError (no Triton in the venv
-        that was given, no database), CannotWriteError; then everything that was started is stopped
-        again. A Triton that does not start is waited for beside what serves without it.
+        On an error everything is stopped again. A Triton that does not start is waited for in the
+        background; calls that do not need it are answered.
+
+        Raises:
+            BusyError: the data folder, the database or an address is in use.
+            ConfigurationError: a setting does not work here.
+            VerificationError: the data or the publication is damaged.
+            UnavailableError: the database does not answer, or the venv has no Triton.
+            CannotWriteError: the data folder cannot be written.
         """
         with ExitStack() as closing:
             self._start(closing)
             self._closing = closing.pop_all()
 
     def stop(self) -> None:
-        """Drain, then end everything."""
+        """Let calls end, then stop all parts."""
         log.info("draining")
         self._closing.close()
         log.info("stopped")
 
     def assemble(
         self, models: Models, metrics: Metrics, storage: Storage,
-        elsewhere: "ByWorkers | None" = None,
+        workers: "ByWorkers | None" = None,
     ) -> None:  # fmt: skip
-        """Put the parts together, with nothing opened yet but the publication and the state.
+        """Make the parts; only the publication and the state are opened.
 
-        Raises VerificationError for a damaged publication, ConfigurationError for a root that
-        cannot be read, CannotWriteError.
+        Args:
+            models: runs models.
+            metrics: the gateway's metrics.
+            storage: the open store.
+            workers: computes upgrades in other processes; None means in a thread.
+
+        Raises:
+            VerificationError: the publication is damaged.
+            ConfigurationError: the root metadata cannot be read.
+            CannotWriteError: the data folder cannot be written.
         """
         repo, data = self._settings.model_repo, self._settings.data
         self.models, self.metrics = models, metrics
@@ -130,7 +144,7 @@ class GatewayServer:
         )
         galleries = self.galleries = GalleryRegistry(storage.home, catalog, state, answerers.of)
         self.searching = Searching(state)
-        upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, elsewhere)
+        upgrading = self.upgrading = Upgrading(repo, catalog, state, metrics, workers)
         self.item_writer = ItemWriter(embedding, upgrading.runner, state.catch_up)
         serving = self.serving = Serving(catalog, state, galleries, models, metrics)
         parts = Parts(models, catalog, state, galleries, upgrading, serving, canaries, metrics)
@@ -146,21 +160,25 @@ class GatewayServer:
         metrics.registry.register(CanarySeries(canaries))
 
     def load(self) -> None:
-        """Open the galleries, with their indexes, and load the models that are needed: the model
-        server starts meanwhile, on another core.
+        """Open the galleries with their indexes, and load the models; the model server starts
+        meanwhile.
 
-        Raises VerificationError, UnavailableError, CannotWriteError.
+        Raises:
+            VerificationError: no gallery can be served, or a model's file does not match its
+                digest.
+            UnavailableError: the model server or the database does not answer.
+            CannotWriteError: the data folder cannot be written.
         """
-        with ThreadPoolExecutor(1, "models") as beside:
-            models = beside.submit(self.serving.start_models)
+        with ThreadPoolExecutor(1, "models") as pool:
+            models = pool.submit(self.serving.start_models)
             self.galleries.open_all()
             models.result()
-        now = self.state.current
+        state = self.state.current
         if not self.state.shared:
             self.upgrading.forget_missing(self.galleries.names())
-            # An activation that is recorded goes on from where they are.
-            if now.activation is None and now.active is not None:
-                for name, error in return_galleries(self.galleries, now.active).items():
+            # A recorded activation is resumed with the galleries as they are.
+            if state.activation is None and state.active is not None:
+                for name, error in return_galleries(self.galleries, state.active).items():
                     self.galleries.set_aside(name, error)
         self.serving.load()
 
@@ -168,13 +186,13 @@ class GatewayServer:
         settings = self._settings
         if not settings.model_repo.is_dir():
             raise ConfigurationError(
-                f"expected the publication folder at {settings.model_repo}, found none; publish a "
-                "release with training/export.py, or give --model-repo"
+                f"no publication folder at {settings.model_repo}; publish a release with "
+                "training/export.py, or set --model-repo"
             )
         raise_limit()
         durable.make_dir(settings.data, 0o700)
         closing.enter_context(durable.lock(settings.data / "lock"))
-        # Checked before models are loaded, which may take minutes.
+        # Checked first, because loading models may take minutes.
         plain = needs_plain_server(settings)
         check_free(settings.address, "--address")
         if settings.console:
@@ -192,10 +210,10 @@ class GatewayServer:
         closing.callback(models.close)
         storage = storage_of(settings)
         closing.callback(storage.close)
-        elsewhere = _workers_of(settings)
-        if elsewhere is not None:
-            closing.callback(elsewhere.close)
-        self.assemble(models, metrics, storage, elsewhere)
+        workers = _workers_of(settings)
+        if workers is not None:
+            closing.callback(workers.close)
+        self.assemble(models, metrics, storage, workers)
         closing.callback(self.galleries.close)
         closing.callback(self.catalog.close)
         closing.callback(self.canaries.close)
@@ -290,8 +308,8 @@ class GatewayServer:
             client = TritonClient(process.address)
             return TritonModels(settings.model_repo, client, process, metrics, on_change)
         log.warning(
-            "no Triton: images are embedded in this process, with onnxruntime; `gateway "
-            "install-triton` makes its environment"
+            "no Triton: onnxruntime embeds images in this process; run `gateway "
+            "install-triton` to install it"
         )
         metrics.model_server_up.set(1)
         return InProcessModels(settings.model_repo)
@@ -305,7 +323,7 @@ class GatewayServer:
 
 
 def _workers_of(settings: Settings) -> "ByWorkers | None":
-    """None: a thread of the gateway carries."""
+    """Return the workers that compute upgrades; None for a thread of the gateway."""
     if settings.ray is not None:
         from nobackfill.server.upgrades.workers.workers import ByWorkers
 

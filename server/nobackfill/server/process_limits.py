@@ -1,4 +1,4 @@
-"""The C library's malloc: how many arenas there may be, and what large arrays leave there."""
+"""Set limits of this process: malloc's arenas, and open files."""
 
 import contextlib
 import ctypes
@@ -6,69 +6,68 @@ import resource
 
 from nobackfill.server.settings import cores
 
-# mallopt's, of glibc.
+# Parameters of glibc's mallopt.
 _M_ARENA_MAX, _M_MMAP_THRESHOLD = -8, -3
-# Larger pieces are the system's and go back to it. glibc's own bound rises with what is freed, to
-# 32 MiB.
-_LARGE = 1 << 20
-_LEAST = 2
-# Python's lock lets one thread allocate at a time, and threads that build graphs seldom do.
-_CORES_EACH = 4
+# Larger blocks come from the system and return to it. glibc's own threshold rises with freed
+# blocks, up to 32 MiB.
+_MMAP_BYTES = 1 << 20
+_MIN_ARENAS = 2
+# Cores for each arena: Python's lock lets one thread allocate at a time, and threads that build
+# graphs seldom allocate.
+_CORES_PER_ARENA = 4
 
 
-def most_arenas() -> int:
-    """How many this process may have on these cores."""
-    return max(_LEAST, cores() // _CORES_EACH)
+def max_arenas() -> int:
+    """Return the most arenas for this process, by its number of cores."""
+    return max(_MIN_ARENAS, cores() // _CORES_PER_ARENA)
 
 
 def bound_arenas() -> None:
-    """Bound the arenas of this process and what they hold; to be called before it has many
-    threads, numpy's included.
+    """Limit malloc's arenas and what they retain; call it before the process has many threads.
 
-    glibc takes eight a core. An activation has a thread of its own, so each in turn leaves its
-    graph's room in another arena, between small objects that live on: 20 MiB in 20 swaps of 2,900
-    items on 2 cores, nothing with this bound, where searches and builds take as long. Reading a
-    gallery of 40,000 x 512 leaves pieces of arrays so, .19 of its vectors' bytes.
+    glibc allows eight arenas for each core. Each activation has a thread of its own, and leaves
+    freed memory of its graph in another arena, between small live objects: 20 MiB in 20 swaps of
+    2,900 items on 2 cores. With this limit nothing is left, and searches and builds take as long.
+    Reading a gallery of 40,000 x 512 vectors left 19 % of their bytes in the same way. Without
+    glibc this does nothing.
     """
-    # Another C library has neither mallopt nor these arenas.
+    # Other C libraries have neither mallopt nor these arenas.
     with contextlib.suppress(AttributeError):
         malloc = ctypes.CDLL(None)
-        malloc.mallopt(_M_ARENA_MAX, most_arenas())
-        malloc.mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        malloc.mallopt(_M_ARENA_MAX, max_arenas())
+        malloc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
 
 
-# How many files the gateway may have open, and what shares them.
-
-# Wanted: connections and galleries take a few each.
-_WANTED = 65_536
-# What everything but galleries may need: connections of clients, files sent, Triton's pipes.
-_OTHERS = 1024
-# What an open gallery takes at most in the mean, with readers of several threads.
-_A_GALLERY = 16
-# More open ones than this make nothing faster: opening one takes less than a millisecond.
-_MOST_GALLERIES = 512
-_LEAST_GALLERIES = 8
-_MOST_CONNECTIONS = 4096
+# Target for the limit of open files: each connection and gallery needs some.
+_TARGET_FILES = 65_536
+# Files for everything else: connections of clients, files being sent, Triton's pipes.
+_OTHER_FILES = 1024
+# Mean number of files of an open gallery, with readers of several threads.
+_FILES_PER_GALLERY = 16
+# More open galleries bring no speed: opening one takes less than a millisecond.
+_MAX_GALLERIES = 512
+_MIN_GALLERIES = 8
+_MAX_CONNECTIONS = 4096
 
 
 def raise_limit() -> None:
-    """Raise this process's soft limit of open files towards its hard one."""
+    """Raise this process's soft limit of open files towards the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED if hard == resource.RLIM_INFINITY else min(_WANTED, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = _TARGET_FILES if hard == resource.RLIM_INFINITY else min(_TARGET_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def open_galleries() -> int:
-    """How many galleries may be open at once."""
-    return max(_LEAST_GALLERIES, min(_MOST_GALLERIES, (_limit() - _OTHERS) // _A_GALLERY))
+    """Return how many galleries may be open at once."""
+    return max(_MIN_GALLERIES, min(_MAX_GALLERIES, (_limit() - _OTHER_FILES) // _FILES_PER_GALLERY))
 
 
 def open_connections() -> int:
-    """How many connections may be taken: half of the open files at most."""
-    return min(_MOST_CONNECTIONS, _limit() // 2)
+    """Return how many connections may be open: at most half of the open files."""
+    return min(_MAX_CONNECTIONS, _limit() // 2)
 
 
 def _limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _WANTED if soft == resource.RLIM_INFINITY else soft
+    return _TARGET_FILES if soft == resource.RLIM_INFINITY else soft

@@ -1,4 +1,4 @@
-"""Where the settings say that galleries and state are kept: a folder, or a PostgreSQL database."""
+"""Open the store of the settings: a folder, or a PostgreSQL database."""
 
 import json
 import re
@@ -26,24 +26,29 @@ if TYPE_CHECKING:
     # They need the extra `postgres`.
     from nobackfill.server.stores.postgresql.leading import News
 
-# Connections of a gateway to its database, beside four that wait or hold locks.
+# Connections of a gateway to its database, besides four that wait or hold locks.
 _CONNECTIONS = 24
-# NAME+URL of an engine that searches for a database: NAME is a plug-in of `nobackfill.stores`.
+# Matches NAME+URL of an engine that searches instead of the database; NAME is a plug-in of
+# `nobackfill.stores`.
 _ENGINE = re.compile(r"[a-z]+\+")
-# In a folder whose galleries were moved: where to.
+# Name of the file, in a folder whose galleries were moved, that names the new store.
 _MOVED = "moved.json"
 
 
 def storage_of(settings: Settings) -> "Storage":
-    """That of a gateway which has locked its data folder. Raises as `Storage`, and
-    PreconditionError for a folder whose galleries were moved."""
+    """Open the store of a gateway that has locked its data folder.
+
+    Raises:
+        PreconditionError: the folder's galleries were moved elsewhere.
+        NobackfillError: as Storage.
+    """
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
     folder = folder_of(store, settings.data)
     if folder is not None and (folder / _MOVED).exists():
         to = json.loads((folder / _MOVED).read_bytes())["to"]
         raise PreconditionError(
-            f"{folder} was moved to {to}, which may have changed since; serve that, or give "
-            "--force to serve this copy again"
+            f"the galleries of {folder} were moved to {to}, which may have changed since; serve "
+            "that store, or use --force to serve this copy again"
         )
     if store in (SQLITE, f"{SQLITE}{settings.data}"):
         return Storage(f"{SQLITE}{settings.data}", settings.data, lock=None)
@@ -51,22 +56,32 @@ def storage_of(settings: Settings) -> "Storage":
 
 
 def folder_of(store: str, data: Path) -> Path | None:
-    """The folder that a store is, None for a database; `data`: the gateway's folder."""
+    """Return the folder of a store; None for a database.
+
+    Args:
+        store: address of the store.
+        data: the gateway's data folder, for a store without a folder.
+    """
     if not store.startswith(SQLITE):
         return None
     return Path(store.removeprefix(SQLITE)) if store != SQLITE else data
 
 
 def mark_moved(folder: Path, to: str) -> None:
-    """Refuse to serve a folder from now on: its galleries were moved `to` another store."""
+    """Mark a folder as moved, so that it is not served any more.
+
+    Args:
+        folder: the folder.
+        to: address of the new store.
+    """
     url = urlsplit(to)
-    # Without the name and password of whoever may read it.
-    shown = to if not url.netloc else f"{url.scheme}://{url.hostname}{url.path}"
-    durable.write_file(folder / _MOVED, json.dumps({"to": shown}).encode(), 0o600)
+    # The name and password are left out.
+    public_address = to if not url.netloc else f"{url.scheme}://{url.hostname}{url.path}"
+    durable.write_file(folder / _MOVED, json.dumps({"to": public_address}).encode(), 0o600)
 
 
 def forget_move(settings: Settings) -> None:
-    """Let a folder be served again that was moved."""
+    """Let a folder be served again that was marked as moved."""
     store = settings.store.get_secret_value() if settings.store is not None else SQLITE
     folder = folder_of(store, settings.data)
     if folder is not None:
@@ -74,92 +89,126 @@ def forget_move(settings: Settings) -> None:
 
 
 def split_store(store: str) -> tuple[str, str | None]:
-    """The address of a database, and that of the engine that searches its vectors, which is given
-    as ?vectors=… and percent-encoded where it has a `&`: its password alone, or all of it."""
+    """Split the address of a database from that of the engine that searches its vectors.
+
+    The engine is the option ?vectors=… of the address. Percent-encode its password, or all of it if
+    it has an `&`.
+
+    Returns:
+        The address of the database, and that of the engine, or None.
+
+    Raises:
+        ConfigurationError: there are several engines, or one has another form.
+    """
     url, mark, options = store.partition("?")
-    given = [option for option in options.split("&") if option]
-    said = [one[8:] for one in given if one.startswith("vectors=")]
+    parts = [option for option in options.split("&") if option]
+    values = [option[8:] for option in parts if option.startswith("vectors=")]
     # A password is decoded when the address is split: a `/` in it would end the host.
-    engines = [one if _ENGINE.match(one) else unquote(one) for one in said]
-    rest = "&".join(one for one in given if not one.startswith("vectors="))
+    engines = [value if _ENGINE.match(value) else unquote(value) for value in values]
+    other_options = "&".join(option for option in parts if not option.startswith("vectors="))
     if len(engines) > 1 or not all(map(_ENGINE.match, engines)):
         raise ConfigurationError("store: expected one vectors=milvus+http://HOST:PORT")
-    return url + (mark + rest if rest else ""), engines[0] if engines else None
+    return url + (mark + other_options if other_options else ""), engines[0] if engines else None
 
 
 def need_store(store: str) -> None:
-    """Raises NotFoundError for a folder that no gateway has served: to open one would make it, and
-    ConfigurationError for what is no store's address."""
+    """Check that a store exists, before opening it would create it.
+
+    Raises:
+        NotFoundError: no gateway has served from the folder.
+        ConfigurationError: the address has another form.
+    """
     if store.startswith(SQLITE):
         folder = Path(store.removeprefix(SQLITE))
         if not (folder / "state.json").is_file():
-            raise NotFoundError(f"{folder}: no gateway has served from it; look at its name")
+            raise NotFoundError(f"{folder}: no gateway has served from this folder; check its name")
     elif not store.startswith(DATABASES):
-        raise _no_store()
+        raise _unknown_store()
 
 
-def _no_store() -> ConfigurationError:
+def _unknown_store() -> ConfigurationError:
     return ConfigurationError("store: expected sqlite:FOLDER or postgresql://USER@HOST/DATABASE")
 
 
 def migrate_database(url: str, to: int | None) -> tuple[int, int]:
-    """Bring a database to a format (None: this version's); that before and after. Raises
-    NotFoundError where no gateway has served from it, BusyError where one does, ConfigurationError,
-    UnavailableError."""
+    """Convert a database to a format.
+
+    Args:
+        url: address of the database.
+        to: number of the format; None means this version's.
+
+    Returns:
+        The format before and after.
+
+    Raises:
+        NotFoundError: no gateway has served from the database.
+        BusyError: a gateway serves from it.
+        ConfigurationError: the format is unknown.
+        UnavailableError: the database does not answer.
+    """
     with extra("postgres"):
         from nobackfill.server.stores.postgresql.database import Connection, Database, run
         from nobackfill.server.stores.postgresql.schema import FORMAT, migrate
-    found: list[int] = []
-    wanted = FORMAT if to is None else to
+    formats: list[int] = []
+    target = FORMAT if to is None else to
 
     def work(connection: Connection) -> None:
         with connection.transaction():
-            there = run(connection, "SELECT to_regclass('nobackfill.format') IS NOT NULL")
-            if not there.fetchone()[0]:
-                raise NotFoundError("no gateway has served from this database; look at its name")
-            found.append(migrate(connection, wanted))
+            has_format = run(connection, "SELECT to_regclass('nobackfill.format') IS NOT NULL")
+            if not has_format.fetchone()[0]:
+                raise NotFoundError("no gateway has served from this database; check its name")
+            formats.append(migrate(connection, target))
 
     with closing(Database(url, 1)) as database:
         database.open(work)
-    return found[0], wanted
+    return formats[0], target
 
 
 class Storage:
-    """`home` of the galleries and `state` of the gateway; `close` it."""
+    """Hold an open store: `home` of the galleries and `state` of the gateway."""
 
     def __init__(
         self, store: str, data: Path, *, lock: Literal["alone", "shared"] | None = "alone"
     ) -> None:
-        """`store` as in the settings; `data`: the gateway's folder. `lock`: a database may be
-        shared with other gateways; None: beside whoever has it.
+        """Open a store.
 
-        Raises BusyError where another gateway has it, ConfigurationError, UnavailableError,
-        VerificationError for a damaged state, CannotWriteError.
+        Args:
+            store: address of the store, as in the settings.
+            data: the gateway's data folder.
+            lock: alone; or shared, with other gateways of a database; None opens it besides those
+                that have it.
+
+        Raises:
+            BusyError: another gateway has it.
+            ConfigurationError: the address has another form, or an extra is missing.
+            UnavailableError: the database does not answer.
+            VerificationError: the state is damaged, or a restore did not finish.
+            CannotWriteError: the folder cannot be created.
         """
         self.home: Home
         self.state: GatewayState
-        # Where other gateways change it, too.
+        # Tells of changes by other gateways; None if the store is not shared.
         self.news: News | None = None
-        with ExitStack() as ending:
+        with ExitStack() as closing:
             if store.startswith(SQLITE):
                 folder = Path(store.removeprefix(SQLITE))
                 durable.make_dir(folder, 0o700)
                 if lock is not None:
-                    ending.enter_context(durable.lock(folder / "lock"))
+                    closing.enter_context(durable.lock(folder / "lock"))
                 if (folder / UNFINISHED_RESTORE).exists() and not (folder / "state.json").exists():
                     raise VerificationError(
-                        f"{folder}: a restore into it did not end; run `gateway data restore` again"
+                        f"{folder}: a restore did not finish; run `gateway data restore` again"
                     )
                 self.home = FileHome(folder / "galleries", Residents(open_galleries()))
                 self.state = StateFile(folder / "state.json")
             elif store.startswith(DATABASES):
-                self._open_database(store, data, ending, lock)
+                self._open_database(store, data, closing, lock)
             else:
-                raise _no_store()
-            self._closing = ending.pop_all()
+                raise _unknown_store()
+            self._closing = closing.pop_all()
 
     def _open_database(
-        self, store: str, data: Path, ending: ExitStack, lock: Literal["alone", "shared"] | None
+        self, store: str, data: Path, closing: ExitStack, lock: Literal["alone", "shared"] | None
     ) -> None:
         with extra("postgres"):
             from nobackfill.server.galleries.hosted_database import DatabaseHome
@@ -168,21 +217,21 @@ class Storage:
             from nobackfill.server.stores.postgresql.leading import News, StateRow, Tenure
         url, engine = split_store(store)
         database = Database(url, _CONNECTIONS, reader=context.reader)
-        ending.callback(database.close)
+        closing.callback(database.close)
         database.open(schema.prepare)
         if lock is not None:
-            ending.callback(Tenure(database, exclusive=lock == "alone").close)
+            closing.callback(Tenure(database, exclusive=lock == "alone").close)
         if engine is None:
             self.home = DatabaseHome(database, data / "galleries")
         else:
-            opened = load_plugin("stores", engine.partition("+")[0])
-            self.home = ending.enter_context(
-                opened(engine, database, data / "galleries", feeds=lock is not None)
+            open_home = load_plugin("stores", engine.partition("+")[0])
+            self.home = closing.enter_context(
+                open_home(engine, database, data / "galleries", feeds=lock is not None)
             )
         self.state = StateRow(database)
         self.news = News(database)
-        ending.callback(self.news.close)
+        closing.callback(self.news.close)
 
     def close(self) -> None:
-        """Let go of it; twice is harmless."""
+        """Close the store; a second call does nothing."""
         self._closing.close()

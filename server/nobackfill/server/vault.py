@@ -1,6 +1,6 @@
-"""The vault: files of ciphertext, one owner's apart from another's, uploads that resume.
+"""Store the vault: files of ciphertext by owner, with uploads that can be resumed.
 
-The gateway has no key. It checks the age header, the size and the digest, and knows ids only.
+The gateway has no key. It checks the age header, the size and the digest, and knows only ids.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from nobackfill.errors import (
 from nobackfill.wire.limits import LARGEST_BLOB
 
 PAGE = 1000
-# Seconds for which an upload that has not ended is kept, where its owner needs the room.
-KEPT_S = 24 * 3600.0
+# Time (seconds) for which an unfinished upload is kept if its owner needs the room.
+UNFINISHED_SECONDS = 24 * 3600.0
 CHUNK = 256 * 1024
-# A file takes as much of a disk, however small it is.
-_LEAST = 4096
-# What every age file begins with: https://age-encryption.org/v1.
+# Least cost (bytes) of a file on disk.
+_MIN_COST = 4096
+# The first bytes of every age file: https://age-encryption.org/v1.
 _HEADER = b"age-encryption.org/v1\n"
 _HEX = re.compile(r"^[0-9a-f]{64}\Z")
 PART = ".part"
@@ -40,7 +40,7 @@ PART = ".part"
 
 @dataclass(frozen=True)
 class Blob:
-    """`id` and `sha256` are 64 hex digits, `size` in bytes."""
+    """Describe a blob: `id` and `sha256` are 64 hex digits, `size` is in bytes."""
 
     id: str
     size: int
@@ -48,56 +48,85 @@ class Blob:
 
 
 class VaultBlobs:
-    """A file for each blob, named by its id and digest, below a folder for each owner.
+    """Store blobs: a folder for each owner, and in it a file for each blob, named by id and digest.
 
-    No owner's files take more than `quota` bytes together, a file at least 4 KiB.
+    An owner's files cost at most `quota` bytes in total; a file costs at least 4 KiB.
     """
 
     def __init__(self, folder: Path, quota: int) -> None:
-        """Raises CannotWriteError."""
+        """Create the folder.
+
+        Raises:
+            CannotWriteError: it cannot be created.
+        """
         durable.make_dir(folder, 0o700)
         self._folder = folder
         self._quota = quota
         self._lock = threading.Lock()
         self._uploading: set[tuple[str, str]] = set()
-        # Bytes by owner, counted when one first writes; with what is promised to uploads under way.
+        # Bytes by owner, counted when the owner first writes, with those reserved by running
+        # uploads.
         self._used: dict[str, int] = {}
 
     def put(self, owner: str, blob: Blob, offset: int, chunks: Iterable[bytes]) -> int:
-        """Store a blob, or the next piece of one; the bytes held, all of them durable.
+        """Store a blob, or its next piece, durably.
 
-        Raises InvalidInputError (id, digest, not age), TooLargeError, OutOfRangeError for an offset
-        other than what is held, AlreadyExistsError for an id with another content, BusyError while
-        another upload of it runs, QuotaExceededError, CannotWriteError.
+        Args:
+            owner: the owner.
+            blob: the whole blob.
+            offset: offset of the first chunk; the number of bytes stored so far.
+            chunks: the bytes.
+
+        Returns:
+            The number of stored bytes.
+
+        Raises:
+            InvalidInputError: the id or digest is not valid, or the bytes are no age file or have
+                another digest.
+            TooLargeError: the blob is too large, or there are more bytes than announced.
+            OutOfRangeError: the offset is not the number of stored bytes.
+            AlreadyExistsError: the id has another content.
+            BusyError: another upload of the blob runs.
+            QuotaExceededError: the owner's blobs would cost too much.
+            CannotWriteError: the blob cannot be written.
         """
         _check(blob)
-        with self._alone(owner, blob.id):
+        with self._exclusive(owner, blob.id):
             existing = self._find(owner, blob.id)
             if existing is not None:
                 if existing.name.partition(".")[2] != blob.sha256:
-                    raise AlreadyExistsError("a blob of that id is stored; choose another id")
+                    raise AlreadyExistsError(
+                        "another blob with this id is stored; choose another id"
+                    )
                 return existing.stat().st_size
             part = self._shard(owner, blob.id) / f"{blob.id}.{blob.sha256}{PART}"
             with self._lock:
-                full = self._with(owner, part, blob) > self._quota
-            if full:
+                is_over_quota = self._usage_with(owner, part, blob) > self._quota
+            if is_over_quota:
                 self._expire(owner)
             with self._room(owner, part, blob):
                 return self._receive(part, blob, offset, chunks)
 
     def get(self, owner: str, blob_id: str, offset: int) -> tuple[Blob, Iterator[bytes]]:
-        """A blob and its bytes from an offset on. Raises NotFoundError, OutOfRangeError."""
+        """Return a blob, and its bytes from an offset.
+
+        Raises:
+            NotFoundError: the owner has no such blob.
+            OutOfRangeError: the offset is above its size.
+        """
         path = self._need(owner, blob_id)
         blob = _blob(path)
         if blob is None:
-            raise _none()
+            raise _not_found()
         if offset > blob.size:
-            raise OutOfRangeError(f"the blob has {blob.size} bytes, asked for offset {offset}")
+            raise OutOfRangeError(
+                f"expected an offset up to {blob.size}, the size of the blob, got {offset}"
+            )
         try:
             handle = path.open("rb")
         except FileNotFoundError:
-            # Deleted between the two.
-            raise _none() from None
+            # The blob was deleted in between.
+            raise _not_found() from None
 
         def chunks() -> Iterator[bytes]:
             with handle:
@@ -108,107 +137,124 @@ class VaultBlobs:
         return blob, chunks()
 
     def delete(self, owner: str, blob_id: str) -> None:
-        """Delete a blob, or what came of one. Raises NotFoundError, CannotWriteError."""
-        with self._alone(owner, blob_id):
-            plain = _HEX.match(blob_id)
-            held = list(self._shard(owner, blob_id).glob(f"{blob_id}.*")) if plain else []
-            if not held:
-                raise _none()
+        """Delete a blob, or an unfinished upload.
+
+        Raises:
+            NotFoundError: the owner has no such blob.
+            CannotWriteError: it cannot be deleted.
+        """
+        with self._exclusive(owner, blob_id):
+            is_valid = _HEX.match(blob_id)
+            files = list(self._shard(owner, blob_id).glob(f"{blob_id}.*")) if is_valid else []
+            if not files:
+                raise _not_found()
             with self._lock:
                 self._usage(owner)
-            freed = sum(map(_cost, held))
-            for path in held:
+            freed = sum(map(_cost, files))
+            for path in files:
                 durable.remove_tree(path)
             with self._lock:
                 self._used[owner] -= freed
 
-    def page(self, owner: str, after: str) -> list[Blob]:
-        """Up to PAGE blobs by id, those after id `after`. Raises InvalidInputError for a token."""
-        if after and not _HEX.match(after):
-            raise InvalidInputError("page_token: expected one that ListBlobs gave")
-        found: list[Blob] = []
+    def page(self, owner: str, last_id: str) -> list[Blob]:
+        """Return the next blobs by id, at most PAGE.
+
+        Args:
+            owner: the owner.
+            last_id: id after which the page begins; empty for the first page.
+
+        Raises:
+            InvalidInputError: `last_id` is not an id.
+        """
+        if last_id and not _HEX.match(last_id):
+            raise InvalidInputError("page_token: expected a next_page_token of ListBlobs")
+        blobs: list[Blob] = []
         for shard in sorted(self._owner(owner).glob("[0-9a-f][0-9a-f]")):
-            if shard.name < after[:2]:
+            if shard.name < last_id[:2]:
                 continue
-            paths = [p for p in shard.iterdir() if p.suffix != PART and p.name[:64] > after]
-            found += filter(None, map(_blob, sorted(paths)))
-            if len(found) >= PAGE:
+            paths = [
+                path for path in shard.iterdir() if path.suffix != PART and path.name[:64] > last_id
+            ]
+            blobs += filter(None, map(_blob, sorted(paths)))
+            if len(blobs) >= PAGE:
                 break
-        return found[:PAGE]
+        return blobs[:PAGE]
 
     def _receive(self, part: Path, blob: Blob, offset: int, chunks: Iterable[bytes]) -> int:
-        held = part.stat().st_size if part.exists() else 0
+        size = part.stat().st_size if part.exists() else 0
         for chunk in chunks:
             if not chunk:
                 continue
-            if offset != held:
-                raise OutOfRangeError(f"expected offset {held}, got {offset}; go on from there")
-            held = self._append(part, blob, held, chunk)
-            offset = held
-        if held == blob.size:
+            if offset != size:
+                raise OutOfRangeError(f"expected offset {size}, got {offset}; continue from there")
+            size = self._append(part, blob, size, chunk)
+            offset = size
+        if size == blob.size:
             self._finish(part, blob)
-        return held
+        return size
 
-    def _append(self, part: Path, blob: Blob, held: int, chunk: bytes) -> int:
-        if held + len(chunk) > blob.size:
-            raise TooLargeError(f"expected {blob.size} bytes as announced, got more")
-        if held < len(_HEADER):
-            expected = _HEADER[held : held + len(chunk)]
+    def _append(self, part: Path, blob: Blob, size: int, chunk: bytes) -> int:
+        if size + len(chunk) > blob.size:
+            raise TooLargeError(f"expected {blob.size} bytes, as announced, got more")
+        if size < len(_HEADER):
+            expected = _HEADER[size : size + len(chunk)]
             if chunk[: len(expected)] != expected:
                 raise InvalidInputError("expected age ciphertext; encrypt on the device first")
         durable.make_dir(part.parent, 0o700)
         durable.append(part, chunk, 0o600)
-        return held + len(chunk)
+        return size + len(chunk)
 
     def _finish(self, part: Path, blob: Blob) -> None:
         if sha256_file(part) != blob.sha256:
             durable.remove_tree(part)
-            raise InvalidInputError("the bytes have another SHA-256 than announced; upload again")
+            raise InvalidInputError(
+                "the bytes have a different SHA-256 than announced; upload the blob again"
+            )
         durable.replace(part, part.with_suffix(""))
 
     @contextmanager
     def _room(self, owner: str, part: Path, blob: Blob) -> Iterator[None]:
-        """Room for all of the blob while it comes; after that, for what there is of it."""
-        full = max(blob.size, _LEAST)
+        """Reserve room for a whole blob during its upload; afterwards, for its stored part."""
+        cost = max(blob.size, _MIN_COST)
         with self._lock:
-            used = self._with(owner, part, blob)
-            fits = used <= self._quota
-            if fits:
+            used = self._usage_with(owner, part, blob)
+            has_room = used <= self._quota
+            if has_room:
                 self._used[owner] = used
-        if not fits:
-            # Nobody waits for the lock while files are listed.
+        if not has_room:
+            # The error is made outside of the lock, because it lists files.
             raise QuotaExceededError(
-                f"the vault keeps {self._quota} bytes under one name, this blob would make it "
-                f"{used}; delete what is not needed, or ask its operator for more"
+                f"expected at most {self._quota} bytes of blobs for one name, got {used} with this "
+                "blob; delete some blobs, or ask the operator for a larger quota"
                 f"{self._unfinished(owner, part)}"
             )
         try:
             yield
         finally:
             with self._lock:
-                self._used[owner] += (_cost(part) or _cost(part.with_suffix(""))) - full
+                self._used[owner] += (_cost(part) or _cost(part.with_suffix(""))) - cost
 
-    def _with(self, owner: str, part: Path, blob: Blob) -> int:
-        """Bytes of an owner once a blob is whole."""
-        return self._usage(owner) - _cost(part) + max(blob.size, _LEAST)
+    def _usage_with(self, owner: str, part: Path, blob: Blob) -> int:
+        """Return the bytes of an owner once a blob is complete."""
+        return self._usage(owner) - _cost(part) + max(blob.size, _MIN_COST)
 
     def _unfinished(self, owner: str, but: Path) -> str:
-        """Name an owner's uploads that have not ended, which no list shows."""
+        """Describe an owner's unfinished uploads, which ListBlobs does not show."""
         parts = [path for path in self._owner(owner).glob(f"??/*{PART}") if path != but]
         if not parts:
             return ""
         names = few(path.name.partition(".")[0] for path in sorted(parts))
         return (
-            f". {sum(map(_cost, parts))} bytes are of {len(parts)} uploads that have not ended "
+            f". {sum(map(_cost, parts))} bytes belong to {len(parts)} unfinished uploads "
             f"({names}): finish or delete them, or wait a day"
         )
 
     def _expire(self, owner: str) -> None:
-        """Remove what came of uploads that nobody has gone on with for KEPT_S."""
+        """Delete an owner's uploads that were not continued for UNFINISHED_SECONDS."""
         for part in self._owner(owner).glob(f"??/*{PART}"):
             name = part.name.partition(".")[0]
-            with suppress(BusyError, FileNotFoundError), self._alone(owner, name):
-                if time.time() - part.stat().st_mtime >= KEPT_S:
+            with suppress(BusyError, FileNotFoundError), self._exclusive(owner, name):
+                if time.time() - part.stat().st_mtime >= UNFINISHED_SECONDS:
                     freed = _cost(part)
                     durable.remove_tree(part)
                     with self._lock:
@@ -220,7 +266,7 @@ class VaultBlobs:
         return self._used[owner]
 
     @contextmanager
-    def _alone(self, owner: str, blob_id: str) -> Iterator[None]:
+    def _exclusive(self, owner: str, blob_id: str) -> Iterator[None]:
         key = (owner, blob_id)
         with self._lock:
             if key in self._uploading:
@@ -235,18 +281,18 @@ class VaultBlobs:
     def _need(self, owner: str, blob_id: str) -> Path:
         path = self._find(owner, blob_id) if _HEX.match(blob_id) else None
         if path is None:
-            raise _none()
+            raise _not_found()
         return path
 
     def _find(self, owner: str, blob_id: str) -> Path | None:
-        found = self._shard(owner, blob_id).glob(f"{blob_id}.*")
-        return next((path for path in found if path.suffix != PART), None)
+        paths = self._shard(owner, blob_id).glob(f"{blob_id}.*")
+        return next((path for path in paths if path.suffix != PART), None)
 
     def _shard(self, owner: str, blob_id: str) -> Path:
         return self._owner(owner) / blob_id[:2]
 
     def _owner(self, owner: str) -> Path:
-        # A name may hold anything; its digest is a plain folder name.
+        # A name may have any characters; its digest is a plain folder name.
         return self._folder / hashlib.sha256(owner.encode()).hexdigest()[:32]
 
 
@@ -261,13 +307,13 @@ def _check(blob: Blob) -> None:
 
 def _cost(path: Path) -> int:
     try:
-        return max(path.stat().st_size, _LEAST)
+        return max(path.stat().st_size, _MIN_COST)
     except FileNotFoundError:
         return 0
 
 
 def _blob(path: Path) -> Blob | None:
-    """None for one that was deleted since its name was read."""
+    """Describe a file as a blob; None if it was deleted."""
     blob_id, _, sha256 = path.name.partition(".")
     try:
         return Blob(blob_id, path.stat().st_size, sha256)
@@ -275,5 +321,5 @@ def _blob(path: Path) -> Blob | None:
         return None
 
 
-def _none() -> NotFoundError:
-    return NotFoundError("no blob of that id is stored")
+def _not_found() -> NotFoundError:
+    return NotFoundError("no blob with this id is stored")

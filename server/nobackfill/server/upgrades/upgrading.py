@@ -30,7 +30,7 @@ from nobackfill.release.manifest import Manifest, Upgrade
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, RouteRunner, open_route, plan_route
 from nobackfill.release.trial import try_release
-from nobackfill.server.catalog import Catalog, Changed
+from nobackfill.server.catalog import Catalog, ChangeCounter
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import SMALL, HostedInFile
 from nobackfill.server.grpc.metrics import Metrics
@@ -247,7 +247,7 @@ class Upgrading:
         # When, and in which state, each was last shown to other gateways.
         self._shown: dict[str, tuple[JobState, float]] = {}
         self.trials = Trials(catalog)
-        self.changed = Changed()
+        self.changed = ChangeCounter()
 
     def route(self, hosted: Hosted, target: int, *, directly: bool = False) -> Route | None:
         """The best way from the gallery's active space to release `target`, or None; with
