@@ -80,4 +80,4 @@ def test_a_full_disk_ends_nothing(
             fill(disk, 100_000)
             assert "CannotWriteError" in asker("overfill", ADDRESS)
             asker("find", ADDRESS, COUNT)
-            assert "unforeseen" not in gateway.log
+            assert "unexpected error" not in gateway.log

@@ -133,5 +133,5 @@ def test_pods_that_are_killed_are_run_again_and_nothing_is_lost_or_doubled(
         kept = COUNT + 20 + len(changed["put"]) - len(changed["deleted"])
         assert carried.store.count() == kept and carried.store.active().spec.release == 2
         for gateway in gateways:
-            assert "unforeseen" not in gateway.log
+            assert "unexpected error" not in gateway.log
         asker("find", addresses, "20")

@@ -102,7 +102,7 @@ def test_a_batch_is_answered_in_parts_that_end_with_the_call(
     healing: GatewayServer, client: Client, name: str, host: PictureHost, two: Manifest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(answering, "_AT_ONCE", 1)
+    monkeypatch.setattr(answering, "_MAX_CANDIDATES", 1)
     # Of a budget that is left to queries.
     register(client, name, host.address, a_day=1)
     hosted = healing.galleries.get(name)

@@ -68,7 +68,7 @@ def test_a_column_gives_bytes_and_changes_nothing(postgres: Server) -> None:
             opened("column:bad", columns, {})
         assert "SECRET" not in str(wrong.value)
         del items
-        with pytest.raises(ConfigurationError, match="not among item_columns"):
+        with pytest.raises(ConfigurationError, match="not in the setting item_columns"):
             opened(f"column:{address}#t.id.i", columns, {})
 
 
@@ -117,7 +117,7 @@ def test_a_function_is_the_operators(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(TooLargeError):
         items.read("a long name", 3)
     for address, why in (
-        ("function:none", "is no function"),
+        ("function:none", "is not a function"),
         ("function:no", "cannot be imported"),
         ("function:os:system", "not among item_functions"),
     ):

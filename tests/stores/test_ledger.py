@@ -53,10 +53,10 @@ def test_what_was_not_embedded_is_given_back(postgres: Server) -> None:
         ledger.release(labels[1:3])
         ledger.release(labels[1:3])
         assert ledger.spent(day) == 2
-        assert ledger.wanted(9) == []
+        assert ledger.requested(9) == []
         # Of the two that are over, one is claimed; the others stay wanted.
         assert ledger.claim(labels[1:], day, 3) == labels[1:2]
-        assert ledger.wanted(9) == labels[2:]
+        assert ledger.requested(9) == labels[2:]
         database.close()
 
 

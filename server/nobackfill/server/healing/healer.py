@@ -1,4 +1,4 @@
-"""One gallery that heals: carried items embedded again from their source by its release's model."""
+"""Re-embed the migrated items of one gallery from its source, with its release's model."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,28 +11,35 @@ from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.healing.ledger import HealingLedger
 from nobackfill.server.healing.registration import HealingSource
-from nobackfill.server.upgrades.backfill import embed_again, read_again
+from nobackfill.server.upgrades.backfill import re_embed_images, re_embed_texts
 from nobackfill.serving.ledger import today
 from nobackfill.serving.reembedding import Backoff, EmbeddingCost, Reembedding
 from nobackfill.serving.sources import Items
 
-# An item that could not be embedded rests so long, then twice as long, up to an hour.
-_REST_S, _LONGEST_REST_S = 60.0, 3600.0
-# The background rests so long when all was tried: a source that lacks pictures would take its
-# budget every day.
-_TRIED_S = 3600.0
-# Items that the background asks for at once: no query waits behind more. So long it waits for them
-# as one of the gallery's users, whose deletion waits for it.
-_FEW, _FEW_S = 8, 1.0
-# Where all of them failed, the background rests: from so long to so long.
-_IN_VAIN_S = (1.0, 60.0)
+# An item that failed is not tried again for so long (seconds), then twice as long, up to an hour.
+_RETRY_SECONDS, _MAX_RETRY_SECONDS = 60.0, 3600.0
+# The background pauses for so long (seconds) once it has tried all items: a source that lacks
+# pictures would use up its budget every day.
+_ROUND_PAUSE_SECONDS = 3600.0
+# Items that the background embeds at once: a query never waits behind more. It waits for them for
+# so long (seconds), as a user of the gallery, whose deletion waits for it.
+_BATCH, _BATCH_SECONDS = 8, 1.0
+# If all of them failed, the background pauses from so long to so long (seconds).
+_FAILURE_PAUSES = (1.0, 60.0)
 _PAGE = 1000
 
 
 @dataclass(frozen=True)
 class HealingProgress:
-    """How far a gallery has healed. `today`: items begun on this day, by all gateways, without
-    those that could not be embedded; `cost`: this process's own."""
+    """Report how far a gallery is re-embedded.
+
+    Attributes:
+        items: items of the gallery.
+        carried: migrated items that are not re-embedded; None if not known yet.
+        today: items begun today by all gateways, without failed ones.
+        a_day: most items a day.
+        cost: work of this process alone.
+    """
 
     items: int
     carried: int | None
@@ -42,7 +49,7 @@ class HealingProgress:
 
 
 class Healer(Reembedding[int]):
-    """Embeds items of one space of a gallery again, by label."""
+    """Re-embed items of one space of a gallery, by label."""
 
     ledger: HealingLedger
     backoff: Backoff[int]
@@ -51,160 +58,191 @@ class Healer(Reembedding[int]):
         self, hosted: Hosted, manifest: Manifest, embedding: Embedding, source: HealingSource,
         items: Items, ledger: HealingLedger,
     ) -> None:  # fmt: skip
-        backoff = Backoff[int](_REST_S, _LONGEST_REST_S)
+        backoff = Backoff[int](_RETRY_SECONDS, _MAX_RETRY_SECONDS)
         super().__init__(items, source.limits, ledger, backoff)
         self.source, self.space = source, manifest.space
         self._hosted, self._manifest, self._embedding = hosted, manifest, embedding
-        self._rest: Iterator[StoredItem] | None = None
-        self._all_tried = 0.0
-        # The items that the background has begun, and the cost of all by then.
-        self._begun: dict[int, str] = {}
-        self._before = EmbeddingCost()
+        self._remaining: Iterator[StoredItem] | None = None
+        self._next_round = 0.0
+        # The background's last batch, and the cost of all items before it.
+        self._batch: dict[int, str] = {}
+        self._cost_before = EmbeddingCost()
         self._pause = self._paused = 0.0
 
     def close(self, seconds: float = 0.0) -> bool:
-        ended = super().close(seconds)
-        if ended:
+        """Close the source and the ledger.
+
+        Args:
+            seconds: longest wait for batches that have begun.
+
+        Returns:
+            False if a batch has not ended.
+        """
+        is_closed = super().close(seconds)
+        if is_closed:
             self.ledger.close()
-        return ended
+        return is_closed
 
     @property
-    def whole(self) -> bool:
-        """Whether no carried item is left, as far as is known."""
+    def is_complete(self) -> bool:
+        """Whether no migrated item is left, as far as is known."""
         return self.ledger.carried() == 0
 
     def heal_some(self) -> bool:
-        """Embed a few items: first those that were asked for, then those that the upgrade was least
-        certain of, then the others. Half of a day's budget is left to queries. Returns False where
-        there is nothing to do at present."""
-        if self._held_back():
+        """Re-embed a few items, within half of the day's budget; the other half is for queries.
+
+        First come items that queries requested, then those that the upgrade was least certain of,
+        then the others.
+
+        Returns:
+            False if there is nothing to do now.
+        """
+        if self._must_wait():
             return False
         room = self.source.a_day // 2 - self.ledger.spent(today())
-        if self.whole or room <= 0:
+        if self.is_complete or room <= 0:
             return False
-        few = min(room, _FEW)
-        some = self._wanted(few) or self._of_the_rest(few)
-        if some:
-            self._begun, self._before = some, replace(self.cost)
-            self.finish(some, _FEW_S)
-        return bool(some)
+        count = min(room, _BATCH)
+        batch = self._next_requested(count) or self._next_remaining(count)
+        if batch:
+            self._batch, self._cost_before = batch, replace(self.cost)
+            self.finish(batch, _BATCH_SECONDS)
+        return bool(batch)
 
-    def _held_back(self) -> bool:
-        """Return whether the last few are under way still, or all of them failed a moment ago. They
-        cost the budget nothing, and a source that is down shall not be asked for all items."""
-        if self.busy(self._begun):
+    def _must_wait(self) -> bool:
+        """Tell whether the last batch still runs, or all of it failed a moment ago.
+
+        Failures cost no budget, and a source that is down must not be asked for all items.
+        """
+        if self.busy(self._batch):
             return True
-        if self._begun:
-            now, before, (least, most) = self.cost, self._before, _IN_VAIN_S
-            vain = now.failed > before.failed and now.embedded == before.embedded
-            self._pause = min(2 * self._pause or least, most) if vain else 0.0
-            self._begun, self._paused = {}, time.monotonic() + self._pause
+        if self._batch:
+            cost, cost_before, (shortest, longest) = self.cost, self._cost_before, _FAILURE_PAUSES
+            has_failed = cost.failed > cost_before.failed and cost.embedded == cost_before.embedded
+            self._pause = min(2 * self._pause or shortest, longest) if has_failed else 0.0
+            self._batch, self._paused = {}, time.monotonic() + self._pause
         return time.monotonic() < self._paused
 
-    def _wanted(self, few: int) -> dict[int, str]:
-        labels = self.backoff.ready(self.ledger.wanted(_PAGE))[:few]
+    def _next_requested(self, count: int) -> dict[int, str]:
+        labels = self.backoff.ready(self.ledger.requested(_PAGE))[:count]
         return self._carried(labels)
 
-    def _of_the_rest(self, few: int) -> dict[int, str]:
-        if self._rest is None:
-            if time.monotonic() < self._all_tried:
+    def _next_remaining(self, count: int) -> dict[int, str]:
+        if self._remaining is None:
+            if time.monotonic() < self._next_round:
                 return {}
-            self._rest = self._by_doubt()
-        some: dict[int, str] = {}
-        for item in self._rest:
+            self._remaining = self._by_doubt()
+        batch: dict[int, str] = {}
+        for item in self._remaining:
             if self.backoff.ready([item.label]):
-                some[item.label] = item.id
-                if len(some) == few:
-                    return some
-        self._rest = None
+                batch[item.label] = item.id
+                if len(batch) == count:
+                    return batch
+        self._remaining = None
         if not self._hosted.is_closing:
-            self._all_tried = time.monotonic() + _TRIED_S
-        return some
+            self._next_round = time.monotonic() + _ROUND_PAUSE_SECONDS
+        return batch
 
     def _by_doubt(self) -> Iterator[StoredItem]:
-        """Yield carried items, the least certain first, then those of unknown uncertainty. None
-        follows once the gallery is to be deleted: many pages may hold no carried item."""
+        """Yield migrated items, the least certain first, then those of unknown uncertainty.
+
+        It stops once the gallery is to be deleted, because many pages may have no migrated item.
+        """
         for least_certain in (True, False):
-            after = None
+            place = None
             while not self._hosted.is_closing:
-                page, after = self._hosted.store.page(
-                    self.space, _PAGE, after=after, least_certain=least_certain
+                page, place = self._hosted.store.page(
+                    self.space, _PAGE, after=place, least_certain=least_certain
                 )
                 for item, _ in page:
-                    doubtful = item.uncertainty is not None
-                    if item.origin == "upgraded" and doubtful == least_certain:
+                    has_uncertainty = item.uncertainty is not None
+                    if item.origin == "upgraded" and has_uncertainty == least_certain:
                         yield item
-                if after is None:
+                if place is None:
                     break
 
     def progress(self) -> HealingProgress:
-        """Report how far it has come, to a person or to metrics."""
+        """Report the progress."""
         return HealingProgress(
             self._hosted.count(), self.ledger.carried(), self.ledger.spent(today()),
             self.source.a_day, self.cost,
         )  # fmt: skip
 
     def _carried(self, labels: Sequence[int]) -> dict[int, str]:
-        """Return the ids of items that are there and still as an upgrade left them; settle the
-        others."""
-        found = self._hosted.store.items(labels, self.space) if labels else []
-        left = {one.label: one.id for one in found if one and one.origin == "upgraded"}
-        if len(left) < len(labels):
-            self.ledger.settle([label for label in labels if label not in left])
-        return left
+        """Return the ids of items that exist and are still migrated; the ledger settles the
+        others.
+        """
+        items = self._hosted.store.items(labels, self.space) if labels else []
+        migrated = {item.label: item.id for item in items if item and item.origin == "upgraded"}
+        if len(migrated) < len(labels):
+            self.ledger.settle([label for label in labels if label not in migrated])
+        return migrated
 
     def claim(self, keys: Sequence[int], budget: int) -> Sequence[int]:
-        # Looked at again once they are claimed: another may have kept them since.
-        mine = super().claim(keys, budget)
-        left = self._carried(mine)
-        return [label for label in mine if label in left]
+        """Claim items for this process; see Reembedding.claim."""
+        # Checked after the claim: another process may have re-embedded them before.
+        claimed = super().claim(keys, budget)
+        migrated = self._carried(claimed)
+        return [label for label in claimed if label in migrated]
 
-    def keep(self, found: Mapping[int, str | bytes], gone: Sequence[int]) -> Collection[int]:
-        """Embed and write. An item that was deleted or put again has another label, and nothing is
-        written for the one it had."""
-        if gone:
-            self.failed(NotFoundError(f"the source lacks {len(gone)} items of a batch"))
-        if not found or not self._hosted.users.enter():
+    def keep(self, originals: Mapping[int, str | bytes], missing: Sequence[int]) -> Collection[int]:
+        """Embed originals, and store their vectors.
+
+        An item that was deleted or put again has another label, so nothing is stored for the old
+        one.
+
+        Args:
+            originals: original by label, a text or an encoded image.
+            missing: labels whose original the source lacks.
+
+        Returns:
+            The labels that need no more work.
+        """
+        if missing:
+            self.failed(NotFoundError(f"the source lacks {len(missing)} items of a batch"))
+        if not originals or not self._hosted.users.enter():
             return ()
         try:
             with self._hosted.using() as plan:
-                # The space may be on its way out.
-                return self._written(found) if plan.heals == self.space else ()
+                # The space may be about to be deleted.
+                return self._write(originals) if plan.heals == self.space else ()
         finally:
             self._hosted.users.leave()
 
-    def _written(self, found: Mapping[int, str | bytes]) -> Collection[int]:
-        there = self._hosted.store.items(list(found), self.space)
-        items = [one for one in there if one is not None and one.origin == "upgraded"]
-        kept, refused = list[int](), list[str]()
+    def _write(self, originals: Mapping[int, str | bytes]) -> Collection[int]:
+        items = self._hosted.store.items(list(originals), self.space)
+        targets = [item for item in items if item is not None and item.origin == "upgraded"]
+        stored, reasons = list[int](), list[str]()
         for embed in (self._images, self._texts):
             try:
-                kept += embed(items, found, refused)
+                stored += embed(targets, originals, reasons)
             except NoEncoderError as error:
-                refused.append(str(error))
-        for why in refused:
+                reasons.append(str(error))
+        for why in reasons:
             self.failed(NobackfillError(why))
-        left = {one.label for one in items}
-        # Items that went meanwhile are settled, too.
-        done = [*kept, *(label for label in found if label not in left)]
-        self.ledger.settle(done)
-        return done
+        migrated = {item.label for item in targets}
+        # Items that were deleted in the meantime are settled, too.
+        settled = [*stored, *(label for label in originals if label not in migrated)]
+        self.ledger.settle(settled)
+        return settled
 
     def _images(
-        self, items: Sequence[StoredItem], found: Mapping[int, str | bytes], refused: list[str]
+        self, items: Sequence[StoredItem], originals: Mapping[int, str | bytes], reasons: list[str]
     ) -> list[int]:
-        pairs = [(one, data) for one in items if isinstance(data := found[one.label], bytes)]
+        pairs = [(item, data) for item in items if isinstance(data := originals[item.label], bytes)]
         if not pairs:
             return []
-        some, images = zip(*pairs, strict=True)
+        batch, images = zip(*pairs, strict=True)
         with self._embedding.decoding.batch(images):
-            return embed_again(self._hosted, self._embedding, self._manifest, some, images, refused)
+            return re_embed_images(
+                self._hosted, self._embedding, self._manifest, batch, images, reasons
+            )
 
     def _texts(
-        self, items: Sequence[StoredItem], found: Mapping[int, str | bytes], refused: list[str]
+        self, items: Sequence[StoredItem], originals: Mapping[int, str | bytes], reasons: list[str]
     ) -> list[int]:
-        pairs = [(one, data) for one in items if isinstance(data := found[one.label], str)]
+        pairs = [(item, data) for item in items if isinstance(data := originals[item.label], str)]
         if not pairs:
             return []
-        some, texts = zip(*pairs, strict=True)
-        return read_again(self._hosted, self._embedding, self._manifest, some, texts, refused)
+        batch, texts = zip(*pairs, strict=True)
+        return re_embed_texts(self._hosted, self._embedding, self._manifest, batch, texts, reasons)

@@ -1,7 +1,7 @@
-"""Galleries that heal: what queries bring up is embedded again from its source, and kept.
+"""Re-embed what queries find, from the gallery's source, and keep the new vectors.
 
-A healer is made of a gallery's plan and of its source, and goes with them. One thread of low
-priority makes what is new, lets go of what went, and embeds the rest in the background.
+A healer belongs to a gallery's plan and source, and is replaced with them. One thread of low
+priority makes new healers, closes old ones, and re-embeds the remaining items in the background.
 """
 
 import contextlib
@@ -57,211 +57,244 @@ from nobackfill.serving.fusion import candidates
 from nobackfill.serving.reembedding import EmbeddingCost
 from nobackfill.serving.sources import Items
 
-# Answers of a gallery that heals: candidates embedded again, then ranked by what there is.
-
 # A question, and the labels of the items that are ranked for it.
 Candidates = tuple[Question, list[int]]
 
-# Candidates that are embedded again and read at once, those of one question in any case: a batch
-# may have half a million.
-_AT_ONCE = 4096
+# Most candidates that are re-embedded and read at once, except for a single question: a batch may
+# have half a million.
+_MAX_CANDIDATES = 4096
 
 
 def _candidates(
-    healer: Healer, questions: Sequence[Question], allowed: Matches | None
+    healer: Healer, questions: Sequence[Question], matches: Matches | None
 ) -> list[Candidates | InvalidInputError]:
-    """Collect the items that are ranked for each question. Raises DeadlineError, CancelledError."""
-    wide = [replace(question, k=max(question.k, healer.source.hits)) for question in questions]
-    native = healer.ledger.native(allowed)
+    """Collect the items to rank for each question.
+
+    Raises:
+        DeadlineError: the call's time is over.
+        CancelledError: the caller has cancelled the call.
+    """
+    wide_questions = [
+        replace(question, k=max(question.k, healer.source.hits)) for question in questions
+    ]
+    native = healer.ledger.native(matches)
     return [
         answer
         if isinstance(answer, InvalidInputError)
-        else (question, _labels(one, answer[0][0].labels[answer[1]], native))
-        for question, one, answer in zip(questions, wide, find_nearest(wide, allowed), strict=True)
+        else (question, _labels(wide_question, answer[0][0].labels[answer[1]], native))
+        for question, wide_question, answer in zip(
+            questions, wide_questions, find_nearest(wide_questions, matches), strict=True
+        )
     ]
 
 
-def _labels(question: Question, near: Labels, native: Matches | None) -> list[int]:
-    """Choose candidates: the items that are `near`, found together with those of other questions,
-    and the nearest native ones. By distance alone, carried items hide native ones that are as near
-    in truth (docs/adr/0024)."""
+def _labels(question: Question, nearest: Labels, native: Matches | None) -> list[int]:
+    """Choose the candidates of a question: its nearest items, and its nearest native items.
+
+    By distance alone, migrated items hide native ones that are truly as near (docs/adr/0024).
+    """
 
     def nearest_native(count: int) -> Labels:
         if native is None:
-            return near[:0]
+            return nearest[:0]
         context.current().check()
         search = question.parts, question.vectors, count, native, question.ef
-        found: Labels = question.hosted.search(*search)[0].labels[0]
-        return found
+        labels: Labels = question.hosted.search(*search)[0].labels[0]
+        return labels
 
-    chosen = candidates(lambda _: near, nearest_native, count=question.k)
-    return [int(label) for label in chosen if label >= 0]
-
-
-def _groups(near: Sequence[Candidates]) -> Iterator[Sequence[Candidates]]:
-    """Questions that are answered together, by what their candidates take."""
-    first, many = 0, 0
-    for number, (_, labels) in enumerate(near):
-        if number > first and many + len(labels) > _AT_ONCE:
-            yield near[first:number]
-            first, many = number, 0
-        many += len(labels)
-    if near:
-        yield near[first:]
+    selection = candidates(lambda _: nearest, nearest_native, count=question.k)
+    return [int(label) for label in selection if label >= 0]
 
 
-def _answered(healer: Healer, near: Sequence[Candidates], end: float) -> Iterator[SearchResult]:
-    """Answer questions by the vectors that their candidates have once the carried ones among the
-    first are embedded again, or at the `end` of the monotonic clock."""
-    ranked = _ranked(near)
-    first = [hit for hits in ranked for hit in hits[: healer.source.hits]]
-    carried = {hit.item.label: hit.item.id for hit in first if hit.origin == "upgraded"}
-    if carried:
-        healer.ask(carried, end - time.monotonic())
-        ranked = _ranked(near)
-    for (question, _), hits in zip(near, ranked, strict=True):
+def _groups(pairs: Sequence[Candidates]) -> Iterator[Sequence[Candidates]]:
+    """Split questions into groups, by the number of their candidates."""
+    first, total = 0, 0
+    for number, (_, labels) in enumerate(pairs):
+        if number > first and total + len(labels) > _MAX_CANDIDATES:
+            yield pairs[first:number]
+            first, total = number, 0
+        total += len(labels)
+    if pairs:
+        yield pairs[first:]
+
+
+def _answers(healer: Healer, pairs: Sequence[Candidates], end: float) -> Iterator[SearchResult]:
+    """Answer questions by the present vectors of their candidates.
+
+    First re-embed the migrated ones among the first hits, at most until `end` on the monotonic
+    clock.
+    """
+    ranked = _rank_candidates(pairs)
+    first_hits = [hit for hits in ranked for hit in hits[: healer.source.hits]]
+    migrated = {hit.item.label: hit.item.id for hit in first_hits if hit.origin == "upgraded"}
+    if migrated:
+        healer.ask(migrated, end - time.monotonic())
+        ranked = _rank_candidates(pairs)
+    for (question, _), hits in zip(pairs, ranked, strict=True):
         query = question.parts[0].query
         yield SearchResult(hits[: question.k], query.release, query.space)
 
 
-def _ranked(near: Sequence[Candidates]) -> list[list[RankedHit]]:
-    """Rank the candidates of each question by the vectors that they have now."""
-    hosted, part = near[0][0].hosted, near[0][0].parts[0]
-    labels = np.array(sorted({label for _, some in near for label in some}), np.int64)
+def _rank_candidates(pairs: Sequence[Candidates]) -> list[list[RankedHit]]:
+    """Rank the candidates of each question by their present vectors."""
+    hosted, part = pairs[0][0].hosted, pairs[0][0].parts[0]
+    labels = np.array(
+        sorted({label for _, candidates_of in pairs for label in candidates_of}), np.int64
+    )
     stored = hosted.store.stored(labels, part.space)
     metric = space_of(hosted.spaces(), part.space).spec.metric
     origins = dict(zip(stored.labels.tolist(), stored.origins, strict=True))
 
-    def items(some: list[int], space: str) -> list[StoredItem | None]:
-        # Their vectors' own origins, whatever happens meanwhile.
+    def items(candidates_of: list[int], space: str) -> list[StoredItem | None]:
+        # The origins of the vectors that were read, even if they change now.
         return [
-            None if one is None else replace(one, origin=origins[one.label])
-            for one in hosted.items(some, space)
+            None if item is None else replace(item, origin=origins[item.label])
+            for item in hosted.items(candidates_of, space)
         ]
 
-    found = []
-    for question, some in near:
-        rows = np.flatnonzero(np.isin(stored.labels, some))
-        apart = index.to_one(metric, question.vectors[0], stored.embedding[rows])
-        order = np.lexsort((stored.labels[rows], apart))
-        there = Neighbours(stored.labels[rows][order][None], apart[order][None])
-        # By scores, as distances to carried and to native vectors do not compare.
-        found.append(rank([part], [there], 0, len(order), items, exact=hosted.exact, by_score=True))
-    return found
-
-
-# Metrics of galleries that heal.
+    ranked = []
+    for question, candidates_of in pairs:
+        rows = np.flatnonzero(np.isin(stored.labels, candidates_of))
+        distances = index.to_one(metric, question.vectors[0], stored.embedding[rows])
+        order = np.lexsort((stored.labels[rows], distances))
+        neighbours = Neighbours(stored.labels[rows][order][None], distances[order][None])
+        # Ranked by score, as distances to migrated and to native vectors do not compare.
+        ranked.append(
+            rank([part], [neighbours], 0, len(order), items, exact=hosted.exact, by_score=True)
+        )
+    return ranked
 
 
 class HealingSeries(Collector):
-    """Metrics of all galleries with a source together, computed when they are read."""
+    """Export metrics of all galleries with a source, computed at a scrape."""
 
     def __init__(self, progress: Callable[[], Iterable[HealingProgress]]) -> None:
         self._progress = progress
         self._lock = threading.Lock()
-        self._shown = {"carried": 0, "native": 0}
+        self._hits = {"carried": 0, "native": 0}
 
     def count(self, answers: Iterable[SearchResult]) -> None:
-        """Count hits that are shown, by the origin of their vectors."""
-        hits = [hit for one in answers for hit in one.hits]
-        carried = sum(hit.origin == "upgraded" for hit in hits)
+        """Count the hits of answers, by the origin of their vectors."""
+        hits = [hit for answer in answers for hit in answer.hits]
+        migrated = sum(hit.origin == "upgraded" for hit in hits)
         with self._lock:
-            self._shown["carried"] += carried
-            self._shown["native"] += len(hits) - carried
+            self._hits["carried"] += migrated
+            self._hits["native"] += len(hits) - migrated
 
     def collect(self) -> Iterator[Metric]:
-        seen = list(self._progress())
+        """Yield the metrics."""
+        reports = list(self._progress())
         items = GaugeMetricFamily(
             "nobackfill_healing_items",
             "Items of galleries with a source: carried by an upgrade, or embedded by the release.",
             labels=["origin"],
         )
-        carried = sum(one.carried or 0 for one in seen)
-        items.add_metric(["carried"], carried)
-        items.add_metric(["native"], sum(one.items for one in seen) - carried)
+        migrated = sum(report.carried or 0 for report in reports)
+        items.add_metric(["carried"], migrated)
+        items.add_metric(["native"], sum(report.items for report in reports) - migrated)
         yield items
-        shown = CounterMetricFamily(
+        hits = CounterMetricFamily(
             "nobackfill_healing_hits",
-            "Hits shown by galleries with a source, by what they were ranked by.",
+            "Hits of galleries with a source, by the origin of their vectors.",
             labels=["origin"],
         )
-        for origin, count in self._shown.items():
-            shown.add_metric([origin], count)
-        yield shown
-        made = CounterMetricFamily(
+        for origin, count in self._hits.items():
+            hits.add_metric([origin], count)
+        yield hits
+        embedded = CounterMetricFamily(
             "nobackfill_healing_embedded",
-            "Items embedded again from their source, by what became of them.",
+            "Items re-embedded from their source, by outcome.",
             labels=["outcome"],
         )
-        made.add_metric(["kept"], sum(one.cost.embedded for one in seen))
-        made.add_metric(["failed"], sum(one.cost.failed for one in seen))
-        yield made
+        embedded.add_metric(["kept"], sum(report.cost.embedded for report in reports))
+        embedded.add_metric(["failed"], sum(report.cost.failed for report in reports))
+        yield embedded
         yield CounterMetricFamily(
             "nobackfill_healing_read_bytes", "Bytes read from sources.",
-            value=sum(one.cost.bytes for one in seen),
+            value=sum(report.cost.bytes for report in reports),
         )  # fmt: skip
         yield CounterMetricFamily(
-            "nobackfill_healing_seconds", "Seconds of threads that read and embedded again.",
-            value=sum(one.cost.seconds for one in seen),
+            "nobackfill_healing_seconds", "Seconds of threads that read and re-embedded items.",
+            value=sum(report.cost.seconds for report in reports),
         )  # fmt: skip
         yield GaugeMetricFamily(
-            "nobackfill_healing_budget_left", "Items that today's budgets have room for.",
-            value=sum(max(0, one.a_day - one.today) for one in seen),
+            "nobackfill_healing_budget_left", "Items left in today's budgets.",
+            value=sum(max(0, report.a_day - report.today) for report in reports),
         )  # fmt: skip
 
 
 log = structlog.get_logger("server.healing")
 
-_EVERY_S = 0.5
-# A search waits so long for a source to be opened; the gateway's end for batches that have begun.
-_OPENED_S, _ENDED_S = 2.0, 3.0
-# Where a source cannot be opened, or its file not be written, it is tried again after so long.
-_AGAIN_S = 30.0
-# The share of a call's time that it may wait for its hits.
-_SHARE = 0.8
+_POLL_SECONDS = 0.5
+# Longest wait (seconds) of a search for a source to open, and of a stop for batches that run.
+_OPEN_SECONDS, _STOP_SECONDS = 2.0, 3.0
+# A source that cannot be opened, or a ledger that cannot be written, is tried again after so long
+# (seconds).
+_RETRY_SECONDS = 30.0
+# Largest share of a call's remaining time that it waits for its hits.
+_WAIT_SHARE = 0.8
 
 
 class HealingAnswerer:
-    """Embeds hits again before they are shown, until nothing is left that was carried."""
+    """Re-embed hits before they are returned, until no migrated item is left."""
 
     def __init__(self, healing: "Healing", plain: PlainAnswerer, space: str) -> None:
-        """`space`: whose carried vectors are made anew."""
+        """Make an answerer.
+
+        Args:
+            healing: the healers.
+            plain: answers without re-embedding.
+            space: the space to re-embed.
+        """
         self._healing, self._plain, self._space = healing, plain, space
 
     def answer(self, hosted: Hosted, request: SearchRequest) -> list[QueryAnswer]:
-        """Raises as Searching.batch."""
+        """Answer each query of a request.
+
+        Raises:
+            NobackfillError: as Searching.batch.
+        """
         questions = self._plain.questions(hosted, request)
         answers: dict[Question, QueryAnswer] = {}
-        healed = [
-            one for one in valid_questions(questions) if request.heal and self._heals(hosted, one)
+        to_heal = [
+            question
+            for question in valid_questions(questions)
+            if request.heal and self._heals(hosted, question)
         ]
-        if healed:
+        if to_heal:
             with context.part("search"):
-                found = self._healing.find(healed, matches_of(hosted, request.filtered))
-            answers.update(zip(healed, found, strict=True))
-        left = [one for one in valid_questions(questions) if one not in answers]
-        answers |= self._plain.find(hosted, left, request)
-        return [one if isinstance(one, InvalidInputError) else answers[one] for one in questions]
+                results = self._healing.find(to_heal, matches_of(hosted, request.filtered))
+            answers.update(zip(to_heal, results, strict=True))
+        others = [question for question in valid_questions(questions) if question not in answers]
+        answers |= self._plain.find(hosted, others, request)
+        return [
+            question if isinstance(question, InvalidInputError) else answers[question]
+            for question in questions
+        ]
 
     def image_part(self, hosted: Hosted) -> PlanPart | None:
-        return self._unless_healed(hosted, self._plain.image_part(hosted))
+        """Return the part that answers an image, once no migrated item is left."""
+        return self._if_complete(hosted, self._plain.image_part(hosted))
 
     def space_part(self, hosted: Hosted, space: str) -> PlanPart | None:
-        return self._unless_healed(hosted, self._plain.space_part(hosted, space))
+        """Return the part that answers an embedding of a space, once no migrated item is left."""
+        return self._if_complete(hosted, self._plain.space_part(hosted, space))
 
-    def _unless_healed(self, hosted: Hosted, part: PlanPart | None) -> PlanPart | None:
+    def _if_complete(self, hosted: Hosted, part: PlanPart | None) -> PlanPart | None:
         heals = part is not None and part.space == self._space
-        return None if heals and not self._healing.whole(hosted, self._space) else part
+        return None if heals and not self._healing.is_complete(hosted, self._space) else part
 
     def _heals(self, hosted: Hosted, question: Question) -> bool:
-        """Return whether it is asked in the space's own release, and hits may have been carried."""
+        """Tell whether a question is in the space to re-embed, and hits may be migrated."""
         part = question.parts[0]
-        own = len(question.parts) == 1 and part.query.space == part.space == self._space
-        return own and not self._healing.whole(hosted, self._space)
+        is_own = len(question.parts) == 1 and part.query.space == part.space == self._space
+        return is_own and not self._healing.is_complete(hosted, self._space)
 
 
 class Healing:
-    """The healers of galleries that have a source, and the thread that embeds in the background."""
+    """Keep the healers of galleries with a source, and the thread that re-embeds in the
+    background.
+    """
 
     def __init__(self, embedding: Embedding, settings: Settings, metrics: Metrics) -> None:
         self._embedding, self._metrics = embedding, metrics
@@ -273,22 +306,23 @@ class Healing:
         metrics.registry.register(self._series)
         self._lock = threading.Lock()
         self._healers: WeakKeyDictionary[Hosted, Healer] = WeakKeyDictionary()
-        # Held while a gallery's is made, which may wait for a folder on a network.
-        self._making: WeakKeyDictionary[Hosted, threading.Lock] = WeakKeyDictionary()
+        # Held while a gallery's healer is made, which may wait for a network folder.
+        self._locks: WeakKeyDictionary[Hosted, threading.Lock] = WeakKeyDictionary()
         self._trouble: WeakKeyDictionary[Hosted, float] = WeakKeyDictionary()
-        # Replaced healers whose batches have not ended yet.
+        # Replaced healers with batches that still run.
         self._replaced: list[Healer] = []
         # Sources that are being opened.
         self._opening: dict[HealingSource, Future[Items]] = {}
-        self._past = EmbeddingCost()
+        self._past_cost = EmbeddingCost()
         self._stopping = threading.Event()
         self._galleries: Callable[[], Iterable[Hosted]] = tuple
         self._thread = threading.Thread(target=self._run, name="healing", daemon=True)
 
     @contextlib.contextmanager
     def running(self, galleries: Callable[[], Iterable[Hosted]]) -> Iterator[None]:
-        """Heal in the background to the end of the block. Batches that have begun by then are
-        finished, unless their source hangs."""
+        """Re-embed in the background during a block; running batches are finished, unless their
+        source hangs.
+        """
         self._galleries = galleries
         self._thread.start()
         try:
@@ -298,52 +332,65 @@ class Healing:
             with self._lock:
                 for hosted in list(self._healers):
                     self._replace(hosted)
-            self._let_go(_ENDED_S)
+            self._close_replaced(_STOP_SECONDS)
             self._thread.join()
 
     def answerer(self, plain: PlainAnswerer, space: str) -> HealingAnswerer:
-        """Make the answerer of a plan that heals a space."""
+        """Make the answerer of a plan that re-embeds a space."""
         return HealingAnswerer(self, plain, space)
 
-    def whole(self, hosted: Hosted, space: str) -> bool:
-        """Return whether no carried item is left in a space that heals, as far as is known; asked
-        for each query that might be answered quickly."""
+    def is_complete(self, hosted: Hosted, space: str) -> bool:
+        """Tell whether a space has no migrated item left, as far as is known; called for each
+        query.
+        """
         healer = self._healers.get(hosted)
-        return healer is not None and healer.space == space and healer.whole
+        return healer is not None and healer.space == space and healer.is_complete
 
-    def find(self, questions: Sequence[Question], allowed: Matches | None) -> list[QueryAnswer]:
-        """Answer questions in one space that heals."""
+    def find(self, questions: Sequence[Question], matches: Matches | None) -> list[QueryAnswer]:
+        """Answer questions in one space that is re-embedded.
+
+        Args:
+            questions: questions of one gallery and one part.
+            matches: items that may be hits; None means all.
+
+        Returns:
+            For each question the result, or why it was refused.
+
+        Raises:
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+        """
         hosted, part = questions[0].hosted, questions[0].parts[0]
         healer = self._healer(hosted, part.query)
         if healer is None:
-            answers = find_nearest(questions, allowed)
+            answers = find_nearest(questions, matches)
             return [rank_nearest(q, a) for q, a in zip(questions, answers, strict=True)]
-        near = _candidates(healer, questions, allowed)
-        # All of them together wait as long as one.
-        patience = min(healer.source.seconds, _SHARE * context.current().remaining())
-        end, found = time.monotonic() + patience, list[SearchResult]()
-        for group in _groups([one for one in near if not isinstance(one, InvalidInputError)]):
+        pairs = _candidates(healer, questions, matches)
+        # All questions wait as long as one would.
+        patience = min(healer.source.seconds, _WAIT_SHARE * context.current().remaining())
+        end, results = time.monotonic() + patience, list[SearchResult]()
+        for group in _groups([pair for pair in pairs if not isinstance(pair, InvalidInputError)]):
             context.current().check()
-            found += _answered(healer, group, end)
-        self._series.count(found)
-        healed = iter(found)
-        return [one if isinstance(one, InvalidInputError) else next(healed) for one in near]
+            results += _answers(healer, group, end)
+        self._series.count(results)
+        iterator = iter(results)
+        return [pair if isinstance(pair, InvalidInputError) else next(iterator) for pair in pairs]
 
     def progress(self, hosted: Hosted) -> HealingProgress | None:
-        """Report on a gallery that has a source; None for another."""
+        """Report on a gallery; None if it has no source, or its healer is not ready."""
         if hosted.plan.heals is None:
             return None
         healer = self._healer(hosted, hosted.plan.query)
         try:
             return None if healer is None else healer.progress()
         except NotFoundError:
-            # It was replaced a moment ago.
+            # The healer was replaced a moment ago.
             return None
 
     def all_progress(self) -> Iterator[HealingProgress]:
-        """Report on every gallery that heals, and on the cost of those that no longer do."""
+        """Yield a report on every gallery with a source, and the cost of earlier healers."""
         with self._lock:
-            costs = [replace(self._past), *(one.cost for one in self._replaced)]
+            costs = [replace(self._past_cost), *(healer.cost for healer in self._replaced)]
             healers = list(self._healers.values())
         for cost in costs:
             yield HealingProgress(0, 0, 0, 0, cost)
@@ -352,47 +399,61 @@ class Healing:
                 yield healer.progress()
 
     def _healer(self, hosted: Hosted, manifest: Manifest) -> Healer | None:
-        """Return the healer of the gallery's present space and source; None: it has none now."""
+        """Return the healer for a gallery's present space and source; None if there is none now."""
         source = hosted.state(SOURCE)
         if source is None or hosted.is_closing or time.monotonic() < self._trouble.get(hosted, 0.0):
             return None
-        given = HealingSource.from_state(source)
-        known = self._healers.get(hosted)
-        if known is not None and (known.space, known.source) == (manifest.space, given):
-            return known
+        present_source = HealingSource.from_state(source)
+        healer = self._healers.get(hosted)
+        if healer is not None and (healer.space, healer.source) == (manifest.space, present_source):
+            return healer
         with self._lock:
-            making = self._making.setdefault(hosted, threading.Lock())
-        with making:
-            known = self._healers.get(hosted)
-            if known is not None and (known.space, known.source) == (manifest.space, given):
-                return known
+            lock = self._locks.setdefault(hosted, threading.Lock())
+        with lock:
+            healer = self._healers.get(hosted)
+            if healer is not None and (healer.space, healer.source) == (
+                manifest.space,
+                present_source,
+            ):
+                return healer
             if time.monotonic() < self._trouble.get(hosted, 0.0):
                 return None
-            return self._new(hosted, manifest, given)
+            return self._new(hosted, manifest, present_source)
 
     def _new(self, hosted: Hosted, manifest: Manifest, source: HealingSource) -> Healer | None:
-        """Make a gallery's healer in place of the last one; under the gallery's own lock."""
-        made = None
+        """Make a gallery's healer, which replaces the last one; the caller holds the gallery's
+        lock.
+        """
+        healer = None
         try:
-            items, ledger = self.open(source, _OPENED_S), _ledger(hosted, manifest.space)
-            made = Healer(hosted, manifest, self._embedding, source, items, ledger)
+            items, ledger = self.open(source, _OPEN_SECONDS), _ledger(hosted, manifest.space)
+            healer = Healer(hosted, manifest, self._embedding, source, items, ledger)
         except (NobackfillError, OSError, sqlite3.Error) as error:
-            log.error("source not usable", gallery=hosted.name, error=str(error))
-            self._trouble[hosted] = time.monotonic() + _AGAIN_S
+            log.error("cannot use the source", gallery=hosted.name, error=str(error))
+            self._trouble[hosted] = time.monotonic() + _RETRY_SECONDS
         with self._lock:
             self._replace(hosted)
-            if made is None:
+            if healer is None:
                 return None
             if not self._stopping.is_set():
-                self._healers[hosted] = made
-                return made
-        made.close(0.0)
+                self._healers[hosted] = healer
+                return healer
+        healer.close(0.0)
         return None
 
     def open(self, source: HealingSource, seconds: float) -> Items:
-        """Raises as Places.open, and UnavailableError for a source that is not open within so many
-        seconds, such as a folder of a network that is away: a thread goes on opening it, whose
-        result the next call gets."""
+        """Open a source.
+
+        Args:
+            source: the source.
+            seconds: longest wait; afterwards a thread still opens it, and the next call gets the
+                result.
+
+        Raises:
+            ConfigurationError: the gateway's settings do not allow the source.
+            NotFoundError: the source does not exist.
+            UnavailableError: the source is not open in time, such as a network folder that is away.
+        """
         with self._lock:
             opening = self._opening.get(source)
             if opening is None:
@@ -400,32 +461,34 @@ class Healing:
                 self._opening[source] = opening
         if not wait([opening], seconds).done:
             raise UnavailableError(
-                f"source: {source.address[:80]!r} cannot be opened within {seconds:g} s; look "
-                "whether its host or its file system answers"
+                f"source: {source.address[:80]!r} cannot be opened within {seconds:g} s; check "
+                "that its host or its file system answers"
             )
         with self._lock:
             self._opening.pop(source, None)
         return opening.result()
 
     def _replace(self, hosted: Hosted) -> None:
-        """Retire a gallery's healer; under the lock."""
+        """Retire a gallery's healer; the caller holds the lock."""
         if (healer := self._healers.pop(hosted, None)) is not None:
             self._replaced.append(healer)
 
-    def _let_go(self, seconds: float = 0.0) -> None:
-        """Close retired healers whose batches end within so many seconds all together; try the
-        others the next time."""
+    def _close_replaced(self, seconds: float = 0.0) -> None:
+        """Close retired healers, and wait at most so many seconds for all their batches.
+
+        Those with a batch that still runs are tried again next time.
+        """
         end, replaced = time.monotonic() + seconds, list(self._replaced)
         for healer in replaced:
             healer.close(0.0)
         for healer in replaced:
             if not healer.close(max(0.0, end - time.monotonic())):
                 if seconds:
-                    log.warning("a source hangs, nobody waits for it")
+                    log.warning("a source hangs; its batch is abandoned")
                 continue
-            cost, past = healer.cost, self._past
+            cost, past = healer.cost, self._past_cost
             with self._lock:
-                # At a stop two threads may end the same one.
+                # Two threads may close the same healer when the gateway stops.
                 if healer in self._replaced:
                     self._replaced.remove(healer)
                     past.embedded += cost.embedded
@@ -440,48 +503,51 @@ class Healing:
             worked = 0.0
             with error_boundary(self._metrics, "healing"):
                 worked = self._round()
-            # Searches come first: it rests as long as it works. Nobody's gallery is in use then.
-            self._stopping.wait(worked or _EVERY_S)
+            # Searches come first: pause as long as the work took. No gallery is in use during the
+            # pause.
+            self._stopping.wait(worked or _POLL_SECONDS)
 
     def _round(self) -> float:
-        """Heal a few items of each gallery; return the seconds spent where there may be more."""
-        worked, seen = 0.0, set[Hosted]()
+        """Re-embed a few items of each gallery; returns the seconds of work if there may be
+        more.
+        """
+        seconds, healed = 0.0, set[Hosted]()
         for hosted in self._galleries():
             if hosted.plan.heals is None or self._stopping.is_set():
                 continue
-            seen.add(hosted)
+            healed.add(hosted)
             began = time.monotonic()
-            # An error of one gallery keeps no other from healing.
+            # An error in one gallery must not stop the others.
             with error_boundary(self._metrics, "healing"):
                 if self._heal_some(hosted):
-                    worked += time.monotonic() - began
+                    seconds += time.monotonic() - began
         with self._lock:
             for hosted in list(self._healers):
-                if hosted not in seen and (hosted.is_closing or hosted.state(SOURCE) is None):
+                if hosted not in healed and (hosted.is_closing or hosted.state(SOURCE) is None):
                     self._replace(hosted)
-        self._let_go()
-        return worked
+        self._close_replaced()
+        return seconds
 
     def _heal_some(self, hosted: Hosted) -> bool:
-        """Heal a few items of one gallery; return whether there may be more."""
+        """Re-embed a few items of one gallery; tells whether there may be more."""
         with hosted.using() as plan:
             healer = self._healer(hosted, plan.query) if plan.heals else None
         if healer is None:
             return False
-        more = False
-        # Busy, or replaced meanwhile.
+        has_more = False
+        # The healer is busy, or was replaced.
         with contextlib.suppress(BusyError, NotFoundError):
             healer.ledger.load()
-            more = healer.heal_some()
-        return more
+            has_more = healer.heal_some()
+        return has_more
 
 
 def _ledger(hosted: Hosted, space: str) -> HealingLedger:
     if isinstance(hosted, HostedInFile):
         return FileLedger(hosted.folder, hosted.store, space)
-    # It needs the extra `postgres`.
+    # These imports need the extra `postgres`.
     from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
     from nobackfill.server.stores.postgresql.ledger import DatabaseLedger
 
-    assert isinstance(hosted.store, PostgresqlGallery), "there is no third kind"
+    assert isinstance(hosted.store, PostgresqlGallery), "a store is a file or a database"
     return DatabaseLedger(hosted.store, space)

@@ -1,6 +1,6 @@
-"""The ledger of a gallery that heals, and which of its vectors are native.
+"""Record re-embedding in a gallery, and know which of its vectors are native.
 
-Labels are never used twice, so what is noted of an item that went says nothing of the next.
+Labels are never reused, so entries of a deleted item say nothing about another one.
 """
 
 import sqlite3
@@ -20,64 +20,70 @@ FILE = "healing.sqlite"
 
 
 class HealingLedger(Ledger[int], Protocol):
-    """Of one space of one gallery, by label. All raise NotFoundError once it is closed."""
+    """Record the work on one space of one gallery, by label. All methods raise NotFoundError once
+    closed.
+    """
 
     def load(self) -> None:
-        """Read what `carried` and `native` need, where that is due, however long it takes."""
+        """Read what `carried` and `native` need, if it is due, however long that takes."""
         ...
 
     def carried(self) -> int | None:
-        """Count the items that an upgrade has carried and nobody has embedded since; None: that is
-        not known yet."""
+        """Return the number of migrated items that were not re-embedded; None if it is not known
+        yet.
+        """
         ...
 
-    def native(self, allowed: Matches | None) -> Matches | None:
-        """Return those of the others that are `allowed`; None where nobody can tell."""
+    def native(self, matches: Matches | None) -> Matches | None:
+        """Return the native items among some; None if they are not known.
+
+        Args:
+            matches: the items; None means all.
+        """
         ...
 
-    def wanted(self, count: int) -> Sequence[int]:
-        """Return labels that were asked for in vain, most often first."""
+    def requested(self, count: int) -> Sequence[int]:
+        """Return labels that queries requested in vain, most often first."""
         ...
 
     def close(self) -> None:
-        """Let go of what is open; may be called twice."""
+        """Close the ledger; a second call does nothing."""
         ...
 
 
 class _Native:
-    """The native ones among `allowed`, or among all; see Matches."""
+    """Match the native items among some, or among all."""
 
-    def __init__(self, carried: CarriedLabels, allowed: Matches | None) -> None:
-        self._carried, self._allowed = carried, allowed
+    def __init__(self, carried: CarriedLabels, matches: Matches | None) -> None:
+        self._carried, self._matches = carried, matches
 
     def labels(self) -> Labels:
-        raise NotImplementedError("searches ask for masks")
+        raise NotImplementedError("searches only use masks")
 
     def __len__(self) -> int:
-        raise NotImplementedError("searches ask for masks")
+        raise NotImplementedError("searches only use masks")
 
     def mask(self, labels: Labels) -> Mask:
         native = self._carried.native(labels)
-        return native if self._allowed is None else native & self._allowed.mask(labels)
+        return native if self._matches is None else native & self._matches.mask(labels)
 
 
 class FileLedger(LedgerFile[int]):
-    """A HealingLedger in a file beside the gallery. The file is not the gallery's truth: lost or
-    damaged, it begins anew."""
+    """Keep the ledger in a file next to the gallery; a lost or damaged file begins empty."""
 
-    # Claims of an earlier life end: this process alone has the folder.
+    # Claims of an earlier process end: only this process uses the folder.
     opening = f"{LedgerFile.opening}DELETE FROM claim WHERE until < {time.time() + CLAIM_SECONDS};"  # noqa: S608
     synchronous = "NORMAL"
 
     def __init__(self, folder: Path, store: Store, space: str) -> None:
         super().__init__(folder / FILE)
-        self._closed = False
+        self._is_closed = False
         try:
-            self._opened = self._open()
+            self._opened_file = self._open()
         except DamagedError:
             for suffix in ("", "-wal", "-shm"):
                 self._path.with_name(FILE + suffix).unlink(missing_ok=True)
-            self._opened = self._open()
+            self._opened_file = self._open()
         self._carried = CarriedLabels(store, space)
 
     def load(self) -> None:
@@ -87,22 +93,22 @@ class FileLedger(LedgerFile[int]):
     def carried(self) -> int | None:
         return len(self._carried) if self._carried.loaded else None
 
-    def native(self, allowed: Matches | None) -> Matches | None:
-        return _Native(self._carried, allowed) if self._carried.loaded else None
+    def native(self, matches: Matches | None) -> Matches | None:
+        return _Native(self._carried, matches) if self._carried.loaded else None
 
-    def wanted(self, count: int) -> list[int]:
+    def requested(self, count: int) -> list[int]:
         return [int(name) for name in self.names_wanted(count)]
 
     def close(self) -> None:
         with self._lock:
-            if self._closed:
-                return  # at a stop two threads may end it
-            self._closed = True
+            if self._is_closed:
+                return  # two threads may close it when the gateway stops
+            self._is_closed = True
             super().close()
         self._carried.close()
 
     @property
     def _connection(self) -> sqlite3.Connection:
-        if self._closed:
-            raise NotFoundError(f"{self._path}: its gallery heals otherwise by now")
+        if self._is_closed:
+            raise NotFoundError(f"{self._path}: the gallery's source or space has changed")
         return super()._connection

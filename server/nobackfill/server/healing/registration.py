@@ -1,4 +1,4 @@
-"""The source of images or texts that a gallery is registered with, and what it may cost."""
+"""Describe the source from which a gallery's items are re-embedded, and open it."""
 
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,12 +15,12 @@ from nobackfill.serving.sources import FolderItems, FunctionItems, Items, LineIt
 from nobackfill.vectors import Kind
 
 FOLDER, TEXTS, COLUMN, FUNCTION = "folder:", "texts:", "column:", "function:"
-# Files of this kind are texts, all others images.
-_PLAIN = ".txt"
-LEAST_HITS, MOST_HITS = 20, 200
-# Numbers of a source: what is least, most, and meant by 0.
+# Files with this suffix are texts, all others images.
+_TEXT_SUFFIX = ".txt"
+MIN_HITS, MAX_HITS = 20, 200
+# Limits of a source: least value, largest value, and the default for 0.
 _NUMBERS: Mapping[str, tuple[float, float, float]] = {
-    "hits": (LEAST_HITS, MOST_HITS, 100),
+    "hits": (MIN_HITS, MAX_HITS, 100),
     "seconds": (0.01, 30, 1),
     "bytes_a_query": (1 << 10, 1 << 30, 64 << 20),
     "concurrency": (1, 16, 2),
@@ -30,9 +30,17 @@ _NUMBERS: Mapping[str, tuple[float, float, float]] = {
 
 @dataclass(frozen=True)
 class HealingSource:
-    """`address`: folder:DIR, folder:DIR/{id}.jpg, an address on a named host with {id} in its
-    path, texts:FILE.jsonl, column:NAME or function:NAME. `hits`: first ones of a query that are
-    embedded again; the others as in Limits."""
+    """Describe a source and its limits.
+
+    Attributes:
+        address: folder:DIR, folder:DIR/{id}.jpg, https://HOST/{id}.jpg, texts:FILE.jsonl,
+            column:NAME or function:NAME.
+        hits: number of first hits of a query that are re-embedded.
+        seconds: longest wait of a query for them.
+        bytes_a_query: most bytes that a query reads.
+        concurrency: most batches at once.
+        a_day: most items a day.
+    """
 
     address: str
     hits: int
@@ -43,29 +51,37 @@ class HealingSource:
 
     @classmethod
     def checked(cls, address: str, **numbers: float) -> Self:
-        """0 for what is usual. Raises InvalidInputError."""
+        """Make a source with valid limits.
+
+        Args:
+            address: the address; it is checked when it is opened.
+            numbers: limits by name; 0 means the default.
+
+        Raises:
+            InvalidInputError: a limit is out of its range.
+        """
         values: dict[str, Any] = {}
-        for name, (least, most, usual) in _NUMBERS.items():
-            value = numbers.get(name, 0) or usual
-            if not least <= value <= most:
+        for name, (smallest, largest, default) in _NUMBERS.items():
+            value = numbers.get(name, 0) or default
+            if not smallest <= value <= largest:
                 raise InvalidInputError(
-                    f"source, {name}: expected {least:g} to {most:g}, got {value:g}"
+                    f"source, {name}: expected {smallest:g} to {largest:g}, got {value:g}"
                 )
             values[name] = value
         return cls(address, **values)
 
     @classmethod
-    def from_state(cls, kept: Mapping[str, Any]) -> Self:
-        """As a gallery keeps it."""
-        return cls(**kept)
+    def from_state(cls, values: Mapping[str, Any]) -> Self:
+        """Read a source from a gallery's state."""
+        return cls(**values)
 
     def to_state(self) -> dict[str, Any]:
-        """For `from_state`."""
+        """Encode the source for a gallery's state."""
         return asdict(self)
 
     @property
     def limits(self) -> Limits:
-        """The limits of a query, and of a day."""
+        """The limits of a query and of a day."""
         return Limits(
             seconds=self.seconds,
             bytes_a_query=self.bytes_a_query,
@@ -75,8 +91,7 @@ class HealingSource:
 
 
 class Places:
-    """Where sources may lie, as the operator's settings name it: whoever may change a gallery names
-    none of them."""
+    """Open sources that the operator's settings allow; callers cannot name other places."""
 
     def __init__(
         self,
@@ -90,16 +105,23 @@ class Places:
         self._columns, self._functions = columns, functions
 
     def open(self, source: HealingSource) -> Items:
-        """Raises ConfigurationError, NotFoundError for a folder that is not there."""
+        """Open a source.
+
+        Raises:
+            ConfigurationError: the settings do not allow it, or the address has another form.
+            NotFoundError: a folder or file does not exist.
+        """
         if source.address.startswith(COLUMN):
-            name = _named(source.address.removeprefix(COLUMN), self._columns, "item_columns")
+            name = _check_name(source.address.removeprefix(COLUMN), self._columns, "item_columns")
             return _column(self._columns[name].get_secret_value())
         if source.address.startswith(FUNCTION):
-            name = _named(source.address.removeprefix(FUNCTION), self._functions, "item_functions")
+            name = _check_name(
+                source.address.removeprefix(FUNCTION), self._functions, "item_functions"
+            )
             return FunctionItems(_function(self._functions[name]), None)
         if source.address.startswith(TEXTS):
-            return LineItems(self._below(Path(source.address.removeprefix(TEXTS))))
-        kind: Kind = "text" if source.address.endswith(_PLAIN) else "image"
+            return LineItems(self._resolve(Path(source.address.removeprefix(TEXTS))))
+        kind: Kind = "text" if source.address.endswith(_TEXT_SUFFIX) else "image"
         if not source.address.startswith(FOLDER):
             host = _host(source.address)
             if not host:
@@ -109,33 +131,41 @@ class Places:
                 )
             if host not in self._hosts:
                 raise ConfigurationError(
-                    f"source: host {host!r} is not among item_hosts of this gateway's settings; "
-                    "its operator names it there (gateway serve --item-host HOST)"
+                    f"source: host {host!r} is not in the setting item_hosts; the operator can add "
+                    "it with `gateway serve --item-host HOST`"
                 )
             return UrlItems(source.address, self._hosts, kind)
         folder, pattern = _split(source.address.removeprefix(FOLDER))
-        found = self._below(folder)
-        if not found.is_dir():
+        path = self._resolve(folder)
+        if not path.is_dir():
             raise NotFoundError(f"source: expected a folder of {kind}s at {folder}, found none")
-        return FolderItems(found, pattern, kind)
+        return FolderItems(path, pattern, kind)
 
-    def _below(self, path: Path) -> Path:
-        """Raises ConfigurationError for a path that the operator has not named a folder above."""
-        found = path.resolve()
-        if not any(found.is_relative_to(place) for place in self._folders):
+    def _resolve(self, path: Path) -> Path:
+        """Return a path without links.
+
+        Raises:
+            ConfigurationError: no folder of the settings has it.
+        """
+        resolved = path.resolve()
+        if not any(resolved.is_relative_to(place) for place in self._folders):
             raise ConfigurationError(
-                f"source: {path} is below none of item_folders of this gateway's settings; its "
-                "operator names it there (gateway serve --item-folder DIR)"
+                f"source: {path} is in no folder of the setting item_folders; the operator can add "
+                "one with `gateway serve --item-folder DIR`"
             )
-        return found
+        return resolved
 
 
-def _named(name: str, there: Collection[str], setting: str) -> str:
-    """A name that the operator gave. Raises ConfigurationError."""
-    if name not in there:
+def _check_name(name: str, names: Collection[str], setting: str) -> str:
+    """Check a name of the operator's settings.
+
+    Raises:
+        ConfigurationError: the settings do not have it.
+    """
+    if name not in names:
         raise ConfigurationError(
-            f"source: {name[:80]!r} is not among {setting} of this gateway's settings; its "
-            "operator names it there (gateway serve --settings FILE)"
+            f"source: {name[:80]!r} is not in the setting {setting}; the operator can add it to "
+            "the file of `gateway serve --settings FILE`"
         )
     return name
 
@@ -147,18 +177,21 @@ def _column(address: str) -> Items:
 
 
 def _function(name: str) -> Callable[[str], str | bytes | None]:
-    """Import module:function, as the operator's settings name it. Raises ConfigurationError,
-    whatever the module raises."""
+    """Import module:function of the operator's settings.
+
+    Raises:
+        ConfigurationError: it cannot be imported, or is no function.
+    """
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        member = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         raise ConfigurationError(
             f"item_functions: {name} cannot be imported ({type(error).__name__}: {error})"
         ) from error
-    if not callable(found):
-        raise ConfigurationError(f"item_functions: {name} is no function")
-    function: Callable[[str], str | bytes | None] = found
+    if not callable(member):
+        raise ConfigurationError(f"item_functions: {name} is not a function")
+    function: Callable[[str], str | bytes | None] = member
     return function
 
 
@@ -170,7 +203,7 @@ def _host(address: str) -> str | None:
 
 
 def _split(text: str) -> tuple[Path, str]:
-    """A folder, and what is below it with {id} in it."""
+    """Split a folder from the part below it that has {id}."""
     parts = PurePosixPath(text).parts
     first = next((i for i, part in enumerate(parts) if "{id}" in part), len(parts))
     return Path(*parts[:first]), "/".join(parts[first:]) or "{id}"

@@ -230,10 +230,10 @@ class Lifecycle:
             # No upgrade has run since the start.
             release = hosted.spec().release
             job = Job(hosted.name, release, release, JobState.DONE)
-        if not job.ended and not running:
+        if not job.is_over and not running:
             job = replace(job, state=JobState.FAILED, message="its activation has ended")
-        can_be_paused = job.ended or (self._state.shared and job.state is JobState.RUNNING)
-        if can_be_paused and self._upgrading.paused(hosted.name):
+        can_be_paused = job.is_over or (self._state.shared and job.state is JobState.RUNNING)
+        if can_be_paused and self._upgrading.is_paused(hosted.name):
             # The pause holds for later upgrades, or for one that another gateway leads and stops
             # after its chunk.
             job = replace(job, state=JobState.PAUSED)

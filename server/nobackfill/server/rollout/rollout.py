@@ -352,7 +352,7 @@ class Rollout:
             if spec.space == manifest.space or self._record.only not in (None, hosted.name):
                 continue
             if (
-                self._parts.upgrading.route(hosted, manifest.release, directly=is_direct)
+                self._parts.upgrading.route(hosted, manifest.release, is_direct=is_direct)
                 is not None
             ):
                 movable.append(hosted)
@@ -559,7 +559,8 @@ class Rollout:
         hosted.store.begin(SpaceSpec.of(manifest))
         if hosted.store.left_behind(manifest.space):
             # Run here, within this thread's transaction.
-            self._parts.upgrading.run(hosted, manifest, 0.0, self._run.cancelled.is_set, here=True)
+            should_stop = self._run.cancelled.is_set
+            self._parts.upgrading.run(hosted, manifest, 0.0, should_stop, in_this_thread=True)
             self._run.stop_if_cancelled()
         missing = hosted.store.left_behind(manifest.space)
         if missing:

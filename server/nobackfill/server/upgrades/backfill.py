@@ -1,4 +1,6 @@
-"""Backfill: embed again, from images the caller supplies, what an upgrade was least sure of."""
+"""Re-embed items from images or texts; of many, those first that the upgrade was least
+certain of.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,78 +21,125 @@ def backfill(
     budget: int,
     on_batch: Callable[[int], None],
 ) -> None:
-    """Replace upgraded vectors of the active space by those of the items' images, a model call and
-    a commit a batch; `on_batch` gets how many each durable batch replaced.
+    """Re-embed migrated items of the active space from their images; each batch is one commit.
 
-    At most `budget` items (0: all), the least certain first; items that are gone or were embedded
-    from their image already are passed over. Raises InvalidInputError for what is no image, when
-    the others are done; TooLargeError, OverloadedError for images that cost too much together,
-    PreconditionError while the gallery's active space is not searched by its own release,
-    UnavailableError, DeadlineError, CancelledError.
+    The least certain items come first. Items that do not exist, or were re-embedded already, are
+    skipped.
+
+    Args:
+        hosted: the gallery.
+        embedding: embeds the images.
+        images: encoded image by item id.
+        budget: most items; 0 means all.
+        on_batch: called with the number of vectors that a durable batch has replaced.
+
+    Raises:
+        InvalidInputError: an image cannot be decoded; the others are done.
+        TooLargeError: the images together are too large.
+        OverloadedError: too many images are being decoded.
+        PreconditionError: the gallery is being upgraded.
+        UnavailableError: the model server or the database does not answer.
+        DeadlineError: the call's time is over.
+        CancelledError: the caller has cancelled the call.
     """
     with hosted.using() as plan:
         manifest = plan.parts[-1].query
         if manifest.space != hosted.spec().space:
             raise PreconditionError(
-                "the gallery is being upgraded; backfill it when that has ended"
+                "the gallery is being upgraded; run the backfill when that has ended"
             )
-        chosen = hosted.store.upgraded(manifest.space, list(images))[: budget or None]
-        refused = list[str]()
-        with embedding.decoding.batch([images[item.id] for item in chosen]):
-            for start in range(0, len(chosen), LARGEST_BATCH):
-                batch = chosen[start : start + LARGEST_BATCH]
+        items = hosted.store.upgraded(manifest.space, list(images))[: budget or None]
+        reasons = list[str]()
+        with embedding.decoding.batch([images[item.id] for item in items]):
+            for start in range(0, len(items), LARGEST_BATCH):
+                batch = items[start : start + LARGEST_BATCH]
                 contents = [images[item.id] for item in batch]
-                on_batch(len(embed_again(hosted, embedding, manifest, batch, contents, refused)))
-    if refused:
+                on_batch(
+                    len(re_embed_images(hosted, embedding, manifest, batch, contents, reasons))
+                )
+    if reasons:
         raise InvalidInputError(
-            f"{len(refused)} of {len(chosen)} images are refused: {few(refused)}"
+            f"{len(reasons)} of {len(items)} images are refused: {few(reasons)}"
         )
 
 
-def embed_again(
+def re_embed_images(
     hosted: Hosted,
     embedding: Embedding,
     manifest: Manifest,
     items: Sequence[StoredItem],
     images: Sequence[bytes],
-    refused: list[str],
+    reasons: list[str],
 ) -> list[int]:
-    """Replace the vectors of one batch in the release's space, in one commit; the labels of those
-    that were there. What is no image is added to `refused`, with the reason. Raises
-    UnavailableError, DeadlineError, CancelledError, BusyError, CannotWriteError."""
-    size, seen = size_of(manifest), []
+    """Re-embed one batch of items from their images, in one commit.
+
+    Args:
+        hosted: the gallery.
+        embedding: embeds the images.
+        manifest: the release of the space.
+        items: the items.
+        images: encoded image of each item.
+        reasons: gets the id and reason of each image that cannot be used.
+
+    Returns:
+        Labels whose vector was replaced; deleted items are left out.
+
+    Raises:
+        UnavailableError: the model server or the database does not answer.
+        DeadlineError: the call's time is over.
+        CancelledError: the caller has cancelled the call.
+        BusyError: the store is locked for too long.
+        CannotWriteError: the store cannot be written.
+    """
+    size, decoded_items = size_of(manifest), []
     for item, decoded in zip(items, embedding.decoding.each(images, [size]), strict=True):
         if isinstance(decoded, InvalidInputError):
-            refused.append(f"{item.id}: {decoded}")
+            reasons.append(f"{item.id}: {decoded}")
         else:
-            seen.append((item, decoded[size]))
-    good = []
-    rows = embedding.rows(manifest, [pixels for _, pixels in seen])
-    for (item, pixels), row in zip(seen, rows, strict=True):
+            decoded_items.append((item, decoded[size]))
+    rows_of = []
+    rows = embedding.rows(manifest, [pixels for _, pixels in decoded_items])
+    for (item, pixels), row in zip(decoded_items, rows, strict=True):
         if isinstance(row, InvalidInputError):
-            refused.append(f"{item.id}: {row}")
+            reasons.append(f"{item.id}: {row}")
         else:
-            good.append((item.label, pixels, row))
-    if not good:
+            rows_of.append((item.label, pixels, row))
+    if not rows_of:
         return []
-    labels, kept, vectors = zip(*good, strict=True)
-    return _replace(hosted, manifest, labels, vectors, embedding.sides(manifest, kept))
+    labels, pictures, vectors = zip(*rows_of, strict=True)
+    return _replace(hosted, manifest, labels, vectors, embedding.sides(manifest, pictures))
 
 
-def read_again(
+def re_embed_texts(
     hosted: Hosted,
     embedding: Embedding,
     manifest: Manifest,
     items: Sequence[StoredItem],
     texts: Sequence[str],
-    refused: list[str],
+    reasons: list[str],
 ) -> list[int]:
-    """As `embed_again`, of texts. Raises NoEncoderError, too."""
+    """Re-embed one batch of items from their texts, in one commit.
+
+    Args:
+        hosted: the gallery.
+        embedding: embeds the texts.
+        manifest: the release of the space.
+        items: the items.
+        texts: text of each item.
+        reasons: gets the id and reason of each text that cannot be used.
+
+    Returns:
+        Labels whose vector was replaced; deleted items are left out.
+
+    Raises:
+        NoEncoderError: the release embeds no texts.
+        NobackfillError: as `re_embed_images`.
+    """
     good = []
     rows = embedding.texts.rows(manifest, texts, "document")
     for item, row in zip(items, rows, strict=True):
         if isinstance(row, InvalidInputError):
-            refused.append(f"{item.id}: {row}")
+            reasons.append(f"{item.id}: {row}")
         else:
             good.append((item.label, row))
     if not good:

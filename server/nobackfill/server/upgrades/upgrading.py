@@ -1,4 +1,4 @@
-"""Carrying galleries into a release's space: one job a gallery at a time, throttled, stoppable."""
+"""Upgrade galleries into a release's space: one job for each gallery, throttled, stoppable."""
 
 import json
 import math
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from nobackfill.server.upgrades.workers.workers import ByWorkers
 
 
-# How far the upgrade of one gallery is.
-
-# An upgrade's neighbours are looked at so often while it runs, at equal distances.
-LOOKS = 10
+# Times that the kept neighbours are measured during an upgrade, at equal distances.
+MEASUREMENTS = 10
 
 
 class JobState(StrEnum):
+    """Name the state of a gallery's upgrade."""
+
     RUNNING = "running"
     PAUSED = "paused"
     INDEXING = "indexing"
@@ -56,7 +56,21 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class Job:
-    """The last upgrade of one gallery."""
+    """Describe the last upgrade of one gallery.
+
+    Attributes:
+        gallery: its name.
+        from_release: release of its old space.
+        to_release: release of its new space.
+        state: the state.
+        done: items upgraded.
+        total: items to upgrade.
+        items_per_second: present rate; 0 if unknown.
+        re_embedded: items that were re-embedded from images afterwards.
+        neighbours_kept: share of nearest neighbours that the upgrade kept, 0 to 1; None if not
+            measured.
+        message: a sentence for operators; may be empty.
+    """
 
     gallery: str
     from_release: int
@@ -70,57 +84,57 @@ class Job:
     message: str = ""
 
     @property
-    def ended(self) -> bool:
-        """Whether nothing more will happen in it."""
+    def is_over(self) -> bool:
+        """Whether the job is done or failed."""
         return self.state in (JobState.DONE, JobState.FAILED)
 
     @property
     def remaining_s(self) -> float:
-        """Seconds to go at the present rate; 0 where none is known."""
-        left = self.total - self.done
-        return left / self.items_per_second if self.items_per_second > 0 else 0.0
+        """Seconds left at the present rate; 0 if unknown."""
+        remaining = self.total - self.done
+        return remaining / self.items_per_second if self.items_per_second > 0 else 0.0
 
     def to_json(self) -> str:
-        """For `from_json`."""
+        """Encode the job for `from_json`."""
         return json.dumps(asdict(self))
 
 
 def from_json(text: str) -> Job:
-    """A job that another gateway runs, or has run."""
+    """Read a job that a gateway has saved."""
     values = json.loads(text)
     return Job(**{**values, "state": JobState(values["state"])})
 
-
-# How much of the machine an upgrade takes.
 
 DEFAULT_SPARE_CORES = 0.5
 
 
 class Throttle:
-    """Leaves a share of the cores to searches: fewer threads, then pauses between chunks."""
+    """Leave a share of the cores to searches: use fewer threads, and pause between chunks."""
 
     def __init__(self, spare_cores: float) -> None:
-        """`spare_cores`: 0 to just below 1."""
+        """Compute threads and pauses.
+
+        Args:
+            spare_cores: share of cores to leave, from 0 to below 1.
+        """
         self.cores = len(os.sched_getaffinity(0))
         share = max(0.05, 1 - spare_cores) * self.cores
         self.threads = max(1, int(share))
         self.pause_per_second = max(0.0, self.threads / share - 1)
         self._last = time.monotonic()
 
-    def rest(self) -> None:
-        """Called after each chunk: pause in proportion to the work since the last call."""
-        worked = time.monotonic() - self._last
-        time.sleep(min(2.0, worked * self.pause_per_second))
+    def pause(self) -> None:
+        """Pause in proportion to the work since the last call; called after each chunk."""
+        seconds = time.monotonic() - self._last
+        time.sleep(min(2.0, seconds * self.pause_per_second))
         self._last = time.monotonic()
 
 
-# What an upgrade of one gallery will cost, measured on a few of its items.
-
-# A graph of so many items is built to measure larger ones.
+# Items of the graph that is built to estimate larger ones.
 _SAMPLE = 1_500
-# How much faster a graph is carried to new vectors than built.
-_CARRIED = 20
-# What an element of a graph takes beside its vector: links, labels, levels.
+# How many times faster a graph is inherited than built.
+_INHERIT_SPEEDUP = 20
+# Bytes of a graph's element besides its vector: links, labels, levels.
 _ELEMENT_BYTES = 8 * hnsw.M + 32
 
 
@@ -129,9 +143,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class UpgradeCost:
-    """`seconds` until the new space answers; `index_seconds` more until it has a graph of its own,
-    built behind the answers. `bytes` added on the disk, vectors and index; `memory_bytes` taken
-    beyond what is used now, at the most."""
+    """Estimate an upgrade.
+
+    Attributes:
+        items: items to upgrade.
+        seconds: time until the new space answers.
+        index_seconds: further time until it has a graph of its own, built in the background.
+        bytes: bytes added on disk, for vectors and index.
+        memory_bytes: largest memory beyond the present use.
+        left_behind: items that the upgrade cannot move.
+    """
 
     items: int = 0
     seconds: float = 0.0
@@ -141,46 +162,58 @@ class UpgradeCost:
     left_behind: int = 0
 
 
-def cost(
+def estimate_cost(
     hosted: Hosted, open_runner: Callable[[], Runner], target: SpaceSpec, throttle: Throttle
 ) -> UpgradeCost:
-    """With the pauses of `throttle`, on a machine as busy as now. Raises CannotWriteError."""
+    """Estimate an upgrade from a few items, on a machine as busy as it is now.
+
+    Args:
+        hosted: the gallery.
+        open_runner: opens the models of the route.
+        target: the new space.
+        throttle: the pauses.
+
+    Raises:
+        CannotWriteError: the store cannot be written.
+    """
     runner, opening = _timed(open_runner)
-    _, looking = _timed(lambda: neighbours_kept(hosted.store.sample, hosted.spec(), hosted.spec()))
-    found = hosted.store.estimate(runner, target)
-    count = hosted.store.count() - found.left_behind
+    _, measuring = _timed(
+        lambda: neighbours_kept(hosted.store.sample, hosted.spec(), hosted.spec())
+    )
+    estimate = hosted.store.estimate(runner, target)
+    count = hosted.store.count() - estimate.left_behind
     vectors = 4 * target.dim * count
-    here = isinstance(hosted, HostedInFile)
-    links = _ELEMENT_BYTES * count if here and count >= SMALL else 0
-    chunks = math.ceil(found.items / CHUNK)
-    carrying = found.seconds + looking * min(chunks, LOOKS)
+    is_file = isinstance(hosted, HostedInFile)
+    links = _ELEMENT_BYTES * count if is_file and count >= SMALL else 0
+    chunks = math.ceil(estimate.items / CHUNK)
+    upgrading = estimate.seconds + measuring * min(chunks, MEASUREMENTS)
     inherited, built = _index_seconds(hosted, target, count)
     return UpgradeCost(
-        items=found.items,
-        seconds=opening + carrying * (1 + throttle.pause_per_second) + looking + inherited,
+        items=estimate.items,
+        seconds=opening + upgrading * (1 + throttle.pause_per_second) + measuring + inherited,
         index_seconds=built,
-        # An index file holds links only.
-        bytes=found.bytes + links,
-        # Graphs hold the vectors: the one that is inherited, and beside it the next one.
-        memory_bytes=(2 * (vectors + links) if links else vectors) * here,
-        left_behind=found.left_behind,
+        # An index file has links only.
+        bytes=estimate.bytes + links,
+        # Graphs hold the vectors: the inherited one, and the next one while it is built.
+        memory_bytes=(2 * (vectors + links) if links else vectors) * is_file,
+        left_behind=estimate.left_behind,
     )
 
 
 def _index_seconds(hosted: Hosted, target: SpaceSpec, count: int) -> tuple[float, float]:
-    """Until the new space has an index, and then until it has one of its own."""
+    """Return the seconds until the new space has an index, and then until it has one of its own."""
     if count < SMALL or not isinstance(hosted, HostedInFile):
         return 0.0, 0.0
     spec = hosted.spec()
     labels, vectors, _ = hosted.store.sample(spec.space, spec.space, _SAMPLE)
     _, seconds = _timed(lambda: hnsw.build(spec, labels, vectors))
-    # Each insertion walks down a graph whose depth grows with the logarithm of its size.
+    # The depth of a graph grows with the logarithm of its size, and each insertion walks down.
     growth = count / len(labels) * math.log(count) / math.log(len(labels))
-    built = seconds * growth * (1 + target.dim / spec.dim) / 2
+    build_seconds = seconds * growth * (1 + target.dim / spec.dim) / 2
     base = hosted.view(spec.space).snapshot().base.index
     if isinstance(base, HnswIndex) and base.spec.metric == target.metric:
-        return built / _CARRIED, built
-    return built, 0.0
+        return build_seconds / _INHERIT_SPEEDUP, build_seconds
+    return build_seconds, 0.0
 
 
 def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
@@ -188,55 +221,76 @@ def _timed(work: Callable[[], Result]) -> tuple[Result, float]:
     return work(), time.perf_counter() - began
 
 
-# Which models were tried in a child with limits, so that this process may load them.
-
-
 class Trials:
-    """Tries what was not tried since the start, one release at a time."""
+    """Try models in a child process with limits, each release once, before this process
+    loads them.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._lock = threading.Lock()
-        # Replaced, never changed: what was tried is known without waiting for a trial that runs.
-        self._tried: frozenset[tuple[str, int | None]] = frozenset()
+        # Replaced, never changed: readers do not wait for a running trial.
+        self._passed: frozenset[tuple[str, int | None]] = frozenset()
 
     def release(
         self,
         manifest: Manifest,
         sources: Collection[int] = (),
-        meanwhile: Callable[[], None] = lambda: None,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Try a release's encoders, and its upgrades from `sources`; see try_release."""
-        wanted = {(manifest.space, source) for source in (None, *sources)}
-        if wanted <= self._tried:
+        """Try a release's encoders, and its upgrades from other releases; see try_release.
+
+        Args:
+            manifest: the release.
+            sources: releases whose upgrades are tried.
+            check_stop: called often during a trial; it may raise to stop.
+
+        Raises:
+            VerificationError: a model fails its trial.
+            NotFoundError: the release is not published.
+        """
+        needed = {(manifest.space, source) for source in (None, *sources)}
+        if needed <= self._passed:
             return
         with self._lock:
-            if wanted <= self._tried:
+            if needed <= self._passed:
                 return
             folder = self._catalog.verified(manifest.release)
-            try_release(folder, manifest, upgrades=sources, meanwhile=meanwhile)
-            self._tried |= wanted
+            try_release(folder, manifest, upgrades=sources, meanwhile=check_stop)
+            self._passed |= needed
 
     def steps(self, steps: Iterable[tuple[Manifest, Upgrade]]) -> None:
-        """Try what a route leads through. Raises VerificationError."""
+        """Try the models of a route.
+
+        Raises:
+            VerificationError: a model fails its trial.
+        """
         for manifest, upgrade in steps:
             self.release(manifest, (upgrade.from_release,))
 
 
 log = structlog.get_logger("server.upgrading")
 
-_SHOWN_EVERY_S = 0.5
+_SAVE_SECONDS = 0.5
 
 
 class Upgrading:
-    """The jobs of all galleries. `changed` is notified at every chunk."""
+    """Run the upgrades of all galleries; `changed` is notified at every chunk."""
 
     def __init__(
         self, files: Path, catalog: Catalog, state: GatewayState, metrics: Metrics,
-        elsewhere: "ByWorkers | None" = None,
+        workers: "ByWorkers | None" = None,
     ) -> None:  # fmt: skip
-        """`elsewhere`: who carries windows in place of a thread of this process."""
-        self._elsewhere = elsewhere
+        """Start without jobs.
+
+        Args:
+            files: publication folder.
+            catalog: published releases.
+            state: the gateway's state.
+            metrics: the gateway's metrics.
+            workers: computes upgrades in other processes; None means in a thread.
+        """
+        self._workers = workers
         self._metrics = metrics
         self._files = files
         self._catalog = catalog
@@ -244,31 +298,48 @@ class Upgrading:
         self._lock = threading.Lock()
         self._jobs: dict[str, Job] = {}
         self._runners: dict[tuple[int, ...], RouteRunner] = {}
-        # When, and in which state, each was last shown to other gateways.
-        self._shown: dict[str, tuple[JobState, float]] = {}
+        # For each gallery, the state and time that were last saved for other gateways.
+        self._saved: dict[str, tuple[JobState, float]] = {}
         self.trials = Trials(catalog)
         self.changed = ChangeCounter()
 
-    def route(self, hosted: Hosted, target: int, *, directly: bool = False) -> Route | None:
-        """The best way from the gallery's active space to release `target`, or None; with
-        `directly`, an empty one where the target searches that space as it is."""
+    def route(self, hosted: Hosted, target: int, *, is_direct: bool = False) -> Route | None:
+        """Return the best route from a gallery's active space to a release; None without one.
+
+        Args:
+            hosted: the gallery.
+            target: the release.
+            is_direct: return an empty route if the target searches the space as it is.
+        """
         spec = hosted.spec()
-        space = spec.space if directly else None
+        space = spec.space if is_direct else None
         return self._route(spec.release, target, spec.side_space, space)
 
     def _route(
-        self, source: int, target: int, side: str | None, directly: str | None = None
+        self, source: int, target: int, side: str | None, is_direct: str | None = None
     ) -> Route | None:
         usable = self._catalog.usable(source)
         if target not in usable:
             return None
-        return plan_route(usable, source, target, side, directly=directly)
+        return plan_route(usable, source, target, side, directly=is_direct)
 
     def estimate(
         self, hosted: Hosted, target: Manifest, spare_cores: float
     ) -> tuple[UpgradeCost, Route]:
-        """Cost of an upgrade, measured on a few items. Raises PreconditionError without a route,
-        CannotWriteError."""
+        """Estimate an upgrade from a few items.
+
+        Args:
+            hosted: the gallery.
+            target: the release.
+            spare_cores: share of cores to leave to searches, from 0 to below 1.
+
+        Returns:
+            The cost, and the route.
+
+        Raises:
+            PreconditionError: no upgrade leads to the release.
+            CannotWriteError: the store cannot be written.
+        """
         route = self._need_route(hosted, target.release)
         if not route.steps:
             return UpgradeCost(), route
@@ -277,9 +348,9 @@ class Upgrading:
         def open_runner() -> RouteRunner:
             return self._open(route, throttle.threads)
 
-        # As an upgrade's, the probe's thread lets searches go before it.
-        with ThreadPoolExecutor(1, "estimate", initializer=give_way) as one:
-            probe = one.submit(cost, hosted, open_runner, SpaceSpec.of(target), throttle)
+        # The probe has a low priority, as an upgrade has.
+        with ThreadPoolExecutor(1, "estimate", initializer=give_way) as pool:
+            probe = pool.submit(estimate_cost, hosted, open_runner, SpaceSpec.of(target), throttle)
             return probe.result(), route
 
     def run(
@@ -290,60 +361,86 @@ class Upgrading:
         should_stop: Callable[[], bool],
         on_progress: Callable[[int], None] = lambda _done: None,
         *,
-        here: bool = False,
+        in_this_thread: bool = False,
     ) -> UpgradeOutcome:
-        """Fill the target's space, from where an earlier run ended, until it is full, paused or
-        stopped; in this thread where there are no workers, or it has to be `here`. `on_progress`
-        gets the number of items done.
+        """Fill a release's space, from where an earlier run ended, until it is complete, paused or
+        stopped.
 
-        Raises PreconditionError without a route, VerificationError for bad outputs,
-        CannotWriteError.
+        Args:
+            hosted: the gallery.
+            target: the release.
+            spare_cores: share of cores to leave to searches, from 0 to below 1.
+            should_stop: called often; True stops the run.
+            on_progress: called with the number of items done.
+            in_this_thread: run in this thread, and not by workers.
+
+        Returns:
+            The result; its `stopped` is True after a pause or a stop.
+
+        Raises:
+            PreconditionError: no upgrade leads to the release.
+            VerificationError: a model's output is not valid.
+            CannotWriteError: the store cannot be written.
         """
         route = self._need_route(hosted, target.release)
         source, spec = hosted.spec(), SpaceSpec.of(target)
-        throttle, elsewhere = Throttle(spare_cores), None if here else self._elsewhere
+        throttle, workers = Throttle(spare_cores), None if in_this_thread else self._workers
         total = hosted.store.count()
         state = self._first_state(hosted.name)
         self._set(Job(hosted.name, source.release, target.release, state, total=total))
-        # How many were done when the neighbours were last looked at.
-        looked: int | None = None
+        # Number of items done when the neighbours were last measured.
+        measured_at: int | None = None
 
         def on_chunk(progress: UpgradeProgress) -> None:
             rate = progress.written / progress.seconds if progress.seconds > 0 else 0.0
             self._update(
                 hosted.name, done=progress.done, total=progress.total, items_per_second=rate
             )
-            nonlocal looked
-            if looked is None or LOOKS * (progress.done - looked) >= progress.total:
-                looked = progress.done
-                self._look(hosted, source, spec)
+            nonlocal measured_at
+            if (
+                measured_at is None
+                or MEASUREMENTS * (progress.done - measured_at) >= progress.total
+            ):
+                measured_at = progress.done
+                self._measure(hosted, source, spec)
             on_progress(progress.done)
-            if elsewhere is None:
-                throttle.rest()
+            if workers is None:
+                throttle.pause()
 
         def stops() -> bool:
-            return should_stop() or self.paused(hosted.name)
+            return should_stop() or self.is_paused(hosted.name)
 
-        if elsewhere is None:
+        if workers is None:
             runner = self._open(route, throttle.threads)
             outcome = run_upgrade(
                 hosted.store, runner, spec, on_progress=on_chunk, should_stop=stops
             )
         else:
             self.trials.steps(route.steps)
-            outcome = elsewhere.run(hosted.store, route, spec, on_chunk, stops)
-        log.info("carried", gallery=hosted.name, written=outcome.written)
+            outcome = workers.run(hosted.store, route, spec, on_chunk, stops)
+        log.info("upgraded", gallery=hosted.name, written=outcome.written)
         if not outcome.stopped:
-            self._report_kept(hosted, source, spec)
+            self._report_neighbours(hosted, source, spec)
         return outcome
 
     def runner(self, source: Manifest, target: Manifest, side: str | None) -> RouteRunner | None:
-        """The models of the best route for vectors with side-information of the space `side`,
-        opened once; None if there is none, or none any more."""
+        """Open the models of the best route for vectors from outside; they stay open.
+
+        Args:
+            source: release of the vectors.
+            target: release to reach.
+            side: space of their side-information; None without it.
+
+        Returns:
+            What runs the route; None if there is no route.
+
+        Raises:
+            VerificationError: a model fails its trial.
+        """
         route = self._route(source.release, target.release, side)
         if route is None:
             return None
-        # Not under the lock: it may take a while.
+        # Tried outside of the lock, because that may take a while.
         self.trials.steps(route.steps)
         with self._lock:
             if route.releases not in self._runners:
@@ -355,28 +452,47 @@ class Upgrading:
         return open_route(self._files, route, threads, int8=True)
 
     def pause(self, gallery: str) -> None:
-        """Stop the job of a gallery after its present chunk, and those to come, until `resume`;
-        remembered over a restart. Raises CannotWriteError."""
-        self._state.revise(lambda now: {"paused": tuple({*now.paused, gallery})})
-        self._go_on(gallery, JobState.PAUSED)
+        """Pause a gallery's upgrade after its present chunk, and later ones, until `resume`; also
+        over a restart.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
+        self._state.revise(lambda state: {"paused": tuple({*state.paused, gallery})})
+        self._change_state(gallery, JobState.PAUSED)
 
     def resume(self, gallery: str) -> None:
-        """Let the jobs of a gallery go on. Raises CannotWriteError."""
-        if self.paused(gallery):
-            self._unpause({gallery})
-            self._go_on(gallery, JobState.RUNNING)
+        """Let a gallery's upgrades continue.
 
-    def paused(self, gallery: str) -> bool:
-        """Whether the upgrades of a gallery are held back."""
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
+        if self.is_paused(gallery):
+            self._unpause({gallery})
+            self._change_state(gallery, JobState.RUNNING)
+
+    def is_paused(self, gallery: str) -> bool:
+        """Tell whether a gallery's upgrades are paused."""
         return gallery in self._state.current.paused
 
     def forget_missing(self, galleries: set[str]) -> None:
-        """At the start: forget pauses of galleries whose deletion a kill broke off; `galleries` are
-        those that are there. Raises CannotWriteError."""
+        """Forget pauses of galleries that do not exist; called at the start, after an interrupted
+        deletion.
+
+        Args:
+            galleries: names of existing galleries.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
         self.forget(set(self._state.current.paused) - galleries)
 
     def forget(self, galleries: set[str]) -> None:
-        """Forget pauses and jobs of galleries that are gone. Raises CannotWriteError."""
+        """Forget pauses and jobs of deleted galleries.
+
+        Raises:
+            CannotWriteError: the state cannot be written.
+        """
         with self._lock:
             for gallery in galleries:
                 self._jobs.pop(gallery, None)
@@ -388,80 +504,84 @@ class Upgrading:
 
     def _unpause(self, galleries: Collection[str]) -> None:
         self._state.revise(
-            lambda now: {"paused": tuple(name for name in now.paused if name not in galleries)}
+            lambda state: {"paused": tuple(name for name in state.paused if name not in galleries)}
         )
 
     def wait_resumed(self, gallery: str, should_stop: Callable[[], bool]) -> None:
-        """Wait while a gallery is paused."""
-        seen = -1
-        while self.paused(gallery) and not should_stop():
-            seen = self.changed.wait(seen, 0.2)
+        """Wait while a gallery is paused, at most until `should_stop` returns True."""
+        version = -1
+        while self.is_paused(gallery) and not should_stop():
+            version = self.changed.wait(version, 0.2)
 
     def job(self, gallery: str) -> Job | None:
-        """The last job of a gallery, running or ended, whichever gateway's."""
+        """Return the last job of a gallery, of any gateway; None without one."""
         if self._state.shared:
-            kept = self._state.job(gallery)
-            return None if kept is None else from_json(kept)
+            saved = self._state.job(gallery)
+            return None if saved is None else from_json(saved)
         return self._jobs.get(gallery)
 
     def expect(self, hosted: Hosted, release: int) -> None:
-        """An activation has begun that will carry the gallery: no earlier job is shown any more."""
+        """Replace a gallery's job, because an activation has begun that will upgrade it."""
         source = hosted.spec().release
         if source != release:
             self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
 
     def finish(self, gallery: str, state: JobState, message: str = "") -> None:
-        """Record how a job ended, or that it is being indexed."""
+        """Record how a job ended, or that its index is being built."""
         self._update(gallery, state=state, message=message)
 
     def give_up(self, gallery: str, message: str) -> None:
-        """The job of a gallery has failed, if it did not end before."""
-        self._go_on(gallery, JobState.FAILED, message)
+        """Record that a job failed, unless it has ended."""
+        self._change_state(gallery, JobState.FAILED, message)
 
     def count_re_embedded(self, hosted: Hosted, count: int) -> None:
-        """Add to the items embedded again from images, which changes whose neighbours they are."""
-        spec, older = hosted.spec(), [i for i in hosted.store.spaces() if i.state == "previous"]
+        """Count re-embedded items, and measure the kept neighbours again."""
+        spec, older = (
+            hosted.spec(),
+            [info for info in hosted.store.spaces() if info.state == "previous"],
+        )
         job = self.job(hosted.name) or Job(hosted.name, spec.release, spec.release, JobState.DONE)
         self._set(replace(job, re_embedded=job.re_embedded + count))
         if older:
-            before = max(older, key=lambda info: info.activated)
-            self._report_kept(hosted, before.spec, spec)
+            previous = max(older, key=lambda info: info.activated)
+            self._report_neighbours(hosted, previous.spec, spec)
 
-    def _look(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> float | None:
-        kept = neighbours_kept(hosted.store.sample, source, target)
-        self._update(hosted.name, neighbours_kept=kept)
-        return kept
+    def _measure(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> float | None:
+        share = neighbours_kept(hosted.store.sample, source, target)
+        self._update(hosted.name, neighbours_kept=share)
+        return share
 
-    def _report_kept(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> None:
-        kept = self._look(hosted, source, target)
-        if kept is not None:
-            self._metrics.neighbours_kept.labels(str(target.release)).set(kept)
+    def _report_neighbours(self, hosted: Hosted, source: SpaceSpec, target: SpaceSpec) -> None:
+        share = self._measure(hosted, source, target)
+        if share is not None:
+            self._metrics.neighbours_kept.labels(str(target.release)).set(share)
 
     def _need_route(self, hosted: Hosted, target: int) -> Route:
         route = self.route(hosted, target)
         if route is None:
             raise PreconditionError(
                 f"gallery {hosted.name!r}: no upgrade leads from release {hosted.spec().release} "
-                f"to {target} with its side-information; publish one, or put its images again"
+                f"to {target} with its side-information; publish an upgrade, or put the images "
+                "again"
             )
         return route
 
     def _set(self, job: Job) -> None:
         with self._lock:
             self._jobs[job.gallery] = job
-        self._show(job)
+        self._publish(job)
 
     def _first_state(self, gallery: str) -> JobState:
-        return JobState.PAUSED if self.paused(gallery) else JobState.RUNNING
+        return JobState.PAUSED if self.is_paused(gallery) else JobState.RUNNING
 
-    def _go_on(self, gallery: str, state: JobState, message: str = "") -> None:
-        """Change the state of a job that has not ended; one that has stays as it ended."""
+    def _change_state(self, gallery: str, state: JobState, message: str = "") -> None:
+        """Change the state of a job unless it has ended."""
         with self._lock:
             job = self._jobs.get(gallery)
-            if job is None or job.ended:
+            if job is None or job.is_over:
                 return
             job = self._jobs[gallery] = replace(job, state=state, message=message)
-        self._show(job)
+        self._publish(job)
 
     def _update(self, gallery: str, **values: object) -> None:
         with self._lock:
@@ -469,12 +589,12 @@ class Upgrading:
             if job is None:
                 return
             job = self._jobs[gallery] = replace(job, **values)  # type: ignore[arg-type]
-        self._show(job)
+        self._publish(job)
 
-    def _show(self, job: Job) -> None:
-        """To those who watch it here, and at other gateways: there, how far it is now and then."""
-        now, last = time.monotonic(), self._shown.get(job.gallery)
-        if last is None or last[0] != job.state or now - last[1] > _SHOWN_EVERY_S:
-            self._shown[job.gallery] = job.state, now
+    def _publish(self, job: Job) -> None:
+        """Publish a job to watchers here at once, and to other gateways now and then."""
+        time_now, last = time.monotonic(), self._saved.get(job.gallery)
+        if last is None or last[0] != job.state or time_now - last[1] > _SAVE_SECONDS:
+            self._saved[job.gallery] = job.state, time_now
             self._state.keep_job(job.gallery, job.to_json())
         self.changed.notify()

@@ -80,7 +80,7 @@ class UpgradeService(UpgradeServiceServicer):
             if progress != last:
                 last = progress
                 yield pb.WatchUpgradeResponse(progress=progress)
-            if job.ended:
+            if job.is_over:
                 return
             yield None
 

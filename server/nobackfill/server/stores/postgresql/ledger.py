@@ -130,7 +130,7 @@ class DatabaseLedger:
 
         self._database.write(work)
 
-    def wanted(self, count: int) -> list[int]:
+    def requested(self, count: int) -> list[int]:
         select = (
             "SELECT label FROM {schema}.healing_wanted WHERE times > 0"
             " ORDER BY times DESC, label LIMIT %s"
