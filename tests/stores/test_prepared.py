@@ -9,13 +9,13 @@ from psycopg import errors
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.stores.postgresql import search
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
-from nobackfill.server.stores.postgresql.database import Connection, lost, run
+from nobackfill.server.stores.postgresql.database import Connection, is_connection_lost, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.search import (
     PostgresqlSearcher,
     SpaceTable,
+    is_idle,
     rows_near,
-    usable,
 )
 from tests.gallery.making import ids, spec, vectors
 
@@ -71,7 +71,7 @@ def test_names_that_are_gone_are_made_again(store: PostgresqlGallery) -> None:
 def test_a_connection_keeps_so_many(
     store: PostgresqlGallery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "_MOST", 3)
+    monkeypatch.setattr(search, "_MAX_STATEMENTS", 3)
 
     def work(connection: Connection) -> None:
         for limit in (*range(1, 9), 1):
@@ -91,8 +91,8 @@ def test_refusals_are_psycopgs(store: PostgresqlGallery) -> None:
             rows_near(connection, text, np.ones(3, np.float32))
         check(connection, store)
         with connection.transaction():
-            assert not usable(connection), "a refusal would end it"
-        assert usable(connection)
+            assert not is_idle(connection), "a refusal would end it"
+        assert is_idle(connection)
 
     store.database.read(work)
 
@@ -111,7 +111,7 @@ def test_a_connection_that_breaks_is_seen_and_another_one_asked(store: Postgresq
         end_all()
         with pytest.raises(psycopg.OperationalError) as seen:
             rows_near(connection, statement(store), QUERIES[0])
-        assert lost(seen.value)
+        assert is_connection_lost(seen.value)
 
     store.database.read(work)
     searcher = PostgresqlSearcher(store.database, store.schema, store.active())

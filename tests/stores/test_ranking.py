@@ -32,7 +32,7 @@ def test_compiled_code_ranks_as_python_does(
             for ranked in (compiled, None):
                 monkeypatch.setattr(view, "ranked", ranked)
                 rows = rows_of(content[:count])
-                found.append(search.ranked(spec(dim=dim, metric=metric), query, rows, k))
+                found.append(search.rank_rows(spec(dim=dim, metric=metric), query, rows, k))
             one, other = found
             assert one.labels.tolist() == other.labels.tolist()
             assert one.distances.tobytes() == other.distances.tobytes()

@@ -31,7 +31,7 @@ from nobackfill.server.stores.postgresql.graphs import (
     probes_of,
     wait_for_recall,
 )
-from nobackfill.server.stores.postgresql.search import SpaceTable, ranked
+from nobackfill.server.stores.postgresql.search import SpaceTable, rank_rows
 from nobackfill.vectors import Vectors
 
 log = structlog.get_logger("server.stores")
@@ -66,7 +66,7 @@ class MilvusGallery(PostgresqlGallery):
                 info = rows.find_space(connection, self.schema, spec.space)
                 journal.watch(connection, self.schema, info)
 
-        self._alone(work)
+        self._exclusive(work)
 
 
 def wait_for_milvus(
@@ -130,7 +130,7 @@ def _found(
     labels = [] if found is None else [*found, *new.tolist()]
     table = SpaceTable(gallery.schema, info)
     rows = gallery.database.read(lambda one: table.rows_of(one, labels, EVERYTHING))
-    return ranked(info.spec, query, rows, K)
+    return rank_rows(info.spec, query, rows, K)
 
 
 class HostedInMilvus(HostedInDatabase):

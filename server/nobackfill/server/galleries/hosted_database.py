@@ -39,7 +39,7 @@ from nobackfill.server.stores.postgresql.search import (
     PostgresqlMatches,
     SpaceTable,
     compares,
-    count_alone,
+    count_locked,
     search,
 )
 from nobackfill.vectors import Vectors
@@ -185,7 +185,7 @@ class HostedInDatabase(Hosted):
     ) -> None:  # fmt: skip
         def put() -> None:
             if allowance is not None:
-                present = count_alone(database, allowance.galleries)
+                present = count_locked(database, allowance.galleries)
                 allowance.check(present, len(set(ids)) - len(self._gallery.labels_of(list(ids))))
             self._gallery.put(ids, vectors, digests=digests, metadata=metadata, epoch=plan.epoch)
 

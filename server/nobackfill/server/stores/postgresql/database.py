@@ -1,9 +1,9 @@
-"""Connections to PostgreSQL: a pool, reads that are asked again when one breaks, and transactions
-that have happened once, whatever breaks.
+"""Connect to PostgreSQL: a pool, reads that survive a broken connection, transactions that happen
+once.
 
-Locks are taken in one order, so that no two transactions wait for each other: the gallery's gate (a
-table lock, first come, first served: puts share it, a change of spaces has it alone), then rows of
-`items` by rising label, then new ids in order, then rows of vectors.
+Locks are taken in one order, so that no two transactions wait for each other. First comes the
+gallery's gate, a table lock in order of arrival: puts share it, a change of spaces holds it
+exclusively. Then come rows of `items` by rising label, then new ids in order, then rows of vectors.
 """
 
 import random
@@ -37,49 +37,52 @@ from nobackfill.errors import (
 from nobackfill.loopback import is_loopback
 from nobackfill.server.state import GoneError
 
-# Addresses of databases: what is taken, and what may not travel in the clear.
-
 _ENCRYPTED = ("require", "verify-ca", "verify-full")
 
 
 def check_url(url: str, setting: str = "store") -> None:
-    """Raises ConfigurationError for what is no address, or one over the network in the clear. The
-    sentence names the setting and does not repeat the address: it may hold a password."""
+    """Check the address of a database.
+
+    Args:
+        url: the address; errors do not repeat it, because it may have a password.
+        setting: name of the setting, for errors.
+
+    Raises:
+        ConfigurationError: it is no address, or leads to another machine without TLS.
+    """
     try:
-        given = conninfo_to_dict(url)
+        options = conninfo_to_dict(url)
     except (psycopg.Error, UnicodeEncodeError) as error:
         raise ConfigurationError(
             f"{setting}: expected postgresql://USER@HOST/DATABASE?sslmode=verify-full, or a "
             "socket's folder as host"
         ) from error
-    hosts = [*str(given.get("host") or "").split(","), str(given.get("hostaddr") or "")]
-    if not all(map(is_local, hosts)) and given.get("sslmode") not in _ENCRYPTED:
-        raise in_the_clear(setting)
+    hosts = [*str(options.get("host") or "").split(","), str(options.get("hostaddr") or "")]
+    if not all(map(is_local, hosts)) and options.get("sslmode") not in _ENCRYPTED:
+        raise tls_required(setting)
 
 
-def bounded(url: str, seconds: float) -> str:
-    """A server that does not take a connection in some seconds is away."""
+def with_timeout(url: str, seconds: float) -> str:
+    """Add a connection timeout to an address, unless it has one."""
     return make_conninfo(url, **({"connect_timeout": int(seconds)} | conninfo_to_dict(url)))
 
 
 def is_local(host: str) -> bool:
-    """Whether a host, or a socket's folder, is on this machine."""
+    """Tell whether a host, or a socket's folder, is on this machine."""
     return not host or is_loopback(host) or host.startswith(("/", "@"))
 
 
-def in_the_clear(setting: str = "store") -> ConfigurationError:
-    """What is said of an address on another machine without TLS."""
+def tls_required(setting: str = "store") -> ConfigurationError:
+    """Make the error for a database on another machine without TLS."""
     return ConfigurationError(
-        f"{setting}: a database on another machine demands TLS; add sslmode=verify-full (and "
+        f"{setting}: a database on another machine needs TLS; add sslmode=verify-full (and "
         "sslrootcert) to its address"
     )
 
 
-# What an error of PostgreSQL means to who asked.
-
-# The transaction was rolled back because of another; the same again may go through.
+# The transaction was rolled back because of another one; a retry may succeed.
 COLLISIONS = (pg.DeadlockDetected, pg.SerializationFailure, pg.UniqueViolation)
-# The server ends, or has just started.
+# The server is stopping, or has just started.
 _ENDING = (pg.AdminShutdown, pg.CrashShutdown, pg.CannotConnectNow, pg.IdleSessionTimeout)
 _BUSY = (
     *COLLISIONS, pg.LockNotAvailable, pg.QueryCanceled, pg.TooManyConnections,
@@ -93,68 +96,70 @@ _REFUSED = (
 _GONE = (pg.UndefinedTable, pg.InvalidSchemaName)
 
 
-def lost(error: Exception) -> bool:
-    """Whether the connection is gone, or the server ends it: another one may be had soon."""
+def is_connection_lost(error: Exception) -> bool:
+    """Tell whether the connection is broken, or the server is ending it; a new one may work
+    soon.
+    """
     if isinstance(error, _ENDING):
         return True
-    # Errors without a code come from the connection, not from the server.
+    # An error without a code comes from the connection, not from the server.
     return isinstance(error, psycopg.OperationalError) and error.sqlstate is None
 
 
 def refusal(error: Exception) -> NobackfillError | None:
-    """What an error means; None where it is a mistake of ours. Sentences hold neither a password
-    nor a value: PostgreSQL tells those in the details of an error."""
+    """Translate an error of PostgreSQL; None for a mistake of ours.
+
+    Sentences have neither a password nor a value: PostgreSQL puts values into an error's details.
+    """
     if isinstance(error, PoolTimeout | TooManyRequests):
         return OverloadedError(
-            "every connection to the database is in use, or none could be made; try again with a "
-            "delay, and see that PostgreSQL answers"
+            "every connection to the database is in use, or none could be made; try again in a "
+            "few seconds, and check that PostgreSQL answers"
         )
     if not isinstance(error, psycopg.Error):
         return None
-    said = error.diag.message_primary or type(error).__name__
-    if lost(error):
-        # What the connection says of itself: where it leads, and why it failed.
-        said = (str(error).splitlines() or [said])[0]
+    message = error.diag.message_primary or type(error).__name__
+    if is_connection_lost(error):
+        # The connection's own message: where it leads, and why it failed.
+        message = (str(error).splitlines() or [message])[0]
     kinds: tuple[tuple[tuple[type[Exception], ...], NobackfillError], ...] = (
         (
             (pg.ReadOnlySqlTransaction,),
             CannotWriteError(
-                "the database is read-only, a standby perhaps; name the one that takes writes, or "
+                "the database is read-only, perhaps a standby; name the primary, or "
                 "all of them as postgresql://USER@HOST1,HOST2/DATABASE?target_session_attrs="
                 "read-write"
             ),
         ),
-        (_BUSY, BusyError(f"the database is busy ({said}); try again")),
-        (_UNWRITABLE, CannotWriteError(f"the database cannot write ({said}); free some space")),
-        (_REFUSED, ConfigurationError(f"the database refuses: {said}; check user and rights")),
+        (_BUSY, BusyError(f"the database is busy ({message}); try again")),
+        (_UNWRITABLE, CannotWriteError(f"the database cannot write ({message}); free some space")),
+        (_REFUSED, ConfigurationError(f"the database refuses: {message}; check user and rights")),
         (_GONE, GoneError("the gallery was closed or deleted")),
         (
             (pg.DataCorrupted, pg.IndexCorrupted),
-            DamagedError("the database", said),
+            DamagedError("the database", message),
         ),
         (
             (pg.OutOfMemory, pg.InsufficientResources),
-            UnavailableError(f"the database has no resources left ({said})"),
+            UnavailableError(f"the database has no resources left ({message})"),
         ),
     )
-    for classes, meant in kinds:
+    for classes, translated in kinds:
         if isinstance(error, classes):
-            return meant
-    if lost(error) or isinstance(error, psycopg.OperationalError):
+            return translated
+    if is_connection_lost(error) or isinstance(error, psycopg.OperationalError):
         return UnavailableError(
-            f"the database does not answer ({said}); try again with a delay, and see that its "
-            "server runs and can be reached from here"
+            f"the database does not answer ({message}); try again in a few seconds, and check that "
+            "its server runs and can be reached from here"
         )
     return None
 
 
-# Whether a transaction was committed whose connection broke while it was.
-#
-# Its number alone does not tell: numbers of which a crash left nothing on the disk are given out
-# again, and then the server speaks of another transaction. So each transaction that writes leaves a
-# mark of its own, and takes away the one that its thread left before. (A row that each of them
-# updates would gather versions while a backup holds a snapshot, and every write would go through
-# them: three times as slow after 20,000.)
+# If a connection breaks during COMMIT, the gateway must find out whether the transaction was
+# committed. Its number is not enough: after a crash, numbers that left nothing on disk are used
+# again, for other transactions. So each writing transaction inserts a mark of its own, and deletes
+# the previous mark of its thread. (One row that every transaction updates would collect versions
+# while a backup holds a snapshot, and slow every write: by a factor of 3 after 20,000.)
 
 _Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
@@ -164,7 +169,7 @@ CREATE TABLE IF NOT EXISTS nobackfill.commits (
 )
 """
 DROP = "DROP TABLE IF EXISTS nobackfill.commits"
-# The number is read before the mark takes one: a transaction that wrote nothing leaves none.
+# The number is read before the mark gets one: a transaction without writes leaves no mark.
 _SIGN = b"""
 WITH own AS MATERIALIZED (SELECT pg_current_xact_id_if_assigned() AS number),
 former AS (DELETE FROM nobackfill.commits USING own WHERE mark = %s AND number IS NOT NULL),
@@ -173,102 +178,138 @@ SELECT number::text FROM own
 """
 _STATUS = b"SELECT pg_xact_status(%s::xid8)"
 _FOUND = b"SELECT EXISTS (SELECT FROM nobackfill.commits WHERE mark = %s)"
-# No transaction is asked for so long after its end.
+# Nobody asks for a transaction's fate so long after its end.
 _FORGET = b"DELETE FROM nobackfill.commits WHERE at < now() - interval '1 day'"
 
 
 @dataclass(frozen=True)
 class Signature:
-    """A transaction by its number on a server that has not crashed since, and by its mark."""
+    """Identify a transaction: by its number, valid until the server crashes, and by its mark."""
 
     number: str
     mark: UUID
 
 
 def sign(connection: _Connection, former: UUID | None) -> Signature | None:
-    """The last statement of a transaction; None where it wrote nothing. `former`: the mark of one
-    that is known to be committed, which goes."""
+    """Insert a mark, as the last statement of a transaction.
+
+    Args:
+        connection: the connection.
+        former: mark of the thread's last committed transaction, which is deleted; None without one.
+
+    Returns:
+        None if the transaction wrote nothing.
+    """
     mark = uuid4()
     row = connection.execute(_SIGN, [former, mark], binary=True).fetchone()
     assert row is not None, "a SELECT without a condition"
     return None if row[0] is None else Signature(row[0], mark)
 
 
-def committed(connection: _Connection, signature: Signature) -> bool | None:
-    """Whether it was, on a connection that commits each statement; None while it is under way."""
+def was_committed(connection: _Connection, signature: Signature) -> bool | None:
+    """Tell whether a transaction was committed; None while it still runs.
+
+    Args:
+        connection: a connection that commits each statement.
+        signature: the transaction.
+    """
     try:
         row = connection.execute(_STATUS, [signature.number], binary=True).fetchone()
     except psycopg.errors.InvalidParameterValue:
-        # "In the future": the server crashed before anything of it was on its disk.
+        # The number is "in the future": the server crashed before the transaction was on its disk.
         return False
     if row is not None and row[0] == "in progress":
         return None
-    # Asked only now: what was under way when a statement began is not seen by it.
-    found = connection.execute(_FOUND, [signature.mark]).fetchone()
-    assert found is not None, "a SELECT without a condition"
-    return bool(found[0])
+    # A separate statement, because a statement does not see what ran when it began.
+    row_found = connection.execute(_FOUND, [signature.mark]).fetchone()
+    assert row_found is not None, "a SELECT without a condition"
+    return bool(row_found[0])
 
 
 def forget(connection: _Connection) -> None:
-    """Drop the marks of threads that are gone."""
+    """Delete the marks of threads that are gone."""
     connection.execute(_FORGET)
 
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 Result = TypeVar("Result")
 
-# How long a call waits for a connection of the pool, for a lock, and for a server that is restarted
-# while broken connections are replaced.
-_WAIT_S = 5.0
-_STATEMENT_S = 60
-# How soon a statement ends that nobody waits for.
-_LOOK_S = 0.1
-# A transaction that met another, or a connection that breaks, is tried again so often.
-_TRIES = 8
-# Candidates of a graph that are looked at, unless a search asks for more.
+# Longest wait (seconds) for a connection of the pool, for a lock, and for a restarting server while
+# broken connections are replaced.
+_WAIT_SECONDS = 5.0
+_STATEMENT_SECONDS = 60
+# Seconds after which a statement that nobody waits for is cancelled.
+_POLL_SECONDS = 0.1
+# Most tries of a transaction that collides with another, or whose connection breaks.
+_MAX_TRIES = 8
+# Candidates of a graph (hnsw.ef_search) unless a search asks for more.
 EF = 100
 
 
 def run(
     connection: Connection, statement: str, values: Sequence[Any] = (), *, filters: bool = False
 ) -> Any:
-    """Execute a statement whose names were made by us; values are bound. One that `filters` is
-    planned for its values each time: many are then compared by a table of hashes."""
+    """Execute a statement whose names are ours; values are bound.
+
+    Args:
+        connection: the connection.
+        statement: the SQL statement.
+        values: values of its placeholders.
+        filters: plan the statement for its values at each call, which lets PostgreSQL compare many
+            values by a hash table.
+
+    Returns:
+        The cursor.
+    """
     prepare = False if filters else None
     return connection.execute(statement.encode(), values or None, binary=True, prepare=prepare)
 
 
 class Reader(Protocol):
-    """The caller that waits for a read."""
+    """Describe the caller that waits for a read."""
 
     @property
     def name(self) -> str:
-        """All that has one name is one reader; without a name nothing is bounded."""
+        """The reader's name; readers of one name share a limit; an empty name has none."""
         ...
 
     def check(self) -> None:
-        """Raises DeadlineError or CancelledError once nobody waits any more."""
+        """Check that somebody waits for the read.
+
+        Raises:
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+        """
         ...
 
 
 class Database:
-    """One database, from many threads."""
+    """Use one database from many threads."""
 
     def __init__(
-        self, url: str, most: int = 16, wait_s: float = _WAIT_S,
+        self, url: str, most: int = 16, wait_s: float = _WAIT_SECONDS,
         reader: Callable[[], Reader | None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`most`: connections at once. `reader`: for whom the present thread reads: what nobody
-        waits for is cancelled at the server, and one reader has half of the connections at most.
-        Raises ConfigurationError."""
+        """Prepare the pool.
+
+        Args:
+            url: address of the database.
+            most: most connections of the pool.
+            wait_s: longest wait in seconds for a connection, a lock or a restarting server.
+            reader: returns the caller of the present thread. Its reads are cancelled once nobody
+                waits for them, and it gets at most half of the connections.
+
+        Raises:
+            ConfigurationError: the address is not valid, or leads to another machine without TLS.
+        """
         check_url(url)
-        self.url = url = bounded(url, _WAIT_S)
+        self.url = url = with_timeout(url, _WAIT_SECONDS)
         self._pool = ConnectionPool(
             url, min_size=1, max_size=most, open=False, timeout=wait_s, configure=self._configure,
             kwargs={"autocommit": True, "application_name": "nobackfill"}, reconnect_timeout=0,
         )  # fmt: skip
         self._wait_s = wait_s
-        self._refused: str | None = None
+        self._refusal: str | None = None
         # Of tenure.HOLDERS, the one that holds the lock for this gateway.
         self.holder: int | None = None
         self._own = _Own()
@@ -276,13 +317,20 @@ class Database:
         self._reads = _Reads(max(1, most // 2))
 
     def open(self, prepare: Callable[[Connection], None]) -> None:
-        """`prepare` makes what is missing in the database. Raises UnavailableError,
-        ConfigurationError where no connection can be made, and what `prepare` raises."""
+        """Open the pool.
+
+        Args:
+            prepare: creates what the database lacks.
+
+        Raises:
+            UnavailableError: the database does not answer.
+            ConfigurationError: the database refuses the connection.
+        """
         try:
-            # Not of the pool, which would tell only that time has passed.
+            # A connection outside the pool, whose errors say more than a timeout.
             with self.connect() as connection:
                 if not (is_local(connection.info.host) or connection.pgconn.ssl_in_use):
-                    raise in_the_clear()
+                    raise tls_required()
                 prepare(connection)
             self._pool.open(wait=True, timeout=self._wait_s)
         except (psycopg.Error, PoolTimeout) as error:
@@ -290,16 +338,20 @@ class Database:
             raise refusal(error) or error from error
 
     def close(self) -> None:
-        """End every connection; twice is harmless."""
+        """Close all connections; a second call does nothing."""
         self._reads.close()
         self._pool.close()
 
-    def refuse_writes(self, why: str) -> None:
-        """From now on, with BusyError."""
-        self._refused = why
+    def refuse_writes(self, reason: str) -> None:
+        """Refuse every later write with BusyError."""
+        self._refusal = reason
 
     def connect(self) -> Connection:
-        """A connection beside the pool, which the caller closes. Raises UnavailableError."""
+        """Open a connection outside the pool, which the caller closes.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         try:
             return psycopg.connect(self.url, autocommit=True)
         except psycopg.Error as error:
@@ -307,8 +359,13 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[Connection]:
-        """A connection beside the pool that sees one state of the database, however long the block
-        takes; what is deleted meanwhile is not vacuumed before it ends. Raises UnavailableError."""
+        """Open a connection outside the pool that sees one state of the database during a block.
+
+        Rows that are deleted meanwhile are not vacuumed before the block ends.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         with closing(self.connect()) as connection:
             try:
                 self._configure(connection)
@@ -320,15 +377,26 @@ class Database:
                 raise refusal(error) or error from error
 
     def read(self, work: Callable[[Connection], Result], *, snapshot: bool = False) -> Result:
-        """What `work` reads, in one snapshot if it has several statements. It is called again on
-        another connection where one breaks. Raises DeadlineError and CancelledError where nobody
-        waits for it any more."""
+        """Run a read, again on another connection if one breaks.
+
+        Args:
+            work: the read.
+            snapshot: run all its statements in one snapshot.
+
+        Returns:
+            The result of `work`.
+
+        Raises:
+            DeadlineError: the caller's time is over.
+            CancelledError: the caller has cancelled the call.
+            UnavailableError: the database does not answer.
+        """
         if self._own.connection is not None:
             return work(self._own.connection)
         reader = self._reader()
 
         def reading(connection: Connection) -> Result:
-            with self._reads.watched(connection, reader):
+            with self._reads.cancellable(connection, reader):
                 if not snapshot:
                     return work(connection)
                 with connection.transaction():
@@ -336,9 +404,10 @@ class Database:
                     return work(connection)
 
         if self._own.reading:
-            # Its place is taken; waiting for a second one, readers could wait for each other.
+            # A nested read has its place already: readers that waited for a second one could wait
+            # for each other.
             return self._persistent(reading)
-        with self._reads.counted(reader):
+        with self._reads.limited(reader):
             self._own.reading = True
             try:
                 return self._persistent(reading)
@@ -346,37 +415,61 @@ class Database:
                 self._own.reading = False
 
     def write(self, work: Callable[[Connection], Result]) -> Result:
-        """The result of `work` in a transaction that is durable and has happened once.
+        """Run a transaction that happens once, durably.
 
-        `work` is called again where it met another transaction or the connection broke before it
-        was committed; where it broke after, the server is asked what became of it. Raises
-        UnavailableError where that cannot be found out.
+        It runs again if it collides with another transaction, or its connection breaks before the
+        commit. If the connection breaks during the commit, the server is asked for the outcome.
+
+        Args:
+            work: the transaction; it may be called more than once.
+
+        Returns:
+            The result of `work`.
+
+        Raises:
+            BusyError: it collided too often, or writes are refused.
+            UnavailableError: the database does not answer, or the outcome is unknown.
+            CannotWriteError: the database cannot write.
         """
         if self._own.connection is not None:
             return work(self._own.connection)
-        if self._refused is not None:
-            raise BusyError(self._refused)
-        for attempt in range(_TRIES):
+        if self._refusal is not None:
+            raise BusyError(self._refusal)
+        for attempt in range(_MAX_TRIES):
             try:
                 return self._persistent(lambda connection: self._commit(connection, work))
-            except _MetAnotherError as error:
-                if attempt + 1 == _TRIES:
-                    raise BusyError("others change the same items; try again") from error
+            except _CollisionError as error:
+                if attempt + 1 == _MAX_TRIES:
+                    raise BusyError("other calls change the same items; try again") from error
                 time.sleep(random.uniform(0, 0.01 * 2**attempt))  # noqa: S311 - no secret
-        raise AssertionError("returned or raised")
+        raise AssertionError("unreachable: the loop returns or raises")
 
-    def apart(self, work: Callable[[Connection], object]) -> None:
-        """Transactions that `work` begins and ends itself, all of one connection; it is called
-        again on another where one breaks. Not within `together`: nothing is done there. Raises as
-        `write`."""
+    def outside_transaction(self, work: Callable[[Connection], object]) -> None:
+        """Run work that begins and ends its own transactions, on one connection; again if that
+        breaks.
+
+        It does nothing within `transact`.
+
+        Raises:
+            NobackfillError: as `write`.
+        """
         if self._own.connection is None:
-            if self._refused is not None:
-                raise BusyError(self._refused)
+            if self._refusal is not None:
+                raise BusyError(self._refusal)
             self._persistent(work)
 
     def transact(self, work: Callable[[], Result]) -> Result:
-        """All that `work` writes and reads through this database, in this thread, as one
-        transaction; it is called again as `write` says. Raises as `write`."""
+        """Run all reads and writes of `work`, in this thread, as one transaction.
+
+        Args:
+            work: the work; it may be called more than once, as in `write`.
+
+        Returns:
+            The result of `work`.
+
+        Raises:
+            NobackfillError: as `write`.
+        """
 
         def body(connection: Connection) -> Result:
             self._own.connection, self._own.endings = connection, []
@@ -391,7 +484,7 @@ class Database:
         return result
 
     def after_commit(self, ending: Callable[[], None]) -> None:
-        """Do this once what this thread writes is durable: now, or at the end of `together`."""
+        """Run a function once the thread's writes are durable: now, or at the end of `transact`."""
         if self._own.connection is None:
             ending()
         else:
@@ -404,10 +497,10 @@ class Database:
             signature = sign(connection, self._own.mark)
         except COLLISIONS as error:
             run(connection, "ROLLBACK")
-            raise _MetAnotherError from error
+            raise _CollisionError from error
         except BaseException:
             if connection.closed:
-                # The server may hold the row of the mark before for a while.
+                # The server may still hold the row of the previous mark.
                 self._own.mark = None
             else:
                 with suppress(psycopg.Error):
@@ -416,76 +509,85 @@ class Database:
         try:
             run(connection, "COMMIT")
         except COLLISIONS as error:
-            raise _MetAnotherError from error
+            raise _CollisionError from error
         except psycopg.Error as error:
-            if not lost(error):
+            if not is_connection_lost(error):
                 raise
             self._own.mark = None
-            if signature is not None and not self._happened(signature):
+            if signature is not None and not self._was_committed(signature):
                 raise
         if signature is not None:
             self._own.mark = signature.mark
         return result
 
-    def _happened(self, signature: Signature) -> bool:
-        """Whether a transaction was committed whose connection broke. Raises UnavailableError."""
+    def _was_committed(self, signature: Signature) -> bool:
+        """Tell whether a transaction was committed although its connection broke.
+
+        Raises:
+            UnavailableError: the outcome is unknown.
+        """
         end = time.monotonic() + self._wait_s
         while time.monotonic() < end:
             with suppress(psycopg.Error, UnavailableError), self.connect() as connection:
-                found = committed(connection, signature)
-                if found is not None:
-                    return found
+                outcome = was_committed(connection, signature)
+                if outcome is not None:
+                    return outcome
             time.sleep(0.05)
         raise UnavailableError(
-            "the database ended the connection while it was told to keep this; whether it did is "
-            "not known, and doing it again is right"
+            "the database closed the connection during a commit, and its outcome is unknown; "
+            "repeating the call is safe"
         )
 
     def _persistent(self, work: Callable[[Connection], Result]) -> Result:
         end = time.monotonic() + self._wait_s
         for attempt in count(1):
             try:
-                # The pool's own context would end a transaction; each ends its own here.
+                # The pool's own context manager would end a transaction; here each one ends its
+                # own.
                 connection = self._pool.getconn()
                 try:
                     return work(connection)
                 finally:
                     self._pool.putconn(connection)
-            except _MetAnotherError:
+            except _CollisionError:
                 raise
             except PoolTimeout as error:
-                # Nobody gave one back, or none could be made: the server says which.
+                # All are in use, or none could be made: the server's own error says which.
                 self.connect().close()
                 raise refusal(error) or error from error
             except Exception as error:
-                if not lost(error) or attempt == _TRIES:
+                if not is_connection_lost(error) or attempt == _MAX_TRIES:
                     raise refusal(error) or error from error
                 self._wait_for_server(end)
-                # What else lies in the pool broke with it.
+                # The other connections of the pool broke, too.
                 self._pool.check()
-        raise AssertionError("returned or raised")
+        raise AssertionError("unreachable: the loop returns or raises")
 
     def _configure(self, connection: Connection) -> None:
         for name, value in (
             ("lock_timeout", f"{int(1000 * self._wait_s)}"),
-            ("statement_timeout", f"{_STATEMENT_S}s"),
-            ("idle_in_transaction_session_timeout", f"{_STATEMENT_S}s"),
-            # A gateway that is gone waits for nothing.
+            ("statement_timeout", f"{_STATEMENT_SECONDS}s"),
+            ("idle_in_transaction_session_timeout", f"{_STATEMENT_SECONDS}s"),
+            # The server ends statements of a gateway that is gone.
             ("client_connection_check_interval", "1s"),
-            # What a filter or a deletion leaves out of a graph's answer is looked for further on.
+            # The scan goes on if a filter or deletions leave too few candidates.
             ("hnsw.iterative_scan", "relaxed_order"), ("hnsw.ef_search", str(EF)),
             ("search_path", "public"),
         ):  # fmt: skip
             run(connection, "SELECT set_config(%s, %s, false)", [name, value])
-        # Found by the path that was set, not by the role's own.
+        # The search path that was set finds it, whatever the role's own path is.
         register_vector(connection)
-        # As bytes: many of them become one array (bulk.from_binary).
+        # As bytes, which many rows turn into one array (bulk.from_binary).
         vector = TypeInfo.fetch(connection, "vector")
-        assert vector is not None, "register_vector looked for it"
+        assert vector is not None, "register_vector found it"
         connection.adapters.register_loader(vector.oid, ByteaBinaryLoader)
 
     def _wait_for_server(self, end: float) -> None:
-        """Until it takes connections. Raises UnavailableError when it does not before `end`."""
+        """Wait until the server accepts connections, at most until `end` on the monotonic clock.
+
+        Raises:
+            UnavailableError: it did not accept one.
+        """
         while True:
             try:
                 self.connect().close()
@@ -498,43 +600,52 @@ class Database:
 
 @dataclass(eq=False)
 class _PendingRead:
-    """A statement that somebody waits for; `lock` is held while it is cancelled or ends."""
+    """Hold a statement that a caller waits for; `lock` is held while it is cancelled or ends."""
 
     connection: Connection
     reader: Reader
     lock: threading.Lock = field(default_factory=threading.Lock)
-    ended: bool = False
-    cancelled: bool = False
+    is_ended: bool = False
+    is_cancelled: bool = False
 
 
 class _Reads:
-    """The reads under way."""
+    """Limit and cancel the reads that run."""
 
     def __init__(self, most: int) -> None:
-        """`most`: of one reader at once."""
-        self._most = most
+        """Start without reads.
+
+        Args:
+            most: most reads of one reader at once.
+        """
+        self._limit = most
         self._changed = threading.Condition()
         self._counts: Counter[str] = Counter()
-        self._under_way: set[_PendingRead] = set()
-        self._closed = False
+        self._pending: set[_PendingRead] = set()
+        self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the thread."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
 
     @contextmanager
-    def counted(self, reader: Reader | None) -> Iterator[None]:
-        """Wait for a place. Raises DeadlineError, CancelledError."""
+    def limited(self, reader: Reader | None) -> Iterator[None]:
+        """Wait for a place of a reader, and hold it during a block.
+
+        Raises:
+            DeadlineError: the reader's time is over.
+            CancelledError: the reader has cancelled the call.
+        """
         if reader is None or not reader.name:
             yield
             return
         with self._changed:
-            while self._counts[reader.name] >= self._most:
+            while self._counts[reader.name] >= self._limit:
                 reader.check()
-                self._changed.wait(_LOOK_S)
+                self._changed.wait(_POLL_SECONDS)
             self._counts[reader.name] += 1
         try:
             yield
@@ -544,39 +655,39 @@ class _Reads:
                 self._changed.notify_all()
 
     @contextmanager
-    def watched(self, connection: Connection, reader: Reader | None) -> Iterator[None]:
-        """Cancel what runs in the block once nobody waits for it."""
+    def cancellable(self, connection: Connection, reader: Reader | None) -> Iterator[None]:
+        """Cancel the statements of a block once nobody waits for them."""
         if reader is None:
             yield
             return
         read = _PendingRead(connection, reader)
         with self._changed:
-            self._under_way.add(read)
+            self._pending.add(read)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="reads", daemon=True)
                 self._thread.start()
         try:
             yield
         except psycopg.Error:
-            if read.cancelled:
+            if read.is_cancelled:
                 reader.check()
             raise
         finally:
             with self._changed:
-                self._under_way.discard(read)
+                self._pending.discard(read)
             with read.lock:
-                read.ended = True
-            if read.cancelled:
-                # Nothing else shall meet a cancellation that comes late.
+                read.is_ended = True
+            if read.is_cancelled:
+                # Closed, because a late cancellation would hit the next statement.
                 connection.close()
 
     def _watch(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed, _LOOK_S)
-                if self._closed:
+                self._changed.wait_for(lambda: self._is_closed, _POLL_SECONDS)
+                if self._is_closed:
                     return
-                under_way = list(self._under_way)
+                under_way = list(self._pending)
             for read in under_way:
                 try:
                     read.reader.check()
@@ -585,14 +696,15 @@ class _Reads:
 
     def _cancel(self, read: _PendingRead) -> None:
         with read.lock, suppress(psycopg.Error):
-            if not read.ended and not read.cancelled:
-                read.cancelled = True
-                read.connection.cancel_safe(timeout=_WAIT_S)
+            if not read.is_ended and not read.is_cancelled:
+                read.is_cancelled = True
+                read.connection.cancel_safe(timeout=_WAIT_SECONDS)
 
 
 class _Own(threading.local):
-    """The transaction of a thread that is in `together`, and what is done after its commit; the
-    mark that its last transaction left; whether it is in `read`."""
+    """Hold a thread's transaction within `transact`, its functions after the commit, and its last
+    mark.
+    """
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
@@ -601,5 +713,5 @@ class _Own(threading.local):
         self.endings: list[Callable[[], None]] = []
 
 
-class _MetAnotherError(Exception):
-    """Rolled back because of another transaction."""
+class _CollisionError(Exception):
+    """The transaction was rolled back because of another one."""

@@ -1,4 +1,4 @@
-"""A gallery in PostgreSQL, as a GalleryStore: items, spaces, vectors and state in one schema."""
+"""Store a gallery in PostgreSQL: items, spaces, vectors and state in one schema."""
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,12 +36,12 @@ from nobackfill.server.stores.postgresql.writing import advance
 _NONE = np.empty(0, np.int64)
 _SPACES_CHANGED = Change({}, _NONE, spaces=True)
 Result = TypeVar("Result")
-# Tries of a transaction beside others that write.
-_BESIDE_OTHERS = 3
+# Tries of a transaction that shares the gate with other writers.
+_SHARED_TRIES = 3
 
 
-class Look(NamedTuple):
-    """Spaces and state of a gallery, which are of an epoch: it grows when they change."""
+class GallerySnapshot(NamedTuple):
+    """Hold the spaces and state of a gallery, and their epoch, which grows with each change."""
 
     epoch: int
     spaces: tuple[SpaceInfo, ...]
@@ -49,7 +49,7 @@ class Look(NamedTuple):
 
 
 class PostgresqlGallery(Reads):
-    """What is said of each method: GalleryStore."""
+    """Store one gallery; implements GalleryStore."""
 
     def __init__(self, database: Database, number: int) -> None:
         super().__init__(database, schema_of(number))
@@ -58,29 +58,31 @@ class PostgresqlGallery(Reads):
         self._reporting = threading.Lock()
 
     def missing_table(self) -> str | None:
-        """A table of the gallery that is gone, though the gallery is not, nor the space."""
+        """Return the name of a table that is missing although its gallery and space exist; None if
+        none is.
+        """
 
         def work(connection: Connection) -> str | None:
-            known = "SELECT true FROM nobackfill.galleries WHERE number = %s"
-            if run(connection, known, [self.number]).fetchone() is None:
+            exists = "SELECT true FROM nobackfill.galleries WHERE number = %s"
+            if run(connection, exists, [self.number]).fetchone() is None:
                 return None
             names = [f"{self.schema}.{name}" for name in ("items", "spaces", "state", "gate")]
-            there = "SELECT name FROM unnest(%s::text[]) AS name WHERE to_regclass(name) IS NULL"
-            if missing := run(connection, there, [names]).fetchone():
+            lookup = "SELECT name FROM unnest(%s::text[]) AS name WHERE to_regclass(name) IS NULL"
+            if missing := run(connection, lookup, [names]).fetchone():
                 return str(missing[0])
             numbers = run(connection, f"SELECT number FROM {self.schema}.spaces")
             tables = [table_of(self.schema, number) for (number,) in numbers]
-            missing = run(connection, there, [tables]).fetchone()
+            missing = run(connection, lookup, [tables]).fetchone()
             return None if missing is None else str(missing[0])
 
-        # Another gateway may drop a space between two statements: then it is in no second list.
+        # Checked twice: another gateway may delete a space between two statements.
         return self.database.read(work) and self.database.read(work)
 
     def close(self) -> None:
-        """The connections are the database's."""
+        """Do nothing: the connections belong to the database."""
 
     def rest(self) -> bool:
-        """Nothing is held open for it."""
+        """Return True: nothing is held open."""
         return True
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
@@ -92,31 +94,33 @@ class PostgresqlGallery(Reads):
             self._listeners.remove(listener)
 
     def written_elsewhere(self, labels: Labels) -> None:
-        """Another process has written vectors of `labels`: tell the listeners."""
+        """Tell the listeners that another process has written vectors."""
         self._report(Change({}, _NONE, described=labels))
 
     def _report(self, change: Change) -> None:
-        def tell() -> None:
+        def notify_listeners() -> None:
             with self._reporting:
                 for listener in self._listeners:
                     listener(change)
 
-        self.database.after_commit(tell)
+        self.database.after_commit(notify_listeners)
 
     def _shared(self, work: Callable[[Connection], Result]) -> Result:
-        """A transaction beside others that write, while nobody changes the spaces. One that has met
-        others at the same items again and again is done alone."""
+        """Run a transaction while others write, and nobody changes the spaces.
+
+        If it collides with others too often, it runs alone.
+        """
         tries = count(1)
 
         def body(connection: Connection) -> Result:
-            share = next(tries) <= _BESIDE_OTHERS
+            share = next(tries) <= _SHARED_TRIES
             (writing.share_gate if share else writing.hold_gate)(connection, self.schema)
             return work(connection)
 
         return self.database.write(body)
 
-    def _alone(self, work: Callable[[Connection], Result]) -> Result:
-        """A transaction that changes spaces: nobody else writes meanwhile."""
+    def _exclusive(self, work: Callable[[Connection], Result]) -> Result:
+        """Run a transaction that changes spaces, while nobody else writes."""
 
         def body(connection: Connection) -> Result:
             writing.hold_gate(connection, self.schema)
@@ -133,8 +137,18 @@ class PostgresqlGallery(Reads):
         digests: Sequence[str | None] | None = None,
         metadata: Sequence[Metadata | None] | None = None, epoch: int | None = None,
     ) -> PutResult:  # fmt: skip
-        """`epoch`: of the plan that the vectors were made by. Raises OutdatedError where spaces or
-        state have changed since."""
+        """Store items; see GalleryStore.put.
+
+        Args:
+            ids: ids of the items.
+            vectors: their vectors, by space.
+            digests: digest of each item's content.
+            metadata: metadata of each item.
+            epoch: the gallery's epoch for which the vectors were made; None skips the check.
+
+        Raises:
+            OutdatedError: spaces or state have changed since that epoch.
+        """
         batch = check_batch(ids, digests, metadata)
         checked = self._checked(vectors, len(ids), outdated=epoch is not None)
 
@@ -158,7 +172,7 @@ class PostgresqlGallery(Reads):
             return [check_new(space_of(spaces, new.space), new, count) for new in vectors]
         except IncompatibleSpaceError as error:
             if outdated:
-                raise OutdatedError("another gateway has dropped a space; try again") from error
+                raise OutdatedError("another gateway has deleted a space; try again") from error
             raise
 
     def delete(self, ids: Sequence[str]) -> int:
@@ -175,9 +189,9 @@ class PostgresqlGallery(Reads):
             writing.delete_labels(connection, self.schema, labels)
             return labels
 
-        gone = self._shared(work)
-        self._report(Change({}, gone))
-        return len(gone)
+        deleted = self._shared(work)
+        self._report(Change({}, deleted))
+        return len(deleted)
 
     def describe_some(
         self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
@@ -185,16 +199,16 @@ class PostgresqlGallery(Reads):
         condition = condition_of(filtered)
 
         def work(connection: Connection) -> Labels:
-            found = run(
+            cursor = run(
                 connection,
                 f"SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM {self.schema}.items i"
                 f" WHERE i.label = ANY(%s) AND ({condition.text}) ORDER BY i.label FOR UPDATE",
                 [labels.tolist(), *condition.values],
             )
-            items = [item_of(row) for row in found]
-            now = {item.label: (item.id, item.metadata) for item in items}
-            writing.describe(connection, self.schema, described(now, values, remove))
-            return np.array([*now], np.int64)
+            items = [item_of(row) for row in cursor]
+            present = {item.label: (item.id, item.metadata) for item in items}
+            writing.describe(connection, self.schema, described(present, values, remove))
+            return np.array([*present], np.int64)
 
         changed = self._shared(work)
         self._report(Change({}, _NONE, described=changed))
@@ -208,7 +222,7 @@ class PostgresqlGallery(Reads):
         self.database.write(work)
 
     def begin(self, spec: SpaceSpec) -> None:
-        self._alone(lambda connection: writing.begin(connection, self.schema, spec))
+        self._exclusive(lambda connection: writing.begin(connection, self.schema, spec))
 
     def write(
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
@@ -217,19 +231,24 @@ class PostgresqlGallery(Reads):
         new = NewVectors(space, embedding, side, origin)
         checked = check_new(self.space(space), new, len(labels))
         doubt = check_doubt(uncertainty, len(labels))
-        good, kept = self._shared(
+        written, vectors = self._shared(
             lambda connection: writing.write(
                 connection, self.schema, checked, labels, doubt, replace=replace
             )
         )
-        self._report(Change({space: (good, kept)}, _NONE))
-        return good
+        self._report(Change({space: (written, vectors)}, _NONE))
+        return written
 
     def look_ahead(self, space: str) -> None:
-        """Look which items lack a vector in `space` while others write, so that a flip looks only
-        at those that come from here on. Within `together` nothing is done."""
+        """Record which items lack a vector in a space, while others write, so that a flip checks
+        only later ones.
+
+        It does nothing within `Database.transact`.
+        """
         number = self.space(space).number
-        self.database.apart(lambda connection: advance(connection, self.schema, number))
+        self.database.outside_transaction(
+            lambda connection: advance(connection, self.schema, number)
+        )
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
@@ -241,7 +260,7 @@ class PostgresqlGallery(Reads):
             writing.flip(connection, self.schema, space, leave_behind=leave_behind)
             rows.set_state(connection, self.schema, state or {})
 
-        self._alone(work)
+        self._exclusive(work)
 
     def rollback(
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
@@ -254,15 +273,15 @@ class PostgresqlGallery(Reads):
             rows.set_state(connection, self.schema, state or {})
             return space
 
-        return self._alone(work)
+        return self._exclusive(work)
 
     def drop(self, space: str) -> None:
-        self._alone(lambda connection: writing.drop(connection, self.schema, space))
+        self._exclusive(lambda connection: writing.drop(connection, self.schema, space))
 
-    def look(self) -> Look:
-        """What plans are made of, in one snapshot."""
+    def look(self) -> GallerySnapshot:
+        """Read what plans are made from, in one snapshot."""
         return self.database.read(
-            lambda connection: Look(
+            lambda connection: GallerySnapshot(
                 rows.epoch_of(connection, self.number),
                 tuple(rows.read_spaces(connection, self.schema)),
                 rows.states(connection, self.schema),
@@ -287,14 +306,14 @@ class PostgresqlGallery(Reads):
         )
 
     def active(self) -> SpaceInfo:
+        """Return the active space."""
         return next(info for info in self.spaces() if info.state == "active")
 
 
-# The galleries of a database, by name: made and deleted in one transaction each.
-
-
 class PostgresqlGalleries:
-    """What is said of each method: Stores."""
+    """Create, open and delete the galleries of a database, each in one transaction; implements
+    Stores.
+    """
 
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -320,15 +339,15 @@ class PostgresqlGalleries:
                 "INSERT INTO nobackfill.galleries (name) VALUES (%s) RETURNING number",
                 [name],
             ).fetchone()[0]
-            made = schema.schema_of(number)
+            schema_name = schema.schema_of(number)
             schema.create_gallery(connection, number, specs[0])
             for spec in specs[1:]:
-                writing.begin(connection, made, spec)
-                writing.flip(connection, made, spec.space, leave_behind=False)
-            for info in rows.read_spaces(connection, made):
-                for statement in schema.index_statements(made, info.number, info.spec):
+                writing.begin(connection, schema_name, spec)
+                writing.flip(connection, schema_name, spec.space, leave_behind=False)
+            for info in rows.read_spaces(connection, schema_name):
+                for statement in schema.index_statements(schema_name, info.number, info.spec):
                     run(connection, statement)
-            rows.set_state(connection, made, state)
+            rows.set_state(connection, schema_name, state)
             notify(connection)
             return int(number)
 
@@ -336,13 +355,13 @@ class PostgresqlGalleries:
 
     def delete(self, name: str) -> None:
         def work(connection: Connection) -> None:
-            gone = run(
+            row = run(
                 connection,
                 "DELETE FROM nobackfill.galleries WHERE name = %s RETURNING number",
                 [name],
             ).fetchone()
-            if gone is not None:
-                schema.drop_gallery(connection, gone[0])
+            if row is not None:
+                schema.drop_gallery(connection, row[0])
                 notify(connection)
 
         self.database.write(work)

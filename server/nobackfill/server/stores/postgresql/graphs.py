@@ -1,4 +1,6 @@
-"""HNSW graphs of spaces, made beside puts and searches, and how wide they are to be searched."""
+"""Build HNSW graphs of spaces while puts and searches go on, and measure how wide to search
+them.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,74 +18,91 @@ from nobackfill.server.stores.postgresql.database import EF, Connection, Databas
 from nobackfill.server.stores.postgresql.rows import among, copy_out, random_labels
 from nobackfill.server.stores.postgresql.schema import MOST_HALF, index_statements, table_of
 from nobackfill.server.stores.postgresql.search import (
-    MOST_EF,
+    MAX_EF,
     SpaceTable,
     by_graph,
     widen,
 )
 from nobackfill.vectors import Vectors
 
-# Whether an index finds what is there: measured before a flip waits for it no more, since no
-# engine's word is taken. Milvus says that it is whole and answers badly for a while; a graph of
-# pgvector may be too thin for its vectors and say nothing.
-#
-# Vectors that are stored are asked for, and what is found compared with what a pass over all of
-# them finds: by distance, for one of several equal vectors is as good as another.
+# The recall of an index is measured before a flip; no engine's own word counts. Milvus reports an
+# index as complete and answers badly for a while. A graph of pgvector may be too sparse for its
+# vectors, without a sign. Stored vectors are the queries, and the answers are compared with a full
+# scan by distance, because equal vectors are equally good.
 
 log = structlog.get_logger("server.stores")
 
-# What is asked for, and the share of its nearest that is well enough.
+# Number of queries, number of nearest neighbours, and the required recall.
 PROBES, K, RECALL = 30, 10, 0.9
-# Numbers of a piece of the pass: a statement far below its timeout, and 16 MB here.
+# Numbers in a piece of the scan: a statement far below its timeout, and 16 MB here.
 _NUMBERS = 4_000_000
-# Between two looks passes so much time, or so many times what one took, up to a bound; what is
-# waited for is told so often.
+# Pause (seconds) between two measurements: at least this, or this multiple of the last one's
+# duration, up to a limit; and seconds between two reports.
 _LOOK_S, _REST, _LONGEST_S, _TELL_S = 0.5, 4, 60.0, 10.0
 
 
 @dataclass(frozen=True)
 class RecallProbes:
-    """Queries [q, dim], and how far the last of the nearest lies of each, [q, 1]; `nearest`: how
-    many they are, K where there are as many vectors; `slack` [q, 1]: what rounding may add."""
+    """Hold queries and their true neighbours.
+
+    Attributes:
+        queries: float32 [q, dim].
+        farthest: distance of the last true neighbour of each query, [q, 1].
+        nearest: number of true neighbours: K, or all if there are fewer.
+        slack: what rounding may add to a distance, [q, 1].
+    """
 
     queries: Vectors
     farthest: Vectors
     nearest: int
     slack: Vectors
 
-    def recall(self, found: Sequence[Neighbours]) -> float:
-        """Share of the nearest that is in `found`, one of K for each query; 1 where nothing is."""
+    def recall(self, answers: Sequence[Neighbours]) -> float:
+        """Return the share of true neighbours that was found; 1 for an empty space.
+
+        Args:
+            answers: K neighbours for each query.
+        """
         if not self.farthest.size:
             return 1.0
-        apart = np.concatenate([one.distances for one in found])[:, : self.nearest]
-        return float((apart <= self.farthest * (1 + 1e-5) + self.slack).mean())
+        distances = np.concatenate([answer.distances for answer in answers])[:, : self.nearest]
+        return float((distances <= self.farthest * (1 + 1e-5) + self.slack).mean())
 
 
 def probes_of(
-    connection: Connection, schema: str, info: SpaceInfo, between: Callable[[], None]
+    connection: Connection, schema: str, info: SpaceInfo, check_stop: Callable[[], None]
 ) -> RecallProbes:
-    """Vectors of a space at random, and what a pass over all of them finds. It reads pieces of
-    bounded size; `between` is called after each, and may raise. Raises psycopg.Error."""
+    """Draw random vectors of a space, and find their neighbours by a full scan in pieces.
+
+    Args:
+        connection: the connection.
+        schema: schema of the gallery.
+        info: the space.
+        check_stop: called after each piece; it may raise to stop.
+
+    Raises:
+        psycopg.Error: a statement failed.
+    """
     table, spec = table_of(schema, info.number), info.spec
-    drawn = random_labels(connection, table, PROBES)
-    queries = copy_out(connection, table, among(drawn), spec.dim)[1]
+    sample = random_labels(connection, table, PROBES)
+    queries = copy_out(connection, table, among(sample), spec.dim)[1]
     if spec.metric == "cosine":
-        # A vector without a direction is asked of no graph: every row is read for it.
+        # A zero vector is never searched by a graph: every row is read for it.
         queries = queries[queries.any(axis=1)]
     first, last = run(
         connection, f"SELECT coalesce(min(label), 1), coalesce(max(label), 0) FROM {table}"
     ).fetchone()
     step = max(1, _NUMBERS // spec.dim)
-    count, best = 0, ExactIndex(spec, drawn[:0], queries[:0]).search(queries, K)
+    count, best = 0, ExactIndex(spec, sample[:0], queries[:0]).search(queries, K)
     for start in range(first, last + 1, step):
         piece = f"label >= {start:d} AND label < {start + step:d}"
         labels, vectors, _ = copy_out(connection, table, piece, spec.dim)
         if len(labels):
-            near = ExactIndex(spec, labels, vectors).search(queries, K)
-            best, count = merge([best, near], K), count + len(labels)
-        between()
+            neighbours = ExactIndex(spec, labels, vectors).search(queries, K)
+            best, count = merge([best, neighbours], K), count + len(labels)
+        check_stop()
     nearest = min(K, count)
-    # Of short vectors all distances of squared_l2 are small, and none may pass for rounding.
+    # All squared_l2 distances of short vectors are small, and must not count as rounding.
     scale = np.ones((len(queries), 1), np.float32)
     if spec.metric == "squared_l2":
         scale = np.minimum((queries**2).sum(axis=1, keepdims=True), 1)
@@ -91,48 +110,52 @@ def probes_of(
 
 
 def wait_for_recall(
-    ready: Callable[[], bool], measure: Callable[[], float], between: Callable[[], None],
-    tell: Callable[[float], None],
+    ready: Callable[[], bool], measure: Callable[[], float], check_stop: Callable[[], None],
+    report: Callable[[float], None],
 ) -> None:  # fmt: skip
-    """Until `measure` gives RECALL. Before it is asked, `ready` does what can be done and says
-    whether there is something to measure. What the database refuses for a moment is tried again.
-    `between` is called again and again, and may raise; `tell` now and then, with what was measured.
+    """Wait until a measured recall is at least RECALL.
+
+    Args:
+        ready: does what can be done first, and tells whether a measurement makes sense.
+        measure: measures the recall; a temporary refusal of the database is tried again.
+        check_stop: called often; it may raise to stop.
+        report: called now and then with the measured recall.
     """
-    told = time.monotonic()
+    last_report = time.monotonic()
     while True:
-        between()
-        took, found = 0.0, None
+        check_stop()
+        seconds, recall = 0.0, None
         try:
             if ready():
                 began = time.monotonic()
-                found = measure()
-                took = time.monotonic() - began
+                recall = measure()
+                seconds = time.monotonic() - began
         except (BusyError, UnavailableError) as error:
-            log.warning("recall was not measured, and will be again", error=str(error))
-        if found is not None and found >= RECALL:
+            log.warning("cannot measure the recall; trying again", error=str(error))
+        if recall is not None and recall >= RECALL:
             return
-        if found is not None and time.monotonic() - told >= _TELL_S:
-            tell(found)
-            told = time.monotonic()
-        _rest(min(max(_LOOK_S, _REST * took), _LONGEST_S), between)
+        if recall is not None and time.monotonic() - last_report >= _TELL_S:
+            report(recall)
+            last_report = time.monotonic()
+        _pause(min(max(_LOOK_S, _REST * seconds), _LONGEST_S), check_stop)
 
 
-def _rest(seconds: float, between: Callable[[], None]) -> None:
+def _pause(seconds: float, check_stop: Callable[[], None]) -> None:
     until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        between()
-        time.sleep(min(left, _LOOK_S))
+    while (remaining := until - time.monotonic()) > 0:
+        check_stop()
+        time.sleep(min(remaining, _LOOK_S))
 
 
-# Candidates that are looked at: the first that finds RECALL.
-_TRIED_EF = (EF, 200, 400, MOST_EF)
+# Widths that are tried in this order, until one has the required recall.
+_WIDTHS = (EF, 200, 400, MAX_EF)
 
 
 def has_graph(database: Database, schema: str, info: SpaceInfo) -> bool:
-    """Whether a space has a whole graph, or has too many dimensions for any."""
+    """Tell whether a space has a complete graph, or too many dimensions for one."""
     if info.spec.dim > MOST_HALF:
         return True
-    found = database.read(
+    row = database.read(
         lambda connection: run(
             connection,
             "SELECT i.indisvalid FROM pg_class c JOIN pg_index i ON i.indexrelid = c.oid"
@@ -141,17 +164,21 @@ def has_graph(database: Database, schema: str, info: SpaceInfo) -> bool:
             [schema, graph_name(info)],
         ).fetchone()
     )
-    return found is not None and bool(found[0])
+    return row is not None and bool(row[0])
 
 
 def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
-    """Build one; others write and search meanwhile. What an interrupted build left is removed.
+    """Build a graph while others write and search; the rest of an interrupted build is removed
+    first.
 
-    Raises UnavailableError, BusyError, CannotWriteError.
+    Raises:
+        UnavailableError: the database does not answer.
+        BusyError: the database is busy.
+        CannotWriteError: the database cannot write.
     """
     statements = index_statements(schema, info.number, info.spec, "CONCURRENTLY")
     try:
-        # Not of the pool: it takes as long as it takes.
+        # Outside the pool, because it may take hours.
         with database.connect() as connection:
             run(connection, f"DROP INDEX CONCURRENTLY IF EXISTS {schema}.{graph_name(info)}")
             for statement in statements:
@@ -161,30 +188,43 @@ def make_graph(database: Database, schema: str, info: SpaceInfo) -> None:
 
 
 def measure_recall(
-    database: Database, schema: str, info: SpaceInfo, between: Callable[[], None]
+    database: Database, schema: str, info: SpaceInfo, check_stop: Callable[[], None]
 ) -> tuple[int, float]:
-    """How many candidates of a space's graph are to be looked at, and the recall that this gives:
-    the least width that finds RECALL, or the widest. In one snapshot, on a connection of its own;
-    `between` is called again and again, and may raise. Raises BusyError, UnavailableError."""
+    """Measure the recall of a space's graph in one snapshot, at rising widths.
+
+    Args:
+        database: the database.
+        schema: schema of the gallery.
+        info: the space.
+        check_stop: called often; it may raise to stop.
+
+    Returns:
+        The smallest width with the required recall, or the largest width, and its recall.
+
+    Raises:
+        BusyError: the database is busy.
+        UnavailableError: the database does not answer.
+    """
     if info.spec.dim > MOST_HALF:
         return EF, 1.0
     table, width, recall = SpaceTable(schema, info), EF, 0.0
     with database.snapshot() as connection:
-        probes = probes_of(connection, schema, info, between)
-        # Reading every row, as is done of few, says nothing of the graph.
+        probes = probes_of(connection, schema, info, check_stop)
+        # A sequential scan, which PostgreSQL prefers for few rows, would say nothing about the
+        # graph.
         run(connection, "SET LOCAL enable_seqscan = off")
         run(connection, "SET LOCAL enable_sort = off")
-        for width in _TRIED_EF:
+        for width in _WIDTHS:
             widen(connection, width)
-            found = []
+            answers = []
             for query in probes.queries:
-                found.append(by_graph(connection, table, query, K))
-                between()
-            if (recall := probes.recall(found)) >= RECALL:
+                answers.append(by_graph(connection, table, query, K))
+                check_stop()
+            if (recall := probes.recall(answers)) >= RECALL:
                 break
     return width, recall
 
 
 def graph_name(info: SpaceInfo) -> str:
-    """Of the index, in the gallery's schema."""
+    """Return the name of a space's graph in the gallery's schema."""
     return f"vectors_{info.number:d}_graph"

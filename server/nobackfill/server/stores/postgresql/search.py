@@ -1,7 +1,7 @@
-"""The nearest items of a space, by pgvector: a graph's candidates, or every row.
+"""Find the nearest items of a space by pgvector: a graph's candidates, or every row.
 
-What a search returns is computed here, from the vectors of the candidates, as every engine of ours
-does it (distances.py): the same numbers for the same vectors, equal distances by label.
+Distances are computed here from the candidates' vectors, as all our engines do it (distances.py):
+the same numbers for the same vectors, and equal distances in the order of labels.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,41 +29,51 @@ from nobackfill.server.stores.postgresql.schema import (
 from nobackfill.server.stores.postgresql.writing import few_left
 from nobackfill.vectors import Vectors, check_vectors
 
-# The statement that nearly every search is, asked in one call of libpq: psycopg's way around it, a
-# cursor and each value in its type, took a third of the time that a search takes here.
-#
-# A connection prepares it once, under a name of its own. psycopg drops all names now and then
-# (`DEALLOCATE ALL` after a rollback): it is prepared again.
+# Nearly all searches use one kind of statement, which is executed in a single call of libpq.
+# psycopg's own path, with a cursor and a typed value, took a third of a search's time. A connection
+# prepares the statement once, under a name of its own. psycopg drops all names now and then
+# (`DEALLOCATE ALL` after a rollback); the statement is then prepared again.
 
-# Statements that a connection keeps: one for each table and number of hits that are asked for.
-_MOST = 100
+# Most statements that a connection keeps prepared: one for each table and number of hits.
+_MAX_STATEMENTS = 100
 _BINARY = pq.Format.BINARY
 _names: WeakKeyDictionary[Connection, dict[str, bytes]] = WeakKeyDictionary()
 _numbers = count()
 
 
-def usable(connection: Connection) -> bool:
-    """Whether a refusal ends no transaction."""
+def is_idle(connection: Connection) -> bool:
+    """Tell whether an error would end no transaction."""
     return connection.pgconn.transaction_status == pq.TransactionStatus.IDLE
 
 
 def rows_near(connection: Connection, statement: str, query: Vectors) -> list[tuple[int, bytes]]:
-    """Rows of a label and a vector, in binary form, of a statement with one place, %s, for a vector
-    [dim]. Not within a transaction. Raises psycopg.Error."""
-    asked = connection.pgconn
-    known = _names.setdefault(connection, {})
+    """Run a prepared statement outside of a transaction.
+
+    Args:
+        connection: the connection.
+        statement: SQL with one placeholder, %s, for a vector.
+        query: float32 [dim].
+
+    Returns:
+        Label and binary vector of each row.
+
+    Raises:
+        psycopg.Error: the statement failed.
+    """
+    server = connection.pgconn
+    names = _names.setdefault(connection, {})
     values: Sequence[bytes] = [to_binary(query)]
     for _ in range(2):
-        if statement not in known:
-            _prepare(asked, known, statement)
-        result = asked.exec_prepared(known[statement], values, [_BINARY], _BINARY)
+        if statement not in names:
+            _prepare(server, names, statement)
+        result = server.exec_prepared(names[statement], values, [_BINARY], _BINARY)
         if result.status == pq.ExecStatus.TUPLES_OK:
             break
         if result.error_field(pq.DiagnosticField.SQLSTATE) != b"26000":
-            raise _error(asked, result)
-        known.clear()
+            raise _error(server, result)
+        names.clear()
     else:
-        raise _error(asked, result)
+        raise _error(server, result)
     value = result.get_value
     return [
         (int.from_bytes(value(row, 0) or b"", "big"), value(row, 1) or b"")
@@ -71,105 +81,132 @@ def rows_near(connection: Connection, statement: str, query: Vectors) -> list[tu
     ]
 
 
-def _prepare(asked: pq.abc.PGconn, known: dict[str, bytes], statement: str) -> None:
-    if len(known) >= _MOST:
-        asked.exec_(b"DEALLOCATE " + known.pop(next(iter(known))))
+def _prepare(server: pq.abc.PGconn, names: dict[str, bytes], statement: str) -> None:
+    if len(names) >= _MAX_STATEMENTS:
+        server.exec_(b"DEALLOCATE " + names.pop(next(iter(names))))
     name = b"near_%d" % next(_numbers)
-    result = asked.prepare(name, statement.replace("%s", "$1::vector").encode())
+    result = server.prepare(name, statement.replace("%s", "$1::vector").encode())
     if result.status != pq.ExecStatus.COMMAND_OK:
-        raise _error(asked, result)
-    known[statement] = name
+        raise _error(server, result)
+    names[statement] = name
 
 
-def _error(asked: pq.abc.PGconn, result: pq.abc.PGresult) -> psycopg.Error:
-    if asked.status == pq.ConnStatus.BAD:
-        # As psycopg says it: without a code, for no server does.
-        return psycopg.OperationalError(asked.get_error_message())
+def _error(server: pq.abc.PGconn, result: pq.abc.PGresult) -> psycopg.Error:
+    if server.status == pq.ConnStatus.BAD:
+        # As psycopg does it: without a code, because no server sent one.
+        return psycopg.OperationalError(server.get_error_message())
     return errors.error_from_result(result)
 
 
-# Candidates taken beyond k, so that rounding seldom leaves the k-th in doubt.
-_SPARE = 8
-# pgvector looks at no more at once.
-MOST_EF = 1000
+# Candidates beyond k, so that rounding seldom leaves the k-th in doubt.
+_EXTRA_CANDIDATES = 8
+# pgvector's largest ef_search.
+MAX_EF = 1000
 
 
 class SpaceTable:
-    """A space's table, and how it is asked."""
+    """Describe how a space's table is searched."""
 
     def __init__(
-        self, schema: str, info: SpaceInfo, without: SpaceInfo | None = None, ef: int = EF
+        self, schema: str, info: SpaceInfo, excluded: SpaceInfo | None = None, ef: int = EF
     ) -> None:
-        """`without`: a space whose items are left out; it answers for them. `ef`: candidates of its
-        graph that are looked at, unless a search asks for more."""
+        """Describe a table.
+
+        Args:
+            schema: schema of the gallery.
+            info: the space.
+            excluded: a space whose items are left out; None leaves out none.
+            ef: candidates of its graph, unless a search asks for more.
+        """
         self.spec: SpaceSpec = info.spec
         self.ef = ef
         self.schema = schema
         self.number = info.number
         self.name = table_of(schema, info.number)
         self._operator = "<->" if self.spec.metric == "squared_l2" else "<=>"
-        self._without = None if without is None else without.number
-        self._rest = ""
-        if without is not None:
-            other = table_of(schema, without.number)
-            self._rest = f" AND NOT EXISTS (SELECT 1 FROM {other} o WHERE o.label = v.label)"
+        self._excluded = None if excluded is None else excluded.number
+        self._exclusion = ""
+        if excluded is not None:
+            other = table_of(schema, excluded.number)
+            self._exclusion = f" AND NOT EXISTS (SELECT 1 FROM {other} o WHERE o.label = v.label)"
 
-    def few(self, connection: Connection) -> list[int] | None:
-        """Labels of all rows that it answers for, where another answers for nearly all: a graph
-        would be looked through in vain, and then every row. None: as many as a graph needs."""
-        if self._without is None:
+    def remaining_labels(self, connection: Connection) -> list[int] | None:
+        """Return the labels of all its rows, if the excluded space leaves only a few.
+
+        A graph would be searched in vain for them, and then every row compared. None: there are
+        enough for a graph.
+        """
+        if self._excluded is None:
             return None
-        return few_left(connection, self.schema, self.number, self._without)
+        return few_left(connection, self.schema, self.number, self._excluded)
 
     def statement(self, condition: Condition, exact: bool, limit: int) -> str:
-        """Of label, vector and, where it is exact, distance. Binds the query where it is exact, the
-        condition's values, the query, and a limit where there is a condition."""
-        apart = f"v.embedding {self._operator} %s"
-        near = apart
+        """Make the SQL of a search: label, vector and, if exact, distance.
+
+        It binds the query if exact, the condition's values, the query, and a limit if there is a
+        condition.
+        """
+        distance = f"v.embedding {self._operator} %s"
+        order_by_graph = distance
         if self.spec.dim > MOST_INDEXED:
             half = f"halfvec({self.spec.dim:d})"
-            near = f"v.embedding::{half} {self._operator} %s::{half}"
-        # A zero vector has no direction: to PostgreSQL its distance is no number, to us 1. What is
-        # added keeps the graph out of it.
-        order = f"coalesce(nullif({apart}, 'NaN'), 1) + 0, v.label" if exact else near
-        columns = f"v.label, v.embedding, {apart}" if exact else "v.label, v.embedding"
-        # A limit that is bound is planned for at each call, as a filter is to be; a search without
-        # one is planned once.
-        most = "%s" if condition is not EVERYTHING else f"{limit:d}"
-        return f"SELECT {columns} FROM {self._passing(condition)} ORDER BY {order} LIMIT {most}"
+            order_by_graph = f"v.embedding::{half} {self._operator} %s::{half}"
+        # A zero vector has no direction: its distance is NaN for PostgreSQL, and 1 for us. The
+        # added 0 keeps PostgreSQL from using the graph.
+        ordering = (
+            f"coalesce(nullif({distance}, 'NaN'), 1) + 0, v.label" if exact else order_by_graph
+        )
+        columns = f"v.label, v.embedding, {distance}" if exact else "v.label, v.embedding"
+        # A bound limit is planned at each call, as a filter must be; a search without a filter is
+        # planned once.
+        limit_text = "%s" if condition is not EVERYTHING else f"{limit:d}"
+        tables = self._passing(condition)
+        return f"SELECT {columns} FROM {tables} ORDER BY {ordering} LIMIT {limit_text}"
 
     def _passing(self, condition: Condition) -> str:
         items = "" if condition is EVERYTHING else f" JOIN {self.schema}.items i USING (label)"
-        return f"{self.name} v{items} WHERE ({condition.text}){self._rest}"
+        return f"{self.name} v{items} WHERE ({condition.text}){self._exclusion}"
 
     def rows_of(
         self, connection: Connection, labels: Sequence[int], condition: Condition
     ) -> list[Any]:
-        """Label and vector of those of `labels` that pass."""
+        """Return label and vector of those labels that pass a condition."""
         statement = (
             f"SELECT v.label, v.embedding FROM {self._passing(condition)} AND v.label = ANY(%s)"
         )
         values = [*condition.values, list(labels)]
-        found: list[Any] = run(
+        rows: list[Any] = run(
             connection, statement, values, filters=condition is not EVERYTHING
         ).fetchall()
-        return found
+        return rows
 
 
 class CandidateSource(Protocol):
-    """Where candidates come from that no graph of the database gives."""
+    """Find candidates with another engine than the database's graphs."""
 
     def rows(
         self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
-        """Of label and vector, at least `limit` or of all that pass; None where all rows are to be
-        compared."""
+        """Find candidates.
+
+        Args:
+            connection: the connection.
+            table: the space.
+            query: float32 [dim].
+            limit: least number of candidates.
+            condition: candidates must pass it.
+            ef: width of the search.
+
+        Returns:
+            Label and vector of at least `limit` items, or of all that pass; None if all rows must
+            be compared.
+        """
         ...
 
 
 class PostgresqlSearcher:
-    """What is said of it: Searcher."""
+    """Search one space; implements Searcher."""
 
     def __init__(
         self,
@@ -180,73 +217,86 @@ class PostgresqlSearcher:
     ) -> None:
         self._database = database
         self._candidates = candidates
-        self._asked = SpaceTable(schema, info)
+        self._table = SpaceTable(schema, info)
 
     def search(
         self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
     ) -> Neighbours:
-        asked = [(self._asked, queries)]
+        requests = [(self._table, queries)]
         return search(
-            self._database, asked, k, condition_of(filtered), ef, candidates=self._candidates
+            self._database, requests, k, condition_of(filtered), ef, candidates=self._candidates
         )[0]
 
 
 def search(
     database: Database,
-    asked: Sequence[tuple[SpaceTable, Vectors]],
+    requests: Sequence[tuple[SpaceTable, Vectors]],
     k: int,
     condition: Condition = EVERYTHING,
     ef: int = 0,
     *,
     candidates: CandidateSource | None = None,
 ) -> list[Neighbours]:
-    """What several tables of one gallery answer to queries float32 [q, dim], in one snapshot.
+    """Search several tables of one gallery in one snapshot.
 
-    `candidates`: in place of the database's graphs. Raises as Searcher.search.
+    Args:
+        database: the database.
+        requests: each table with its queries, float32 [q, dim].
+        k: most neighbours of each query.
+        condition: items must pass it.
+        ef: width of the graph search; 0 means the table's own.
+        candidates: finds candidates instead of the database's graphs.
+
+    Returns:
+        The neighbours of all queries, for each table.
+
+    Raises:
+        InvalidInputError: a query is not a valid vector.
+        UnavailableError: the database does not answer.
     """
     checked = [
         check_vectors(queries, table.spec.dim, what="queries", unit=table.spec.unit)
-        for table, queries in asked
+        for table, queries in requests
     ]
 
-    # The same for all of them, told the server once.
-    width = max(_width(table, k, ef) for table, _ in asked)
+    # One width for all tables, set once.
+    width = max(_width(table, k, ef) for table, _ in requests)
 
     def work(connection: Connection) -> list[Neighbours]:
-        found = []
-        if width != EF and width <= MOST_EF and candidates is None:
+        results = []
+        if width != EF and width <= MAX_EF and candidates is None:
             widen(connection, width)
-        for (table, _), queries in zip(asked, checked, strict=True):
-            few = table.few(connection)
-            if few is None:
+        for (table, _), queries in zip(requests, checked, strict=True):
+            labels = table.remaining_labels(connection)
+            if labels is None:
                 answers = [
                     _nearest(connection, table, query, k, condition, width, candidates)
                     for query in queries
                 ]
             else:
-                rows = table.rows_of(connection, few, condition) if few else []
-                answers = [ranked(table.spec, query, rows, k) for query in queries]
-            found.append(_together(answers, k))
-        return found
+                rows = table.rows_of(connection, labels, condition) if labels else []
+                answers = [rank_rows(table.spec, query, rows, k) for query in queries]
+            results.append(_concatenate(answers, k))
+        return results
 
-    # One statement is a snapshot by itself, and a quarter of the way to the server and back.
-    alone = len(asked) == 1 and len(checked[0]) == 1 and width == EF
-    alone = alone and candidates is None
-    return database.read(work, snapshot=not alone)
+    # A single statement is a snapshot by itself, and saves a quarter of the round trips.
+    is_single = len(requests) == 1 and len(checked[0]) == 1 and width == EF
+    is_single = is_single and candidates is None
+    return database.read(work, snapshot=not is_single)
 
 
 def compares(spec: SpaceSpec, ef: int) -> bool:
-    """Whether a search that looks at `ef` candidates reads every vector."""
-    return spec.dim > MOST_HALF or ef > MOST_EF
+    """Tell whether a search with `ef` candidates reads every vector."""
+    return spec.dim > MOST_HALF or ef > MAX_EF
 
 
 def _width(table: SpaceTable, k: int, ef: int) -> int:
-    """Candidates of a graph to look at."""
-    return max(ef or table.ef, k + _SPARE)
+    """Return the number of candidates of a graph search."""
+    return max(ef or table.ef, k + _EXTRA_CANDIDATES)
 
 
 def widen(connection: Connection, width: int) -> None:
-    """Look at so many candidates, up to MOST_EF, to the end of the transaction."""
+    """Set the number of candidates, up to MAX_EF, until the end of the transaction."""
     run(connection, "SELECT set_config('hnsw.ef_search', %s, true)", [str(width)])
 
 
@@ -259,62 +309,69 @@ def _nearest(
     width: int,
     candidates: CandidateSource | None,
 ) -> Neighbours:
-    limit = k + _SPARE
+    limit = k + _EXTRA_CANDIDATES
     cosine = table.spec.metric == "cosine"
     exact = compares(table.spec, width) or (cosine and not query.any())
     if not exact and candidates is not None:
-        near = candidates.rows(connection, table, query, limit, condition, width)
-        if near is not None:
-            return ranked(table.spec, query, near, k)
+        rows_found = candidates.rows(connection, table, query, limit, condition, width)
+        if rows_found is not None:
+            return rank_rows(table.spec, query, rows_found, k)
     elif not exact:
         rows = _ask(connection, table, query, limit, condition, exact=False)
         if len(rows) == limit:
-            return ranked(table.spec, query, rows, k)
-        # Fewer pass, or the graph was left too early: only looking at all of them tells.
+            return rank_rows(table.spec, query, rows, k)
+        # Too few pass, or the graph scan ended early: only comparing all rows tells.
     while True:
         rows = _ask(connection, table, query, limit, condition, exact=True)
-        if len(rows) < limit or _settled(
+        if len(rows) < limit or _is_settled(
             rows, k, 1.0 if cosine else min(1.0, float(np.linalg.norm(query)))
         ):
-            return ranked(table.spec, query, rows, k)
+            return rank_rows(table.spec, query, rows, k)
         limit *= 4
 
 
 def by_graph(connection: Connection, table: SpaceTable, query: Vectors, k: int) -> Neighbours:
-    """What the graph alone answers to one query [dim], as wide as it is looked through now."""
-    rows = _ask(connection, table, query, k + _SPARE, EVERYTHING, exact=False)
-    return ranked(table.spec, query, rows, k)
+    """Search one query [dim] by the graph alone, at its present width."""
+    rows = _ask(connection, table, query, k + _EXTRA_CANDIDATES, EVERYTHING, exact=False)
+    return rank_rows(table.spec, query, rows, k)
 
 
 def _ask(
     connection: Connection, table: SpaceTable, query: Vectors, limit: int, condition: Condition, *,
     exact: bool,
 ) -> list[Any]:  # fmt: skip
-    if not exact and condition is EVERYTHING and usable(connection):
+    if not exact and condition is EVERYTHING and is_idle(connection):
         return rows_near(connection, table.statement(condition, exact, limit), query)
     values = [*([query] if exact else []), *condition.values, query]
     if condition is not EVERYTHING:
         values.append(limit)
     statement = table.statement(condition, exact, limit)
-    found: list[Any] = run(
+    rows: list[Any] = run(
         connection, statement, values, filters=condition is not EVERYTHING
     ).fetchall()
-    return found
+    return rows
 
 
-def _settled(rows: list[Any], k: int, scale: float) -> bool:
-    """Whether no row beyond the limit can belong to the k nearest: PostgreSQL's distances are of
-    float32, and many equal vectors leave the k-th in doubt. `scale`: of what they are rounded."""
+def _is_settled(rows: list[Any], k: int, scale: float) -> bool:
+    """Tell whether no row beyond the limit can be among the k nearest.
+
+    PostgreSQL's distances are float32, so many almost equal vectors leave the k-th in doubt.
+    `scale` is the size of the rounded values.
+    """
     kth, last = rows[k - 1][2], rows[-1][2]
     return bool(np.isnan(last) or last > kth * (1 + 1e-4) + 1e-6 * scale)
 
 
-def ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
-    """The `k` nearest to one query [dim] of rows of label and vector: Neighbours of one row."""
+def rank_rows(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbours:
+    """Rank rows of label and vector by their distance to one query [dim].
+
+    Returns:
+        The `k` nearest, as Neighbours of one query.
+    """
     if view.ranked is not None:
-        found = view.ranked(spec.metric == "cosine", query, rows, k)
-        if found is not None:
-            return Neighbours(*found)
+        neighbours = view.ranked(spec.metric == "cosine", query, rows, k)
+        if neighbours is not None:
+            return Neighbours(*neighbours)
     if not rows:
         return best(np.empty((1, 0), np.int64), np.empty((1, 0), np.float32), k)
     labels = np.array([row[0] for row in rows], np.int64)
@@ -323,7 +380,7 @@ def ranked(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neighbou
     return best(labels[None], index.between(spec.metric, prepared, vectors[None]), k)
 
 
-def _together(rows: list[Neighbours], k: int) -> Neighbours:
+def _concatenate(rows: list[Neighbours], k: int) -> Neighbours:
     if len(rows) == 1:
         return rows[0]
     labels: list[Labels] = [row.labels for row in rows]
@@ -333,11 +390,8 @@ def _together(rows: list[Neighbours], k: int) -> Neighbours:
     )
 
 
-# Filters that PostgreSQL answers, from an index of `facets`.
-
-
 class PostgresqlMatches:
-    """The items that pass, asked for when they are needed. `condition` is for other statements."""
+    """Match the items that pass a filter, read when needed; `condition` is for other statements."""
 
     def __init__(self, database: Database, schema: str, condition: Condition) -> None:
         self._database = database
@@ -345,7 +399,7 @@ class PostgresqlMatches:
         self.condition = condition
 
     def labels(self) -> Labels:
-        """All of them, increasing."""
+        """Return all labels, increasing."""
         query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
         return self._database.read(
             lambda connection: label_column(
@@ -362,12 +416,12 @@ class PostgresqlMatches:
         )
 
     def mask(self, labels: Labels) -> Mask:
-        """Which of `labels` (increasing) pass."""
+        """Tell which of some increasing labels pass."""
         return mask_of(np.asarray(labels), self.labels())
 
 
 class PostgresqlFiltering:
-    """What is said of it: Filtering."""
+    """Evaluate filters in PostgreSQL; implements Filtering."""
 
     def __init__(self, database: Database, schema: str) -> None:
         self._database = database
@@ -377,18 +431,22 @@ class PostgresqlFiltering:
         return PostgresqlMatches(self._database, self._schema, condition_of(filtered))
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: the connections belong to the database."""
 
 
-# How many items several galleries hold together, for who adds some in the same transaction.
+def count_locked(database: Database, names: Collection[str]) -> int:
+    """Count the items of several galleries, before adding some in the same transaction.
 
+    Within Database.transact no other call counts one of them here, or deletes one, before the
+    transaction ends.
 
-def count_alone(database: Database, names: Collection[str]) -> int:
-    """Items in the galleries of these names that are there. Within Database.together nobody else
-    counts one of them here, nor drops one, before the end of the transaction."""
+    Args:
+        database: the database.
+        names: names of galleries; unknown ones count 0.
+    """
 
     def work(connection: Connection) -> int:
-        # One after the other, in one order. Locks of their own: an upgrade's flip waits for none.
+        # In one order, with locks of their own, which no upgrade's flip waits for.
         for name in sorted(names):
             run(
                 connection,
