@@ -92,7 +92,7 @@ def test_a_cheap_picture_goes_before_the_rest_of_a_dear_batch() -> None:
 
 
 def test_no_more_than_so_much_is_decoded_at_once() -> None:
-    turns = decoding._DecodingTurns(at_once=4, most=10)
+    turns = decoding._DecodingTurns(at_once=4, max_cost=10)
     now, highest, guard = [0, 0], [0, 0], threading.Lock()
 
     def work(cost: int) -> None:

@@ -200,7 +200,7 @@ def test_an_image_that_is_decoded_while_the_queue_closes_is_answered(
     assert decoding_now.wait(TIMEOUT_S)
     closing = threading.Thread(target=queue.queue.close)
     closing.start()
-    wait_until(lambda: queue.queue._closed, "it does not close")
+    wait_until(lambda: queue.queue._is_closed, "it does not close")
     go_on.set()
     closing.join(TIMEOUT_S)
     assert queue.answers == [("a", False)]

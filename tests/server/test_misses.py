@@ -73,7 +73,7 @@ def test_without_a_child_of_ours_every_miss_counts() -> None:
 def test_who_is_busy_without_any_answer_is_not_waited_for_for_ever(
     group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.server.triton.process._LONGEST_S", 1.0)
+    monkeypatch.setattr("nobackfill.server.triton.process._LOOP_SECONDS", 1.0)
     misses = Misses(lambda: group_processor_s(group))
     miss_often(misses)
     assert misses.unready

@@ -1,8 +1,8 @@
-"""Galleries and a vault carried from one store to another, beside a gateway that serves the first.
+"""Move galleries and a vault from one store to another, while a gateway may serve the first.
 
-Page by page, in the order of labels, what differs is written and what is gone is removed; the same
-again writes only what changed meanwhile. The last time is once the gateway has ended: then both
-are alike, which is checked, and the gateway's state goes along.
+Pages are compared in the order of labels: differences are written, and deleted items removed. A
+second run writes only later changes. The last run, once the gateway has stopped, checks that both
+stores are equal, and copies the gateway's state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,8 +39,14 @@ _SAMPLE = 200
 
 @dataclass
 class Transferred:
-    """`items` of the gallery, of which `written` differed and `deleted` were gone; `alike`: what
-    the two hold was the same at the end."""
+    """Report the transfer of a gallery or a vault.
+
+    Attributes:
+        items: items, or blobs, of the source.
+        written: those that differed and were written.
+        deleted: those that were removed from the target.
+        alike: both were equal at the end.
+    """
 
     items: int = 0
     written: int = 0
@@ -49,52 +55,58 @@ class Transferred:
 
 
 def specs_of(source: GalleryStore) -> list[SpaceSpec]:
-    """The spaces to make a target with: those that were active before, then the active one."""
-    kept = [info for info in source.spaces() if info.state != "staging"]
-    return [info.spec for info in sorted(kept, key=lambda info: info.activated)]
+    """Return the spaces for a new target: earlier active ones, then the active one."""
+    infos = [info for info in source.spaces() if info.state != "staging"]
+    return [info.spec for info in sorted(infos, key=lambda info: info.activated)]
 
 
 def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
-    """Make `target`, which nobody serves, hold what `source` holds.
+    """Make a target that nobody serves equal to the source.
 
-    Raises what the stores raise; until then everything that was written stays, and doing it again
-    is right.
+    What was written before an error stays; running it again is safe.
+
+    Args:
+        source: the source.
+        target: the target.
+
+    Raises:
+        NobackfillError: a store fails.
     """
-    done = Transferred()
-    _spaces(source, target)
+    result = Transferred()
+    _copy_spaces(source, target)
     active = source.active().spec.space
     for items in _pages(source, active):
-        done.items += len(items)
-        done.written += _page(source, target, items)
+        result.items += len(items)
+        result.written += _page(source, target, items)
     for items in _pages(target, active):
-        there = {item.id for item in _by_ids(source, [item.id for item in items])}
-        done.deleted += target.delete([item.id for item in items if item.id not in there])
+        present = {item.id for item in _by_ids(source, [item.id for item in items])}
+        result.deleted += target.delete([item.id for item in items if item.id not in present])
     target.state_set(dict.fromkeys(target.state()) | source.state())
-    done.alike = _alike(source, target) and not _differing(source, target, active)
-    return done
+    result.alike = _is_equal(source, target) and not _count_different(source, target, active)
+    return result
 
 
-def _spaces(source: GalleryStore, target: GalleryStore) -> None:
-    """The spaces of the source, in its states."""
-    there = {info.spec.space: info.state for info in target.spaces()}
-    wanted = source.spaces()
-    for info in wanted:
-        if info.spec.space not in there:
+def _copy_spaces(source: GalleryStore, target: GalleryStore) -> None:
+    """Give the target the spaces of the source, in the same states."""
+    states = {info.spec.space: info.state for info in target.spaces()}
+    infos = source.spaces()
+    for info in infos:
+        if info.spec.space not in states:
             target.begin(info.spec)
     active = source.active().spec.space
     if target.active().spec.space != active:
         target.flip(active, leave_behind=True)
-    for space in set(there) - {info.spec.space for info in wanted}:
+    for space in set(states) - {info.spec.space for info in infos}:
         target.drop(space)
 
 
 def _pages(store: GalleryStore, space: str) -> Iterator[list[StoredItem]]:
-    after: ListingPlace | None = None
+    place: ListingPlace | None = None
     while True:
-        found, after = store.page(space, _PAGE, after=after)
-        if found:
-            yield [item for item, _ in found]
-        if after is None:
+        entries, place = store.page(space, _PAGE, after=place)
+        if entries:
+            yield [item for item, _ in entries]
+        if place is None:
             return
 
 
@@ -103,27 +115,31 @@ def _by_ids(store: GalleryStore, ids: Sequence[str]) -> list[StoredItem]:
 
 
 def _page(source: GalleryStore, target: GalleryStore, items: Sequence[StoredItem]) -> int:
-    """Write what differs of some items; how many did."""
+    """Write the items of a page that differ; returns their number."""
     ids = [item.id for item in items]
-    there = {item.id: item for item in _by_ids(target, ids)}
-    new = [item for item in items if not _same(item, there.get(item.id))]
+    present = {item.id: item for item in _by_ids(target, ids)}
+    new = [item for item in items if not _same(item, present.get(item.id))]
     if new:
         target.put(
             [item.id for item in new], [], digests=[item.digest for item in new],
             metadata=[item.metadata for item in new],
         )  # fmt: skip
-        there = {item.id: item for item in _by_ids(target, ids)}
+        present = {item.id: item for item in _by_ids(target, ids)}
     written = {item.id for item in new}
-    of_target = {item.label: there[item.id].label for item in items if item.id in there}
+    of_target = {item.label: present[item.id].label for item in items if item.id in present}
     names = {item.label: item.id for item in items}
     for info in source.spaces():
         space = info.spec.space
         rows = source.stored(np.array([*of_target], np.int64), space)
         labels = np.array([of_target[label] for label in rows.labels.tolist()], np.int64)
-        kept = target.stored(labels, space)
-        known = {label: kept.row(row) for row, label in enumerate(kept.labels.tolist())}
+        target_rows = target.stored(labels, space)
+        rows_by_label = {
+            label: target_rows.row(row) for row, label in enumerate(target_rows.labels.tolist())
+        }
         differ = [
-            row for row, label in enumerate(labels.tolist()) if known.get(label) != rows.row(row)
+            row
+            for row, label in enumerate(labels.tolist())
+            if rows_by_label.get(label) != rows.row(row)
         ]
         written.update(names[label] for label in rows.labels[differ].tolist())
         _write(target, space, labels, rows, np.array(differ, np.intp), info.spec.side_dim)
@@ -138,70 +154,73 @@ def _write(
     target: GalleryStore, space: str, labels: Labels, rows: StoredVectors,
     differ: np.ndarray[tuple[int], np.dtype[np.intp]], side_dim: int,
 ) -> None:  # fmt: skip
-    for some in rows.alike(differ):
-        sides = b"".join(rows.sides[row] or b"" for row in some.tolist())
-        doubt = [rows.uncertainties[row] for row in some.tolist()]
+    for group in rows.alike(differ):
+        sides = b"".join(rows.sides[row] or b"" for row in group.tolist())
+        uncertainties = [rows.uncertainties[row] for row in group.tolist()]
         target.write(
-            space, labels[some], rows.embedding[some],
-            side=np.frombuffer(sides, "<f4").reshape(len(some), side_dim) if sides else None,
-            uncertainty=None if doubt[0] is None else np.array(doubt, np.float64),
-            origin=rows.origins[int(some[0])], replace=True,
+            space, labels[group], rows.embedding[group],
+            side=np.frombuffer(sides, "<f4").reshape(len(group), side_dim) if sides else None,
+            uncertainty=None if uncertainties[0] is None else np.array(uncertainties, np.float64),
+            origin=rows.origins[int(group[0])], replace=True,
         )  # fmt: skip
 
 
-def _alike(source: GalleryStore, target: GalleryStore) -> bool:
-    """Whether states of spaces, and counts of items and of each space's vectors are the same."""
-    states = [{i.spec: i.state for i in store.spaces()} for store in (source, target)]
+def _is_equal(source: GalleryStore, target: GalleryStore) -> bool:
+    """Tell whether both have the same states of spaces, and as many items and vectors."""
+    states = [{info.spec: info.state for info in store.spaces()} for store in (source, target)]
     spaces = [None, *(info.spec.space for info in source.spaces())]
     return states[0] == states[1] and all(
         source.count(space) == target.count(space) for space in spaces
     )
 
 
-def _differing(source: GalleryStore, target: GalleryStore, space: str) -> int:
-    """Of some items at random, how many have another vector in a space, or none."""
+def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> int:
+    """Return how many of some random items have another vector in a space, or none."""
     labels, _, _ = source.sample(space, space, _SAMPLE)
     names = {item.id: item.label for item in source.items(labels) if item is not None}
-    there = {item.label: names[item.id] for item in _by_ids(target, [*names])}
+    source_labels = {item.label: names[item.id] for item in _by_ids(target, [*names])}
     first = source.stored(labels, space)
-    second = target.stored(np.array([*there], np.int64), space)
+    second = target.stored(np.array([*source_labels], np.int64), space)
     rows = {label: first.row(row) for row, label in enumerate(first.labels.tolist())}
-    good = sum(
-        rows.get(there[label]) == second.row(row)
+    equal = sum(
+        rows.get(source_labels[label]) == second.row(row)
         for row, label in enumerate(second.labels.tolist())
     )
-    return len(rows) - good
+    return len(rows) - equal
 
 
 def blobs_of(vault: Path) -> dict[Path, int]:
-    """Bytes of each whole blob of a vault's folder, by its path below that."""
-    found = {}
+    """Return the size of each complete blob of a vault, by its path in the vault."""
+    sizes = {}
     for path in vault.glob("*/??/*"):
         if path.suffix != PART and not path.name.startswith(durable.TEMPORARY):
             with suppress(FileNotFoundError):
-                found[path.relative_to(vault)] = path.stat().st_size
-    return found
+                sizes[path.relative_to(vault)] = path.stat().st_size
+    return sizes
 
 
 def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | None:
-    """The folders of the vaults that belong to two data folders; None where both are one, or there
-    is nothing to carry.
+    """Return the vaults of two data folders; None if there is nothing to copy.
 
-    Raises ConfigurationError where a vault's folder is not known, or the target lies inside the
-    source, AlreadyExistsError where another
-    gateway has served from the target.
+    Args:
+        source: data folder of the source; None for a database without one.
+        target: data folder of the target; None for a database without one.
+
+    Raises:
+        ConfigurationError: a data folder is unknown, or the target is inside the source.
+        AlreadyExistsError: another gateway has served from the target.
     """
     if source is None:
         raise ConfigurationError(
-            "--from is a database, and the vault lies in its gateway's data folder; name that "
-            "with --from-data FOLDER"
+            "--from is a database, and its vault is in the gateway's data folder; name that folder "
+            "with --from-data"
         )
     blobs = len(blobs_of(source / "vault"))
     if target is None:
         if blobs == 0:
             return None
         raise ConfigurationError(
-            f"{source / 'vault'} holds {blobs} blobs, and --to is a database, which keeps no "
+            f"{source / 'vault'} has {blobs} blobs, and --to is a database, which stores no "
             "vault; name the data folder of the gateway that will serve it with --to-data FOLDER"
         )
     if target.resolve() == source.resolve():
@@ -209,32 +228,35 @@ def vaults_of(source: Path | None, target: Path | None) -> tuple[Path, Path] | N
     durable.refuse_inside(target, source)
     if (target / "trust").exists():
         raise AlreadyExistsError(
-            f"{target}: a gateway has served from it, and its vault would be lost; give an empty "
+            f"{target}: a gateway has served from it, and its vault would be lost; name an empty "
             "folder"
         )
     return source / "vault", target / "vault"
 
 
 def transfer_vault(source: Path, target: Path) -> Transferred:
-    """Make the vault in folder `target`, which nobody serves, hold what the one in `source` holds.
+    """Make a vault that nobody serves equal to the source.
 
-    Uploads that are not whole stay behind: devices begin them anew. Raises VerificationError for a
-    blob that is damaged, CannotWriteError.
+    Unfinished uploads are left out; devices upload them again.
+
+    Raises:
+        VerificationError: a blob is damaged.
+        CannotWriteError: the target cannot be written.
     """
-    done = Transferred()
-    wanted, there = blobs_of(source), blobs_of(target)
-    for path in there.keys() - wanted.keys():
+    result = Transferred()
+    source_blobs, target_blobs = blobs_of(source), blobs_of(target)
+    for path in target_blobs.keys() - source_blobs.keys():
         durable.remove_tree(target / path)
-        done.deleted += 1
-    for path, size in wanted.items():
-        done.items += 1
-        if there.get(path) != size:
-            # Deleted meanwhile, if a gateway serves it.
+        result.deleted += 1
+    for path, size in source_blobs.items():
+        result.items += 1
+        if target_blobs.get(path) != size:
+            # It may have been deleted in the meantime.
             with suppress(FileNotFoundError):
                 _copy_blob(source / path, target / path)
-                done.written += 1
-    done.alike = blobs_of(source) == blobs_of(target)
-    return done
+                result.written += 1
+    result.alike = blobs_of(source) == blobs_of(target)
+    return result
 
 
 def _copy_blob(source: Path, target: Path) -> None:
@@ -247,7 +269,7 @@ def _copy_blob(source: Path, target: Path) -> None:
     if sha256_file(part) != target.suffix[1:]:
         durable.remove_tree(part)
         raise VerificationError(
-            f"{source}: the blob is damaged; delete the file, and let its device push again"
+            f"{source}: the blob is damaged; delete the file, and push it from its device again"
         )
     durable.replace(part, target)
 
@@ -255,41 +277,52 @@ def _copy_blob(source: Path, target: Path) -> None:
 def transfer_all(
     source: Storage, target: Storage, vaults: tuple[Path, Path] | None, *, with_state: bool
 ) -> tuple[dict[str, Transferred], Transferred | None]:
-    """Every gallery, by name, and the vault in the first of the folders `vaults` into the second,
-    if given. `with_state`: nobody serves the source, so this is the last time.
+    """Move every gallery, and the vault.
 
-    Raises PreconditionError where no gateway has served, and during an activation,
-    AlreadyExistsError where one has served the target, VerificationError where the last time leaves
-    the two unlike.
+    Args:
+        source: the source.
+        target: the target.
+        vaults: folders of both vaults; None copies no vault.
+        with_state: the source is not served any more, so this run is the last one.
+
+    Returns:
+        The report of each gallery by name, and that of the vault.
+
+    Raises:
+        PreconditionError: no gateway has served from the source, or an activation is under way.
+        AlreadyExistsError: a gateway has served from the target.
+        VerificationError: after the last run the stores are not equal.
     """
     if source.state.current.active is None:
-        raise PreconditionError("no gateway has served from --from; look at its address")
+        raise PreconditionError("no gateway has served from --from; check its address")
     if target.state.current != State():
         raise AlreadyExistsError(
-            "a gateway has served from --to, and what it holds would be lost; give an empty one"
+            "a gateway has served from --to, and its galleries would be lost; name an empty store"
         )
     if source.state.current.activation is not None:
         raise PreconditionError(
-            "a release is being activated there; move when that has ended, or was rolled back"
+            "a release is being activated; move when that has ended, or was rolled back"
         )
     names = list(source.home.names())
     target.home.sweep()
-    there = set(target.home.names())
-    for name in there - set(names):
+    present = set(target.home.names())
+    for name in present - set(names):
         target.home.remove(name)()
-    done = {}
+    reports = {}
     for name in names:
         with closing(source.home.open(name)) as old:
-            if name not in there:
+            if name not in present:
                 target.home.create(name, specs_of(old.store), {})
             with closing(target.home.open(name)) as new:
-                done[name] = transfer(old.store, new.store)
+                reports[name] = transfer(old.store, new.store)
     vault = None if vaults is None else transfer_vault(*vaults)
     if with_state:
-        unlike = [name for name, one in done.items() if not one.alike]
+        different = [name for name, report in reports.items() if not report.alike]
         if vault is not None and not vault.alike:
-            unlike.append("the vault")
-        if unlike:
-            raise VerificationError(f"{few(unlike)}: not alike in both stores; move again")
+            different.append("the vault")
+        if different:
+            raise VerificationError(
+                f"{few(different)}: not equal in both stores; run the command again"
+            )
         target.state.change(**dict(source.state.current))
-    return done, vault
+    return reports, vault

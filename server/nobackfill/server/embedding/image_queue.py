@@ -1,5 +1,8 @@
-"""Images of queries to vectors on a few threads, as many as there are cores to decode on and model
-calls to wait for: batches form while a model call runs, and no call's own thread waits."""
+"""Embed images of queries on a few threads: batches form while a model call runs.
+
+There are as many threads as cores for decoding, plus those that wait for model calls. No call's own
+thread waits.
+"""
 
 import os
 import threading
@@ -13,7 +16,7 @@ from typing import Generic, TypeVar
 from nobackfill.errors import InvalidInputError, NobackfillError
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.embedding.decoding import cheap
+from nobackfill.server.embedding.decoding import decode_if_cheap
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, Row, size_of
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
@@ -22,18 +25,20 @@ from nobackfill.vectors import Vectors
 
 Of = TypeVar("Of")
 
-# While one batch is in the model server, another of the same release is sent once it is of
-# `_ENOUGH`: a call takes the model server a millisecond, of one image as of sixteen.
+# While one batch is in the model server, another of the same release is sent once it has _ENOUGH
+# images: a call takes a millisecond, with one image or with sixteen.
 _MODEL_CALLS = 2
-# An idle model server waits for so many, or so long since the first, while others are decoded.
-_ENOUGH, _PATIENCE_S = 16, 0.001
-# Images that a thread decodes one after the other, and for how long: what is left, others may.
-_DECODED_AT_ONCE, _DECODED_S = 16, 0.004
+# An idle model server waits for so many images, or so long (seconds) since the first, while others
+# are decoded.
+_FULL_BATCH, _BATCH_SECONDS = 16, 0.001
+# Most images, and time (seconds), that a thread decodes in a row; it leaves the others to other
+# threads.
+_MAX_DECODE, _DECODE_SECONDS = 16, 0.004
 
 
 @dataclass(eq=False)
 class QueuedImage(Generic[Of]):
-    """An image whose vector is wanted: `of` says by whom, `deadline` is on the monotonic clock."""
+    """Hold an image to embed; `of` identifies its call, `deadline` is on the monotonic clock."""
 
     of: Of
     manifest: Manifest
@@ -45,7 +50,7 @@ class QueuedImage(Generic[Of]):
 
 
 class ImageQueue(Generic[Of]):
-    """Decodes what comes, embeds it together, and hands it on."""
+    """Decode images, embed them in batches, and pass the vectors on."""
 
     def __init__(
         self,
@@ -53,8 +58,14 @@ class ImageQueue(Generic[Of]):
         metrics: Metrics,
         answer: Callable[[Sequence[tuple[QueuedImage[Of], Vectors | None]]], None],
     ) -> None:
-        """`answer` is given each image once, with its vector [1,dim]; None where there is none, or
-        nobody wants it, or it is dear to decode."""
+        """Start the threads.
+
+        Args:
+            embedding: embeds the images.
+            metrics: counts batches and errors.
+            answer: called once for each image with its vector, float32 [1, dim]; None if it has
+                none, is not wanted, or is expensive to decode.
+        """
         self._embedding = embedding
         self._metrics = metrics
         self._observe = metrics.batch_size.labels("embed").observe
@@ -66,7 +77,7 @@ class ImageQueue(Generic[Of]):
         self._decoding = 0
         # The releases whose models are called now.
         self._embeds: list[int] = []
-        self._closed = False
+        self._is_closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"images-{number}", daemon=True)
             for number in range(self._cores + _MODEL_CALLS)
@@ -75,26 +86,28 @@ class ImageQueue(Generic[Of]):
             thread.start()
 
     def add(self, waiting: QueuedImage[Of]) -> None:
-        """Never waits. `begin` follows, once for all that came together."""
+        """Add an image, without waiting; `begin` follows once all images that came together were
+        added.
+        """
         with self._changed:
-            if not self._closed:
+            if not self._is_closed:
                 self._encoded.append(waiting)
                 return
         self._answer([(waiting, None)])
 
     def begin(self) -> None:
-        """Wake a thread for what was added, which wakes the next if there is more."""
+        """Wake a thread, which wakes the next one if there is more."""
         with self._changed:
             self._changed.notify()
 
     def close(self) -> None:
-        """What nobody has begun is answered without a vector."""
+        """Stop the threads; images that nobody has begun are answered without a vector."""
         with self._changed:
-            self._closed = True
+            self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
-        # Among them what was being decoded.
+        # Includes images that were being decoded.
         self._answer([(waiting, None) for waiting in (*self._encoded, *self._decoded)])
 
     def _work(self) -> None:
@@ -103,9 +116,9 @@ class ImageQueue(Generic[Of]):
                 turn()
 
     def _next(self) -> Callable[[], None] | None:
-        """The next thing to do, waited for; None at the end."""
+        """Wait for the next task; None once the queue is closed."""
         with self._changed:
-            while not self._closed:
+            while not self._is_closed:
                 turn = self._turn()
                 if turn is not None:
                     if self._encoded or self._decoded:
@@ -115,79 +128,83 @@ class ImageQueue(Generic[Of]):
         return None
 
     def _turn(self) -> Callable[[], None] | None:
-        """Under the lock."""
-        release = self._due()
+        """Return the next task, if there is one; the caller holds the lock."""
+        release = self._ready_release()
         if release is not None:
             self._embeds.append(release)
             return partial(self._embed, self._batch(release))
         if self._encoded and self._decoding < self._cores:
             self._decoding += 1
-            most = min(_DECODED_AT_ONCE, len(self._encoded))
-            return partial(self._decode, [self._encoded.popleft() for _ in range(most)])
+            count = min(_MAX_DECODE, len(self._encoded))
+            return partial(self._decode, [self._encoded.popleft() for _ in range(count)])
         return None
 
-    def _due(self) -> int | None:
-        """The release whose images go to the model server before more are decoded."""
+    def _ready_release(self) -> int | None:
+        """Return the release whose images go to the model server before more are decoded; None
+        without one.
+        """
         if not self._decoded or len(self._embeds) == _MODEL_CALLS:
             return None
         nothing_comes = not self._encoded and not self._decoding
         since = time.monotonic() - self._decoded[0].decoded
-        is_time = nothing_comes or since >= _PATIENCE_S
-        for release, count in Counter(one.manifest.release for one in self._decoded).items():
-            if count >= _ENOUGH or (is_time and release not in self._embeds):
+        is_time = nothing_comes or since >= _BATCH_SECONDS
+        for release, count in Counter(image.manifest.release for image in self._decoded).items():
+            if count >= _FULL_BATCH or (is_time and release not in self._embeds):
                 return release
         return None
 
     def _batch(self, release: int) -> list[QueuedImage[Of]]:
         batch: list[QueuedImage[Of]] = []
-        left: deque[QueuedImage[Of]] = deque()
-        for one in self._decoded:
-            fits = one.manifest.release == release and len(batch) < LARGEST_BATCH
-            (batch if fits else left).append(one)
-        self._decoded = left
+        others: deque[QueuedImage[Of]] = deque()
+        for image in self._decoded:
+            fits = image.manifest.release == release and len(batch) < LARGEST_BATCH
+            (batch if fits else others).append(image)
+        self._decoded = others
         return batch
 
-    def _decode(self, some: Sequence[QueuedImage[Of]]) -> None:
-        began, done = time.monotonic(), list[QueuedImage[Of]]()
+    def _decode(self, images: Sequence[QueuedImage[Of]]) -> None:
+        began, decoded = time.monotonic(), list[QueuedImage[Of]]()
         try:
-            for one in some:
-                done.append(one)
-                one.pixels = self._pixels(one)
-                one.decoded = time.monotonic()
-                if one.decoded - began > _DECODED_S:
+            for image in images:
+                decoded.append(image)
+                image.pixels = self._pixels(image)
+                image.decoded = time.monotonic()
+                if image.decoded - began > _DECODE_SECONDS:
                     break
         finally:
             with self._changed:
                 self._decoding -= 1
-                self._encoded.extendleft(reversed(some[len(done) :]))
-                self._decoded += [one for one in done if one.pixels is not None]
-            self._answer([(one, None) for one in done if one.pixels is None])
+                self._encoded.extendleft(reversed(images[len(decoded) :]))
+                self._decoded += [image for image in decoded if image.pixels is not None]
+            self._answer([(image, None) for image in decoded if image.pixels is None])
 
-    def _pixels(self, one: QueuedImage[Of]) -> Pixels | None:
+    def _pixels(self, image: QueuedImage[Of]) -> Pixels | None:
         try:
-            return cheap(one.image, size_of(one.manifest)) if one.is_wanted() else None
+            return (
+                decode_if_cheap(image.image, size_of(image.manifest)) if image.is_wanted() else None
+            )
         except NobackfillError:
-            return None  # whoever asks on a thread hears why
+            return None  # the call's own thread gets the error
 
     def _embed(self, batch: Sequence[QueuedImage[Of]]) -> None:
         rows: dict[QueuedImage[Of], Row] = {}
         try:
-            # Some have waited longer than their callers did.
-            wanted = [one for one in batch if one.is_wanted()]
-            pixels = [one.pixels for one in wanted if one.pixels is not None]
+            # Some callers may have left by now.
+            wanted = [image for image in batch if image.is_wanted()]
+            pixels = [image.pixels for image in wanted if image.pixels is not None]
             if wanted:
                 self._observe(len(wanted))
-                with context.until(max(one.deadline for one in wanted)):
-                    made = self._embedding.rows(wanted[0].manifest, pixels)
-                rows.update(zip(wanted, made, strict=True))
+                with context.until(max(image.deadline for image in wanted)):
+                    results = self._embedding.rows(wanted[0].manifest, pixels)
+                rows.update(zip(wanted, results, strict=True))
         except NobackfillError:
-            pass  # as above
+            pass  # the calls' own threads get the error
         finally:
             with self._changed:
                 self._embeds.remove(batch[0].manifest.release)
                 if self._decoded:
                     self._changed.notify()
-            found = {
-                one: row for one, row in rows.items() if not isinstance(row, InvalidInputError)
+            vectors = {
+                image: row for image, row in rows.items() if not isinstance(row, InvalidInputError)
             }
-            self._answer([(one, found.get(one)) for one in batch])
+            self._answer([(image, vectors.get(image)) for image in batch])

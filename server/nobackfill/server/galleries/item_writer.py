@@ -22,7 +22,7 @@ from nobackfill.gallery.store import MAX_ID_CHARACTERS, NewVectors, check_batch
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import no_vector
 from nobackfill.release.routes import RouteRunner
-from nobackfill.server.embedding.decoding import Decoded, affordable, too_dear
+from nobackfill.server.embedding.decoding import Decoded, affordable, too_expensive
 from nobackfill.server.embedding.embedding import Embedding, size_of
 from nobackfill.server.galleries.galleries import GalleryRegistry
 from nobackfill.server.galleries.hosted import Allowance, Hosted
@@ -363,7 +363,7 @@ def _affordable(items: Sequence[Put], outcome: PutOutcome) -> list[Put]:
         if is_affordable:
             accepted.append(put)
         else:
-            outcome.refusals.append((put.id[:MAX_ID_CHARACTERS], str(too_dear())))
+            outcome.refusals.append((put.id[:MAX_ID_CHARACTERS], str(too_expensive())))
     return accepted
 
 

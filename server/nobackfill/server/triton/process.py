@@ -1,7 +1,7 @@
-"""One tritonserver as a child process: behind a socket of ours, gone when we are.
+"""Run a tritonserver as a child process, behind a private socket, and install its wheel.
 
-Whoever reaches Triton may load a model, which is code that runs as us. So it listens on no port,
-but on a Unix socket in a folder that our user alone may enter (docs/adr/0007).
+Anybody who reaches Triton may load a model, which is code that runs as our user. So it listens on
+no port, but on a Unix socket in a folder that only our user may enter (docs/adr/0007).
 """
 
 import contextlib
@@ -17,116 +17,134 @@ from pathlib import Path
 from nobackfill import durable
 from nobackfill.errors import CannotWriteError, UnavailableError
 
-# Probes that Triton missed in a row: is it away, does it hang, or is it only busy?
-#
-# A model on a large batch, or a machine with too much to do, answers a probe late; ending it then
-# costs more than waiting. What hangs uses no processor time, what is busy does.
+# Missed probes tell whether Triton is away, hangs or is only busy. A model with a large batch, or a
+# busy machine, answers a probe late, and a restart then costs more than waiting. A hanging process
+# uses no processor time; a busy one does.
 
-# Missed probes in a row: from `_UNREADY` on, calls are refused at once and those under way are cut.
-# One missed probe is no evidence: a machine under load starves a healthy child. At `_HANGS` a
-# hanging child is killed.
+# From _UNREADY missed probes in a row on, calls are refused at once and running ones are cut. A
+# single one is no evidence: a busy machine starves a healthy child. At _HANGS a hanging child is
+# killed.
 _UNREADY = 2
 _HANGS = 4
-# Of one core: a child that works uses more even where a dozen others want the same core, an idle
-# one less.
+# Share of a core: a working child uses more even if a dozen others want the same core; an idle one
+# uses less.
 _BUSY = 0.02
-# Busy for so long without any answer is a loop.
-_LONGEST_S = 30.0
-_MARK_EVERY_S = 1.0
+# A child that is busy for so long (seconds) without an answer is in a loop.
+_LOOP_SECONDS = 30.0
+_MARK_SECONDS = 1.0
 
 
 class Misses:
-    """Counted since the last answer. `processor_s` tells the seconds of processor time that the
-    child has used, None where it is not ours to look at."""
+    """Count missed probes since the last answer, except while the child is busy."""
 
     def __init__(self, processor_s: Callable[[], float] | None) -> None:
+        """Start at 0.
+
+        Args:
+            processor_s: returns the seconds of processor time that the child has used; None for a
+                child of somebody else.
+        """
         self._processor_s = processor_s
         self._count = 0
-        self._answered = self._marked = time.monotonic()
-        self._used = 0.0
+        self._last_answer = self._last_mark = time.monotonic()
+        self._processor_time = 0.0
 
     @property
     def count(self) -> int:
+        """The number of missed probes."""
         return self._count
 
     @property
     def unready(self) -> bool:
+        """Whether calls must be refused."""
         return self._count >= _UNREADY
 
     @property
     def hangs(self) -> bool:
+        """Whether the child must be killed."""
         return self._count >= _HANGS
 
     def clear(self) -> None:
-        """It answered, or it starts anew."""
+        """Start again at 0, after an answer or a restart."""
         self._count = 0
-        self._answered = time.monotonic()
-        if self._answered - self._marked >= _MARK_EVERY_S:
+        self._last_answer = time.monotonic()
+        if self._last_answer - self._last_mark >= _MARK_SECONDS:
             self._mark()
 
     def add(self) -> None:
-        """Count a missed probe, unless the child was busy since the last look."""
+        """Count a missed probe, unless the child was busy since the last one."""
         share = self._mark()
-        late = time.monotonic() - self._answered > _LONGEST_S
-        if late or share < _BUSY:
+        is_loop = time.monotonic() - self._last_answer > _LOOP_SECONDS
+        if is_loop or share < _BUSY:
             self._count += 1
 
     def _mark(self) -> float:
-        """The share of a core that was used since the last mark."""
+        """Return the share of a core that was used since the last mark."""
         if self._processor_s is None:
             return 0.0
-        used, now = self._processor_s(), time.monotonic()
-        share = (used - self._used) / max(now - self._marked, 1e-3)
-        self._used, self._marked = used, now
+        total, time_now = self._processor_s(), time.monotonic()
+        share = (total - self._processor_time) / max(time_now - self._last_mark, 1e-3)
+        self._processor_time, self._last_mark = total, time_now
         return share
 
 
 def group_processor_s(group: int) -> float:
-    """Seconds of processor time used by the living processes of a process group; 0 where there is
-    no /proc."""
+    """Return the processor time (seconds) of the living processes of a process group.
+
+    Returns 0 on a system without /proc.
+    """
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # After the name, which stands in parentheses and may hold anything.
+            # After the name, which is in parentheses and may have any characters.
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
-            # It ended since it was listed.
+            # It ended after it was listed.
             continue
         if int(fields[2]) == group:
             ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-_SHM = Path("/dev/shm")  # noqa: S108 - where Triton itself puts it
+_SHM = Path("/dev/shm")  # noqa: S108 - Triton's own place
 _SHM_PREFIX = "nobackfill-"
 _EXIT_SECONDS = 5
-# Triton puts address and port together with a colon; to a Unix socket that is a file name.
+# Triton joins address and port with a colon; for a Unix socket the result is a file name.
 _SOCKET, _PORT = "grpc", 1
 
 
 class TritonProcess:
-    """Starts and stops the tritonserver of the wheel nvidia-pytriton, found in `venv`.
+    """Start and stop the tritonserver of the wheel nvidia-pytriton.
 
-    `folder`, which becomes ours alone (0700), receives the backends, the socket and Triton's log.
-    The address stays the same over restarts, so that channels reconnect. The child and all below it
-    end with this process, see launch.py. Raises UnavailableError where the wheel is not to be
-    found, CannotWriteError.
+    The address stays the same over restarts, so that channels reconnect. The child and its
+    processes end with this process; see launch.py.
     """
 
     def __init__(self, venv: Path, model_repo: Path, folder: Path) -> None:
+        """Find the wheel, and prepare the folder.
+
+        Args:
+            venv: virtual environment with the wheel.
+            model_repo: publication folder.
+            folder: private folder (mode 0700) for backends, socket and Triton's log.
+
+        Raises:
+            UnavailableError: the wheel is not installed.
+            CannotWriteError: the folder cannot be created.
+        """
         site = _site_packages(venv)
         self._triton = site / "pytriton" / "tritonserver"
         self._python = (venv / "bin" / "python").absolute()
         if not (self._triton / "bin" / "tritonserver").is_file():
             raise UnavailableError(
-                f"expected nvidia-pytriton in {venv}, found none; run `gateway install-triton "
-                f"{venv}`, or give --triton-venv"
+                f"nvidia-pytriton is not installed in {venv}; run `gateway install-triton {venv}`, "
+                "or set --triton-venv"
             )
         self._libraries = site / "nvidia_pytriton.libs"
         self._model_repo = model_repo.absolute()
         self._folder = folder.absolute()
         self.log_path = folder / "triton.log"
-        # Of its shared memory; several may run below one process.
+        # Prefix of its shared memory; one process may run several children.
         self._prefix = f"{_SHM_PREFIX}{os.getpid()}-{os.urandom(4).hex()}-"
         durable.make_dir(self._folder, 0o700)
         self._descriptor = _enter(self._folder)
@@ -134,11 +152,18 @@ class TritonProcess:
 
     @property
     def address(self) -> str:
-        """By way of our descriptor of the folder: a socket's path may have 107 bytes only."""
+        """The address, through a descriptor of the folder: a socket's path has at most 107
+        bytes.
+        """
         return f"unix:/proc/{os.getpid()}/fd/{self._descriptor}/{_SOCKET}:{_PORT}"
 
     def start(self) -> None:
-        """Start the child; it answers later. Raises UnavailableError, CannotWriteError."""
+        """Start the child, which answers later.
+
+        Raises:
+            UnavailableError: it cannot be started.
+            CannotWriteError: the folder cannot be written.
+        """
         self.kill()
         self._remove_shared_memory()
         _remove_orphaned_shared_memory()
@@ -153,7 +178,8 @@ class TritonProcess:
             f"--grpc-address=unix:{_SOCKET}",
             f"--grpc-port={_PORT}",
             "--strict-readiness=false",
-            # Ours are complete; completing one starts a model process more, for nothing.
+            # Our configurations are complete; completing one would start another process for
+            # nothing.
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={_EXIT_SECONDS}",
             f"--backend-config=python,shm-region-prefix-name={self._prefix}",
@@ -170,10 +196,13 @@ class TritonProcess:
             raise UnavailableError(f"tritonserver cannot be started: {error.strerror}") from error
 
     def alive(self) -> bool:
+        """Tell whether the child runs."""
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """Ask it to end, wait for its exit timeout, then kill it. The address ends with it."""
+        """Ask the child to end, wait for its exit timeout, then kill it; the address ends
+        with it.
+        """
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -185,20 +214,22 @@ class TritonProcess:
             self._descriptor = -1
 
     def kill(self) -> None:
-        """End it at once, with its model processes."""
+        """Kill the child and its model processes."""
         if self._process is not None:
             if self.alive():
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            assert self._process.stdin is not None, "a pipe"
+            assert self._process.stdin is not None, "stdin is a pipe"
             self._process.stdin.close()
 
     def processor_s(self) -> float:
-        """Seconds of processor time that it and its model processes have used; 0 if none runs."""
+        """Return the processor time (seconds) of the child and its model processes; 0 if it does
+        not run.
+        """
         return group_processor_s(self._process.pid) if self._process is not None else 0.0
 
     def log_tail(self) -> str:
-        """The last error lines that Triton wrote, for messages."""
+        """Return the last error lines of Triton's log, for messages; empty without a log."""
         try:
             lines = self.log_path.read_text(errors="replace").splitlines()
         except OSError:
@@ -208,13 +239,15 @@ class TritonProcess:
         return " | ".join(relevant[-3:])
 
     def _remove_shared_memory(self) -> None:
-        for left in _SHM.glob(f"{self._prefix}*"):
-            left.unlink(missing_ok=True)
+        for path in _SHM.glob(f"{self._prefix}*"):
+            path.unlink(missing_ok=True)
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+        inherited = {
+            name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ
+        }
         return {
-            **kept,
+            **inherited,
             "PATH": f"{self._python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "LD_LIBRARY_PATH": f"{self._libraries}{os.pathsep}{_ask(self._python, _LIBDIR)}",
             "OMP_NUM_THREADS": "1",
@@ -237,7 +270,7 @@ class TritonProcess:
 
 
 def has_triton(venv: Path) -> bool:
-    """Whether the wheel is installed in `venv`."""
+    """Tell whether the wheel is installed in a virtual environment."""
     return (_site_packages(venv) / "pytriton" / "tritonserver").is_dir()
 
 
@@ -258,60 +291,64 @@ def _site_packages(venv: Path) -> Path:
 
 
 def _enter(folder: Path) -> int:
-    """A descriptor of `folder`, which nobody else may enter from now on."""
+    """Make a folder private, and return a descriptor of it."""
     try:
         folder.chmod(0o700)
         return os.open(folder, os.O_PATH | os.O_DIRECTORY)
     except OSError as error:
         raise CannotWriteError(
-            f"{folder}: expected a folder of our own for Triton ({error.strerror})"
+            f"{folder}: cannot be made private for Triton ({error.strerror})"
         ) from error
 
 
 def _remove_orphaned_shared_memory() -> None:
-    """Remove what gateways that were killed left in shared memory."""
-    for left in _SHM.glob(f"{_SHM_PREFIX}*"):
-        pid = left.name.removeprefix(_SHM_PREFIX).partition("-")[0]
+    """Remove shared memory that killed gateways have left."""
+    for path in _SHM.glob(f"{_SHM_PREFIX}*"):
+        pid = path.name.removeprefix(_SHM_PREFIX).partition("-")[0]
         if pid.isdecimal() and not Path("/proc", pid).exists():
-            left.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
-# Triton's own virtual environment: its wheel holds numpy below 2, so it cannot share ours.
+# Triton has a virtual environment of its own: its wheel needs numpy below 2.
 
-# Every package at the version that was tried; make setup installs the same.
+# Every package, at the tested version; make setup installs the same.
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
 def default_folder() -> Path:
-    """Where the gateway looks for it, and where it is put: beside the environment we run in."""
+    """Return the default folder of Triton's environment: next to the environment we run in."""
     return Path(sys.prefix).parent / ".venv-triton"
 
 
 def install(folder: Path) -> None:
-    """Make the environment in `folder`, or complete one there; packages come from pip's index.
+    """Create or complete Triton's environment; pip downloads about 400 MB from its index.
 
-    Some 400 MB. Raises CannotWriteError (no environment can be made there), UnavailableError (pip
-    cannot get the packages: no index, or none for this platform and Python).
+    Args:
+        folder: the folder.
+
+    Raises:
+        CannotWriteError: no virtual environment can be created there.
+        UnavailableError: pip cannot install the packages.
     """
-    made = _run(sys.executable, "-m", "venv", folder)
-    if made is not None:
+    failure = _run(sys.executable, "-m", "venv", folder)
+    if failure is not None:
         raise CannotWriteError(
-            f"{folder}: no virtual environment can be made there ({made}); name another folder, "
-            "and on Debian install python3-venv"
+            f"{folder}: cannot create a virtual environment ({failure}); name another folder, or "
+            "install python3-venv (Debian)"
         )
     python = folder / "bin" / "python"
     pip = ("-m", "pip", "install", "--quiet", "--only-binary=:all:")
-    missing = _run(python, *pip, "--requirement", REQUIREMENTS)
-    if missing is not None or not has_triton(folder):
+    pip_failure = _run(python, *pip, "--requirement", REQUIREMENTS)
+    if pip_failure is not None or not has_triton(folder):
         raise UnavailableError(
-            f"{folder}: Triton's packages cannot be installed ({missing or 'no tritonserver'}); "
-            "that takes a package index and Python 3.12 or older; else serve with "
+            f"{folder}: cannot install Triton's packages ({pip_failure or 'no tritonserver'}); "
+            "they need a package index and Python 3.12 or older; without them, serve with "
             "--triton=in-process"
         )
 
 
 def _run(*command: str | Path) -> str | None:
-    """The last line that a failed command said; None after one that did well."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = (done.stderr or done.stdout).strip() or f"exit status {done.returncode}"
-    return said.splitlines()[-1] if done.returncode else None
+    """Run a command; returns the last line of a failure, None after a success."""
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    output = (process.stderr or process.stdout).strip() or f"exit status {process.returncode}"
+    return output.splitlines()[-1] if process.returncode else None
