@@ -11,7 +11,7 @@ def test_without_an_index_it_says_so(server: Environment, tmp_path: Path) -> Non
     done = server.run(
         "gateway", "install-triton", "triton", cwd=tmp_path, code=69, PIP_NO_INDEX="1"
     )
-    assert done.stderr.startswith("gateway: triton: Triton's packages cannot be installed (ERROR: ")
+    assert done.stderr.startswith("gateway: triton: cannot install Triton's packages (ERROR: ")
     assert "==" in done.stderr
     assert done.stderr.count("\n") == 1
     asked = server.run(
@@ -23,5 +23,5 @@ def test_without_an_index_it_says_so(server: Environment, tmp_path: Path) -> Non
 def test_a_folder_that_cannot_be_made(server: Environment, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = server.run("gateway", "install-triton", "file/triton", cwd=tmp_path, code=73)
-    assert done.stderr.startswith("gateway: file/triton: no virtual environment can be made there")
+    assert done.stderr.startswith("gateway: file/triton: cannot create a virtual environment")
     assert done.stderr.count("\n") == 1
