@@ -119,7 +119,7 @@ def test_a_function_is_the_operators(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for address, why in (
         ("function:none", "is not a function"),
         ("function:no", "cannot be imported"),
-        ("function:os:system", "not among item_functions"),
+        ("function:os:system", "not in the setting item_functions"),
     ):
         with pytest.raises(ConfigurationError, match=why):
             opened(address, {}, functions)

@@ -233,7 +233,7 @@ def test_probes_of_neighbours_are_drawn_from_the_whole_gallery(tmp_path: Path) -
 
 
 def test_only_the_active_release_is_upgraded_to(ready: Client) -> None:
-    with refused(PreconditionError, "ActivateRelease"):
+    with refused(PreconditionError, "gateway activate"):
         ready.start_upgrade("g", 2)
 
 

@@ -223,7 +223,7 @@ def test_a_name_has_a_quota(vault: VaultBlobs, tmp_path: Path) -> None:
     def broken() -> Iterator[bytes]:
         yield data[: 2**20]
         # While it comes, all of it is promised.
-        with pytest.raises(QuotaExceededError, match="ask its operator"):
+        with pytest.raises(QuotaExceededError, match="ask the operator"):
             vault.put("a", fourth, 0, [])
         raise ConnectionError
 

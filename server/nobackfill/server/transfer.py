@@ -63,7 +63,7 @@ def specs_of(source: GalleryStore) -> list[SpaceSpec]:
 def transfer(source: GalleryStore, target: GalleryStore) -> Transferred:
     """Make a target that nobody serves equal to the source.
 
-    What was written before an error stays; running it again is safe.
+    Running it again after an error is safe: earlier writes stay.
 
     Args:
         source: the source.

@@ -210,7 +210,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Check that a caller may continue; see Tokens.confirm. Those of one token compare equal."""
+    """Check that a caller may continue; see Tokens.confirm. Confirmations of one token compare
+    equal.
+    """
 
     tokens: Tokens
     authorization: str | None

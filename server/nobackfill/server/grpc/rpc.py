@@ -52,7 +52,7 @@ PATIENCE_S = 20.0
 # Most bytes of large messages that are worked on, or wait.
 _MAX_HELD_BYTES = 512 * 2**20
 
-# What answers a method: (request, context). A watch gets None as its context.
+# The behavior of a method: (request, context). A watch gets None as its context.
 Behavior = Callable[[Any, Any], Any]
 
 

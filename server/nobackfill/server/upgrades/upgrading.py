@@ -432,7 +432,7 @@ class Upgrading:
             side: space of their side-information; None without it.
 
         Returns:
-            What runs the route; None if there is no route.
+            The models of the route; None if there is no route.
 
         Raises:
             VerificationError: a model fails its trial.

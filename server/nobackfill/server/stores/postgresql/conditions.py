@@ -1,8 +1,9 @@
-"""Filters as SQL, over what is kept of an item's metadata for them; semantics in filters.py.
+"""Translate filters to SQL, on data that is stored with an item's metadata; filters.py defines
+them.
 
-`facets` holds, for each key that has a value: {"s": texts, "n": [number], "b": [flag], "t": times}.
-Numbers are written out exactly, floats too (a float's shortest text is another number), and times
-as microseconds since 1970, so that SQL compares what Python would.
+The column `facets` has, for each key with a value: {"s": texts, "n": [number], "b": [flag], "t":
+times}. Numbers are written out exactly, floats as well (a float's shortest text is another number),
+and times as microseconds since 1970. So SQL compares exactly as Python would.
 """
 
 import json
@@ -30,7 +31,7 @@ from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import storable
 
 _LOWER, _UPPER = ("at_least", "greater_than"), ("less_than", "at_most")
-# Values that are looked for one by one, in an index.
+# Up to so many values are searched one by one in an index.
 FEW_VALUES = 8
 
 
@@ -39,8 +40,9 @@ Kind = TypeVar("Kind", Range | TimeRange, OneOf)
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on a row `i` of items, with the values that it binds, and the filter that it
-    says, if there is one."""
+    """Hold a condition on a row `i` of items, the values that it binds, and the filter that it
+    expresses.
+    """
 
     text: str
     values: tuple[Any, ...] = ()
@@ -52,10 +54,10 @@ _NOTHING = Condition("FALSE")
 
 
 def facets(metadata: Metadata) -> str:
-    """What is kept of metadata for filters, as JSON."""
-    found = {key: _facet(value) for key, value in metadata.items()}
+    """Return the data of an item's metadata for filters, as JSON."""
+    entries = {key: _facet(value) for key, value in metadata.items()}
     listed = (
-        f"{json.dumps(key, ensure_ascii=False)}:{facet}" for key, facet in found.items() if facet
+        f"{json.dumps(key, ensure_ascii=False)}:{facet}" for key, facet in entries.items() if facet
     )
     return "{" + ",".join(listed) + "}"
 
@@ -69,8 +71,8 @@ def _facet(value: Any) -> str:
     if not texts:
         return ""
     times = [time for time in map(microseconds, texts) if time is not None]
-    kept = {"s": texts, "t": times} if times else {"s": texts}
-    return json.dumps(kept, ensure_ascii=False)
+    values = {"s": texts, "t": times} if times else {"s": texts}
+    return json.dumps(values, ensure_ascii=False)
 
 
 def _exact(number: int | float) -> str:
@@ -78,12 +80,16 @@ def _exact(number: int | float) -> str:
 
 
 def condition_of(filtered: Filter | None) -> Condition:
-    """Raises InvalidInputError for a filter that `filters.check` refuses."""
+    """Translate a filter; None matches all items.
+
+    Raises:
+        InvalidInputError: `filters.check` refuses the filter.
+    """
     if filtered is None:
         return EVERYTHING
     check(filtered)
-    found = _of(filtered)
-    return found if found is EVERYTHING else replace(found, says=filtered)
+    condition = _of(filtered)
+    return condition if condition is EVERYTHING else replace(condition, says=filtered)
 
 
 def _of(filtered: Filter) -> Condition:
@@ -91,44 +97,45 @@ def _of(filtered: Filter) -> Condition:
         inner = _of(filtered.of)
         return Condition(f"NOT ({inner.text})", inner.values)
     if isinstance(filtered, All):
-        return _joined(" AND ", _of_all(filtered.of), EVERYTHING)
+        return _join(" AND ", _of_all(filtered.of), EVERYTHING)
     if isinstance(filtered, AnyOf):
-        return _joined(" OR ", _of_any(filtered.of), _NOTHING)
+        return _join(" OR ", _of_any(filtered.of), _NOTHING)
     return _test(filtered) if storable(filtered.key) else _NOTHING
 
 
 def _of_all(parts: Sequence[Filter]) -> list[Condition]:
-    """Ranges of one key are asked together, and so is what is denied."""
+    """Translate parts that must all match; ranges of one key are combined, and so are negations."""
     ranges = _by_key(part for part in parts if isinstance(part, Range | TimeRange))
-    denied = tuple(part.of for part in parts if isinstance(part, Not))
+    negated = tuple(part.of for part in parts if isinstance(part, Not))
     others = [_of(part) for part in parts if not isinstance(part, Range | TimeRange | Not)]
-    if denied:
-        inner = _joined(" OR ", _of_any(denied), _NOTHING)
+    if negated:
+        inner = _join(" OR ", _of_any(negated), _NOTHING)
         others.append(Condition(f"NOT ({inner.text})", inner.values))
-    return [*others, *(_within(some, every=True) for some in ranges)]
+    return [*others, *(_in_ranges(group, every=True) for group in ranges)]
 
 
 def _of_any(parts: Sequence[Filter]) -> list[Condition]:
-    """Ranges of one key are asked together, and so are values of one key."""
+    """Translate parts of which one must match; ranges, and values, of one key are combined."""
     ranges = _by_key(part for part in parts if isinstance(part, Range | TimeRange))
-    wanted = _by_key(part for part in parts if isinstance(part, OneOf))
+    value_tests = _by_key(part for part in parts if isinstance(part, OneOf))
     others = [_of(part) for part in parts if not isinstance(part, Range | TimeRange | OneOf)]
     values = (
-        OneOf(some[0].key, tuple(value for one in some for value in one.values)) for some in wanted
+        OneOf(group[0].key, tuple(value for test in group for value in test.values))
+        for group in value_tests
     )
-    return [*others, *map(_of, values), *(_within(some, every=False) for some in ranges)]
+    return [*others, *map(_of, values), *(_in_ranges(group, every=False) for group in ranges)]
 
 
 def _by_key(tests: Iterable[Kind]) -> Iterable[list[Kind]]:
-    found: dict[tuple[type, str], list[Kind]] = {}
+    groups: dict[tuple[type, str], list[Kind]] = {}
     for test in tests:
-        found.setdefault((type(test), test.key), []).append(test)
-    return found.values()
+        groups.setdefault((type(test), test.key), []).append(test)
+    return groups.values()
 
 
-def _joined(word: str, parts: Sequence[Condition], of_none: Condition) -> Condition:
+def _join(word: str, parts: Sequence[Condition], default: Condition) -> Condition:
     if not parts:
-        return of_none
+        return default
     text = word.join(f"({part.text})" for part in parts)
     return Condition(text, tuple(value for part in parts for value in part.values))
 
@@ -138,32 +145,35 @@ def _test(test: Test) -> Condition:
         return _one_of(test)
     if isinstance(test, Exists):
         return Condition("i.facets ? %s", (test.key,))
-    return _within([test], every=True)
+    return _in_ranges([test], every=True)
 
 
-def _within(ranges: Sequence[Range | TimeRange], *, every: bool) -> Condition:
-    """That the item's key is in `every` range, or in one of them. PostgreSQL joins the ranges once
-    for all rows: one by one they took each row so many times as long."""
+def _in_ranges(ranges: Sequence[Range | TimeRange], *, every: bool) -> Condition:
+    """Make the condition that the item's key is in every range, or in one of them.
+
+    PostgreSQL combines the ranges once for all rows; one by one, each row would take as many times
+    longer.
+    """
     key = ranges[0].key
     if not storable(key):
         return _NOTHING
-    said = tuple(map(_range, ranges))
-    joined, bounds = " * ".join(["%s::numrange"] * len(said)), said
+    texts = tuple(map(_range, ranges))
+    combined, bounds = " * ".join(["%s::numrange"] * len(texts)), texts
     if not every:
-        joined, bounds = "%s::nummultirange", (f"{{{','.join(said)}}}",)
-    # A key has one number or none: a subquery for each row took thrice the time.
+        combined, bounds = "%s::nummultirange", (f"{{{','.join(texts)}}}",)
+    # A key has at most one number; a subquery for each row took three times as long.
     kind = "n" if isinstance(ranges[0], Range) else "t"
     number = f"(i.facets -> %s -> '{kind}' -> 0)"
-    # PostgreSQL 17 takes all, even what is not there, for within a range without bounds.
-    first = f"({number} IS NOT NULL AND {number}::numeric <@ ({joined}))"
+    # PostgreSQL 17 treats even NULL as within a range without bounds.
+    first = f"({number} IS NOT NULL AND {number}::numeric <@ ({combined}))"
     if kind == "n":
         return Condition(first, (key, key, *bounds))
-    # Of a list, each range may hold another time.
-    asked = ["%s::numrange"] * len(said) if every else [joined]
+    # In a list, each range may hold another time.
+    parts = ["%s::numrange"] * len(texts) if every else [combined]
     of_list = " AND ".join(
         "EXISTS (SELECT 1 FROM jsonb_array_elements(i.facets -> %s -> 't') e"
-        f" WHERE e.value::numeric <@ {one})"
-        for one in asked
+        f" WHERE e.value::numeric <@ {part})"
+        for part in parts
     )
     values = [value for bound in bounds for value in (key, bound)]
     return Condition(
@@ -173,27 +183,32 @@ def _within(ranges: Sequence[Range | TimeRange], *, every: bool) -> Condition:
 
 
 def _range(test: Range | TimeRange) -> str:
-    """The same in PostgreSQL's words."""
-    least = max(
-        ((bound, name == "greater_than") for name, bound in _given(test, _LOWER)), default=None
+    """Write a range as PostgreSQL does."""
+    lowest = max(
+        ((bound, name == "greater_than") for name, bound in _bounds_of(test, _LOWER)), default=None
     )
-    most = min(((bound, name == "at_most") for name, bound in _given(test, _UPPER)), default=None)
-    if least is not None and most is not None and least[0] > most[0]:
+    highest = min(
+        ((bound, name == "at_most") for name, bound in _bounds_of(test, _UPPER)), default=None
+    )
+    if lowest is not None and highest is not None and lowest[0] > highest[0]:
         return "empty"
-    lower = "(" if least is None else f"{'(' if least[1] else '['}{_bound(least[0])}"
-    upper = ")" if most is None else f"{_bound(most[0])}{']' if most[1] else ')'}"
+    lower = "(" if lowest is None else f"{'(' if lowest[1] else '['}{_bound(lowest[0])}"
+    upper = ")" if highest is None else f"{_bound(highest[0])}{']' if highest[1] else ')'}"
     return f"{lower},{upper}"
 
 
-def _given(test: Range | TimeRange, names: Sequence[str]) -> list[tuple[str, int | float]]:
+def _bounds_of(test: Range | TimeRange, names: Sequence[str]) -> list[tuple[str, int | float]]:
     return [(name, bound) for name in names if (bound := getattr(test, name)) is not None]
 
 
 def _one_of(test: OneOf) -> Condition:
-    """Few values are looked for in an index. Many are compared with what a row has, by a table of
-    hashes: looked for one by one, they take each row so many times as long."""
+    """Make the condition that a key has one of some values.
+
+    Few values are searched in an index. Many are compared by a hash table; one by one, each row
+    would take as many times longer.
+    """
     if len(test.values) <= FEW_VALUES:
-        return _joined(" OR ", [_equals(test.key, value) for value in test.values], _NOTHING)
+        return _join(" OR ", [_equals(test.key, value) for value in test.values], _NOTHING)
     flags = [_equals(test.key, value) for value in {*test.values} if isinstance(value, bool)]
     texts = [value for value in test.values if isinstance(value, str) and storable(value)]
     numbers = [
@@ -201,20 +216,20 @@ def _one_of(test: OneOf) -> Condition:
         for value in test.values
         if not isinstance(value, bool | str) and not math.isinf(value)
     ]
-    found = [*flags]
+    conditions = [*flags]
     if numbers:
         number = "(i.facets -> %s -> 'n' -> 0)::numeric"
         text = f"({number} = ANY(%s::text[]::numeric[])) IS TRUE"
-        found.append(Condition(text, (test.key, numbers)))
+        conditions.append(Condition(text, (test.key, numbers)))
     if texts:
-        # Of a list all elements are looked at; most keys have one text.
+        # All elements of a list are compared; most keys have one text.
         of_list = (
             "(i.facets -> %s -> 's' -> 1) IS NOT NULL AND EXISTS (SELECT 1 FROM"
             " jsonb_array_elements_text(i.facets -> %s -> 's') e WHERE e.value = ANY(%s::text[]))"
         )
         text = f"((i.facets -> %s -> 's' ->> 0) = ANY(%s::text[]) OR {of_list}) IS TRUE"
-        found.append(Condition(text, (test.key, texts, test.key, test.key, texts)))
-    return _joined(" OR ", found, _NOTHING)
+        conditions.append(Condition(text, (test.key, texts, test.key, test.key, texts)))
+    return _join(" OR ", conditions, _NOTHING)
 
 
 def _bound(bound: int | float) -> str:
@@ -225,15 +240,15 @@ def _bound(bound: int | float) -> str:
 
 def _equals(key: str, value: Scalar) -> Condition:
     if isinstance(value, bool):
-        kept: Mapping[str, str] = {"b": json.dumps(value)}
+        values: Mapping[str, str] = {"b": json.dumps(value)}
     elif isinstance(value, str):
         if not storable(value):
             return _NOTHING
-        kept = {"s": json.dumps(value, ensure_ascii=False)}
+        values = {"s": json.dumps(value, ensure_ascii=False)}
     elif math.isinf(value):
         return _NOTHING
     else:
-        kept = {"n": _exact(value)}
-    ((kind, text),) = kept.items()
+        values = {"n": _exact(value)}
+    ((kind, text),) = values.items()
     name = json.dumps(key, ensure_ascii=False)
     return Condition("i.facets @> %s::jsonb", (f'{{{name}:{{"{kind}":[{text}]}}}}',))

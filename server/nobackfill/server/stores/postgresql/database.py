@@ -310,7 +310,7 @@ class Database:
         )  # fmt: skip
         self._wait_s = wait_s
         self._refusal: str | None = None
-        # Of tenure.HOLDERS, the one that holds the lock for this gateway.
+        # The backend, one of HOLDERS, that holds the lock for this gateway.
         self.holder: int | None = None
         self._own = _Own()
         self._reader = reader

@@ -33,72 +33,89 @@ from nobackfill.server.stores.postgresql.search import PostgresqlMatches
 from nobackfill.server.stores.postgresql.writing import frontier, left_behind, live_labels
 from nobackfill.vectors import Vectors
 
-# What an upgrade has still to do: the items its target lacks, and what it reads of them.
-
-# Labels that are looked up at once: little enough that workers have some left meanwhile.
+# Labels that are read at once: few enough that several workers get some.
 _LABELS = 16_384
 
 
 class PostgresqlWindows:
-    """What is said of it: Windows. Labels become visible out of order, for transactions do: whoever
-    goes by rising label alone misses some. So what is lacking is looked for again, from the first
-    label on, until a whole pass finds nothing; a flip does it once more with the gate held."""
+    """Find the items that an upgrade must still do; implements Windows.
+
+    Labels become visible out of order, because transactions do: one pass by rising label misses
+    some. So passes are repeated until one finds nothing; a flip makes another pass with the gate
+    held.
+    """
 
     def __init__(
         self, database: Database, schema: str, source: str, target: SpaceSpec, needs_side: bool
     ) -> None:
-        """Raises IncompatibleSpaceError for an unknown source."""
+        """Find the spaces.
+
+        Args:
+            database: the database.
+            schema: schema of the gallery.
+            source: id of the source space.
+            target: the target space, which may not exist yet.
+            needs_side: the upgrade reads side-information.
+
+        Raises:
+            IncompatibleSpaceError: the gallery has no such source.
+        """
         self._database = database
         self._source = database.read(lambda connection: find_space(connection, schema, source))
         spaces = database.read(lambda connection: read_spaces(connection, schema))
-        there = [info.number for info in spaces if info.spec.space == target.space]
+        target_numbers = [info.number for info in spaces if info.spec.space == target.space]
         self._table = table_of(schema, self._source.number)
-        self._target, self._whole = "", 0
-        if there:
-            self._target = table_of(schema, there[0])
-            self._whole = database.read(lambda c: frontier(c, schema, there[0]))
+        self._target, self._frontier = "", 0
+        if target_numbers:
+            self._target = table_of(schema, target_numbers[0])
+            self._frontier = database.read(lambda c: frontier(c, schema, target_numbers[0]))
         self._passes = side_passes(self._source.spec, target, needs_side=needs_side)
 
     def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
-        """`size` items each."""
-        found = True
-        while found:
-            found = False
+        """Yield labels, embeddings and side-information of `size` items at a time, until none is
+        missing.
+        """
+        has_items = True
+        while has_items:
+            has_items = False
             for labels, with_side in self.pieces(order, size):
                 chunk = self.read(labels, with_side)
                 if len(chunk[0]):
-                    found = True
+                    has_items = True
                     yield chunk
 
     def pieces(self, order: Order, size: int) -> Iterator[tuple[Labels, bool]]:
-        """One pass over what is lacking: labels, `size` at a time, and whether to `read` them with
-        side-information."""
+        """Make one pass over the missing items; yield labels, and whether to read
+        side-information.
+        """
         for with_side in self._passes:
             for labels in self._labels(order, with_side):
                 for start in range(0, len(labels), size):
                     yield labels[start : start + size], bool(with_side)
 
     def all_labels(self) -> Labels:
-        """Every label that `chunks` would come to, if nothing changed."""
-        found = [piece for side in self._passes for piece in self._labels("label", side)]
-        return np.concatenate([np.empty(0, np.int64), *found])
+        """Return every label that `chunks` would yield now."""
+        pieces = [piece for side in self._passes for piece in self._labels("label", side)]
+        return np.concatenate([np.empty(0, np.int64), *pieces])
 
     def _labels(self, order: Order, with_side: bool | None) -> Iterator[Labels]:
-        """Those that the target lacks, with or without side-information (None: no matter)."""
+        """Yield labels that the target lacks, with or without side-information (None: both)."""
         query = f"SELECT s.label FROM {self._table} s WHERE " + {
             None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"
         }[with_side]  # fmt: skip
         if order == "uncertainty":
-            # All of them: what a page would begin after is no label.
-            query += self._lacking(self._whole) + " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
+            # All at once: the order is not by label, so there are no pages.
+            query += (
+                self._lacking(self._frontier) + " ORDER BY s.uncertainty DESC NULLS LAST, s.label"
+            )
             yield self._database.read(lambda c: label_column(run(c, query)))
             return
-        last = self._whole
+        last = self._frontier
         while True:
 
             def page(connection: Connection, after: int = last) -> Labels:
-                rest = f"{self._lacking(after)} ORDER BY s.label LIMIT {_LABELS}"
-                return label_column(run(connection, query + rest))
+                condition = f"{self._lacking(after)} ORDER BY s.label LIMIT {_LABELS}"
+                return label_column(run(connection, query + condition))
 
             labels = self._database.read(page)
             if not len(labels):
@@ -107,21 +124,32 @@ class PostgresqlWindows:
             yield labels
 
     def _lacking(self, after: int) -> str:
-        """Of a row `s` of the source: behind `after`, and not in the target. Said of both tables:
-        what lies before a page is not read for it, however much is carried."""
-        behind = f" AND s.label > {after:d}"
+        """Make the condition for a row `s` of the source that is above a label and missing in the
+        target.
+
+        Both tables have the bound, so that rows before a page are not read for it.
+        """
+        bound = f" AND s.label > {after:d}"
         if not self._target:
-            return behind
+            return bound
         return (
-            f"{behind} AND NOT EXISTS (SELECT 1 FROM {self._target} t WHERE t.label = s.label"
+            f"{bound} AND NOT EXISTS (SELECT 1 FROM {self._target} t WHERE t.label = s.label"
             f" AND t.label > {after:d})"
         )
 
     def read(self, labels: Labels, with_side: bool) -> tuple[Labels, Vectors, Vectors | None]:
-        """Those of `labels` that are still there, by label."""
+        """Read the items of some labels that still exist.
+
+        Args:
+            labels: the labels.
+            with_side: read side-information, and leave out items without it.
+
+        Returns:
+            Labels, embeddings float32 [n, dim], and side-information or None.
+        """
         spec, where = self._source.spec, among(labels)
         if with_side:
-            # Put again without any, since it was looked at.
+            # It may have been put again without side-information.
             where += " AND side IS NOT NULL"
         side_dim = spec.side_dim if with_side else 0
         return self._database.read(
@@ -129,12 +157,12 @@ class PostgresqlWindows:
         )
 
 
-# Chunks that an estimate carries, after a few rows that make the runner ready.
+# Chunks that an estimate upgrades, after a few rows that warm up the models.
 _CHUNKS, _FIRST_ROWS = 2, 8
 
 
 class Reads:
-    """What is said of each method: GalleryStore."""
+    """Read a gallery in PostgreSQL; the methods implement GalleryStore."""
 
     def __init__(self, database: Database, schema: str) -> None:
         self.database = database
@@ -302,37 +330,37 @@ class Reads:
         return self.database.read(work, snapshot=True)
 
     def estimate(self, runner: Runner, target: SpaceSpec) -> Estimate:
-        """Two chunks are read, carried and written to a temporary table."""
+        """Estimate an upgrade: read and upgrade two chunks, and write them to a temporary table."""
         active = next(info for info in self.spaces() if info.state == "active")
         windows = self.windows(active.spec.space, target, runner.reads_side)
-        todo = windows.all_labels()
-        there = {info.spec.space for info in self.spaces()}
-        done = self.count(target.space) if target.space in there else 0
-        left_behind = self.count() - done - len(todo)
-        if not len(todo):
+        missing = windows.all_labels()
+        spaces = {info.spec.space for info in self.spaces()}
+        done = self.count(target.space) if target.space in spaces else 0
+        left_behind = self.count() - done - len(missing)
+        if not len(missing):
             return Estimate(0, 0.0, 0, left_behind)
-        most = _CHUNKS * CHUNK
-        probe = todo[:: max(1, len(todo) // most)][:most]
+        limit = _CHUNKS * CHUNK
+        probe = missing[:: max(1, len(missing) // limit)][:limit]
         runner.run(*windows.read(probe[:_FIRST_ROWS], runner.reads_side)[1:])
         began = time.perf_counter()
         written = 0
         for start in range(0, len(probe), CHUNK):
             labels, embedding, side = windows.read(probe[start : start + CHUNK], runner.reads_side)
-            carried = runner.run(embedding, side)
-            write = partial(_bytes_written, target=target, labels=labels, carried=carried)
+            upgraded = runner.run(embedding, side)
+            write = partial(_bytes_written, target=target, labels=labels, carried=upgraded)
             written += self.database.read(write)
         seconds = time.perf_counter() - began
-        share = len(todo) / len(probe)
-        return Estimate(len(todo), seconds * share, int(written * share), left_behind)
+        share = len(missing) / len(probe)
+        return Estimate(len(missing), seconds * share, int(written * share), left_behind)
 
 
 def existing(ids: Sequence[str]) -> list[str]:
-    """Those of `ids` that there can be: PostgreSQL refuses to look for the others."""
-    return [one for one in ids if storable(one)]
+    """Return the ids that PostgreSQL can store; it refuses to look for others."""
+    return [item_id for item_id in ids if storable(item_id)]
 
 
 def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, carried: Any) -> int:
-    """What so many vectors take, written to a table that goes with the transaction."""
+    """Return the bytes of some vectors in a table that is deleted with the transaction."""
     with connection.transaction():
         run(
             connection,
@@ -344,8 +372,8 @@ def _bytes_written(connection: Connection, target: SpaceSpec, labels: Labels, ca
             connection, "probe", labels, "upgraded", carried.uncertainty, carried.embedding,
             carried.side,
         )  # fmt: skip
-        found = run(connection, "SELECT pg_total_relation_size('probe')")
-        return int(found.fetchone()[0])
+        cursor = run(connection, "SELECT pg_total_relation_size('probe')")
+        return int(cursor.fetchone()[0])
 
 
 def _condition(allowed: Matches | None) -> Condition:

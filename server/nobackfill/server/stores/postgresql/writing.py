@@ -1,4 +1,4 @@
-"""Writing items: the transaction bodies of put and delete, called with the gate held."""
+"""Write to a gallery: the bodies of transactions, called with the gallery's gate held."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -22,46 +22,56 @@ from nobackfill.vectors import Vectors
 
 
 def share_gate(connection: Connection, schema: str) -> None:
-    """Until the transaction ends, nobody changes the gallery's spaces."""
+    """Keep others from changing the gallery's spaces until the transaction ends."""
     run(connection, f"LOCK TABLE {schema}.gate IN ROW SHARE MODE")
 
 
 def hold_gate(connection: Connection, schema: str) -> None:
-    """Until the transaction ends, nobody else writes. Who comes later waits behind who waits."""
+    """Keep all others from writing until the transaction ends; later ones queue behind this one."""
     run(connection, f"LOCK TABLE {schema}.gate IN EXCLUSIVE MODE")
 
 
 def insert(
     connection: Connection, schema: str, batch: Batch, vectors: Sequence[Checked]
 ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
-    """Store a batch. Returns the result, the labels that are gone, and for each of `vectors` the
-    rows written."""
+    """Store a batch of items.
+
+    Args:
+        connection: the connection, within a transaction.
+        schema: schema of the gallery.
+        batch: the items.
+        vectors: their vectors, by space.
+
+    Returns:
+        The result, the labels that were replaced, and for each of `vectors` the rows that were
+        written.
+    """
     rows = run(
         connection,
         f"SELECT id, label, digest FROM {schema}.items WHERE id = ANY(%s) ORDER BY label"
         " FOR UPDATE",
         [list(batch.ids)],
     )
-    found = {item_id: (label, digest) for item_id, label, digest in rows}
-    labels, kept, replaced = kept_and_replaced(batch, found)
+    known = {item_id: (label, digest) for item_id, label, digest in rows}
+    labels, kept, replaced = kept_and_replaced(batch, known)
     delete_labels(connection, schema, replaced)
-    fresh = ~kept
-    labels[fresh] = _new_labels(connection, schema, int(fresh.sum()))
-    _insert_items(connection, schema, batch, labels, fresh)
-    described = compress(zip(labels.tolist(), batch.metadata, strict=True), kept.tolist())
-    describe(connection, schema, [(label, text) for label, text in described if text])
+    is_new = ~kept
+    labels[is_new] = _new_labels(connection, schema, int(is_new.sum()))
+    _insert_items(connection, schema, batch, labels, is_new)
+    changes = compress(zip(labels.tolist(), batch.metadata, strict=True), kept.tolist())
+    describe(connection, schema, [(label, text) for label, text in changes if text])
     written = []
     for checked in vectors:
         table = table_of(schema, checked.info.number)
-        wanted = np.ones(len(labels), np.bool_)
-        rest = checked
+        is_missing = np.ones(len(labels), np.bool_)
+        missing = checked
         if kept.any():
-            there = live_labels(connection, table, labels[kept], checked.kept_where)
-            wanted = ~np.isin(labels, there)
-            rest = checked.some(wanted)
-        insert_vectors(connection, schema, rest, labels[wanted], replace=bool(kept.any()))
-        written.append(wanted)
-    return PutResult(labels, fresh), replaced, written
+            present = live_labels(connection, table, labels[kept], checked.kept_where)
+            is_missing = ~np.isin(labels, present)
+            missing = checked.some(is_missing)
+        insert_vectors(connection, schema, missing, labels[is_missing], replace=bool(kept.any()))
+        written.append(is_missing)
+    return PutResult(labels, is_new), replaced, written
 
 
 def _new_labels(connection: Connection, schema: str, count: int) -> Labels:
@@ -74,9 +84,9 @@ def _new_labels(connection: Connection, schema: str, count: int) -> Labels:
 
 
 def _insert_items(
-    connection: Connection, schema: str, batch: Batch, labels: Labels, fresh: NDArray[np.bool_]
+    connection: Connection, schema: str, batch: Batch, labels: Labels, is_new: NDArray[np.bool_]
 ) -> None:
-    rows = np.flatnonzero(fresh).tolist()
+    rows = np.flatnonzero(is_new).tolist()
     if not rows:
         return
     metadata = [batch.metadata[row] or "{}" for row in rows]
@@ -86,10 +96,10 @@ def _insert_items(
         " SELECT label, id, digest, metadata, facets::jsonb"
         " FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[], %s::text[])"
         " AS new (label, id, digest, metadata, facets)"
-        # In the order in which everybody waits for others that put the same ids.
+        # In the order in which every transaction waits for others with the same ids.
         ' ORDER BY id COLLATE "C"',
         [
-            labels[fresh].tolist(), [batch.ids[row] for row in rows],
+            labels[is_new].tolist(), [batch.ids[row] for row in rows],
             [batch.digests[row] for row in rows], metadata,
             [facets(json.loads(text)) for text in metadata],
         ],
@@ -97,7 +107,9 @@ def _insert_items(
 
 
 def describe(connection: Connection, schema: str, described: list[tuple[int, str]]) -> None:
-    """Give items, by label, other metadata as JSON texts; what is the same is not written."""
+    """Replace the metadata of items, given by label as JSON texts; equal metadata is not
+    written.
+    """
     if not described:
         return
     labels, texts = zip(*described, strict=True)
@@ -111,20 +123,29 @@ def describe(connection: Connection, schema: str, described: list[tuple[int, str
 
 
 def live_labels(connection: Connection, table: str, labels: Labels, where: str = "TRUE") -> Labels:
-    """Those of `labels` that `table` has in a row for which `where` holds, increasing."""
-    found = run(
+    """Return the labels, increasing, that a table has in a row that fulfils a condition."""
+    cursor = run(
         connection,
         f"SELECT label FROM {table} WHERE label = ANY(%s) AND {where} ORDER BY label",
         [labels.tolist()],
     )
-    return label_column(found)
+    return label_column(cursor)
 
 
 def insert_vectors(
     connection: Connection, schema: str, checked: Checked, labels: Labels,
     uncertainty: Vectors | None = None, *, replace: bool = False,
 ) -> None:  # fmt: skip
-    """Add a row to the space's table for each label; with `replace` there may be one already."""
+    """Add one row to a space's table for each label.
+
+    Args:
+        connection: the connection, within a transaction.
+        schema: schema of the gallery.
+        checked: the vectors.
+        labels: one label for each.
+        uncertainty: one value for each; None if unknown.
+        replace: replace rows that exist.
+    """
     table = table_of(schema, checked.info.number)
     if replace and len(labels):
         run(connection, f"DELETE FROM {table} WHERE label = ANY(%s)", [labels.tolist()])
@@ -134,17 +155,19 @@ def insert_vectors(
 def locked_labels(
     connection: Connection, schema: str, where: str, values: Sequence[object]
 ) -> Labels:
-    """Labels of the items for which `where` holds, locked in the order in which everybody does."""
-    found = run(
+    """Lock the items that fulfil a condition, in the order of all transactions; returns their
+    labels.
+    """
+    cursor = run(
         connection,
         f"SELECT label FROM {schema}.items i WHERE {where} ORDER BY label FOR UPDATE",
         values,
     )
-    return label_column(found)
+    return label_column(cursor)
 
 
 def delete_labels(connection: Connection, schema: str, labels: Labels) -> None:
-    """Remove items whose rows are locked, and their vectors in every space."""
+    """Delete items whose rows are locked, and their vectors in every space."""
     if not len(labels):
         return
     for info in read_spaces(connection, schema):
@@ -153,23 +176,21 @@ def delete_labels(connection: Connection, schema: str, labels: Labels) -> None:
     run(connection, f"DELETE FROM {schema}.items WHERE label = ANY(%s)", [labels.tolist()])
 
 
-# The frontier of a space: the label up to which every item has a vector there, as far as somebody
-# has looked. Who flips looks at what came later.
-#
-# What was found stays true: labels only grow and are never used again, and a vector goes with its
-# item alone. It is a row beside the vectors, so that a standby that takes over has the frontier of
-# what it has. A space whose number has no row has not been looked at.
+# The frontier of a space is a label up to which every item has a vector there, as of the last
+# check; a flip only checks later labels. A frontier stays true: labels only grow and are never
+# reused, and a vector is deleted only with its item. It is a row next to the vectors, so that a
+# standby that takes over has the frontier of its own data. A space without a row was never checked.
 
-# What a search reads in place of asking a graph: so many vectors, found among so many labels.
+# Instead of using a graph, a search reads up to _FEW vectors, found among up to _BEYOND labels.
 _FEW, _BEYOND = 2_000, 10_000
 
 
-# Schemas whose frontiers a connection has seen: what its server has, it does not lose.
+# Schemas whose frontiers a connection has seen; its server does not lose them.
 _SEEN: WeakKeyDictionary[Connection, set[str]] = WeakKeyDictionary()
 
 
 def make_frontiers(connection: Connection, schema: str) -> None:
-    """Not with the other tables: galleries of older versions lack it."""
+    """Create the table of frontiers, which galleries of older versions lack."""
     run(
         connection,
         f"CREATE TABLE IF NOT EXISTS {schema}.frontiers"
@@ -178,7 +199,7 @@ def make_frontiers(connection: Connection, schema: str) -> None:
 
 
 def frontier(connection: Connection, schema: str, number: int) -> int:
-    """Of the space of that number; 0 where nobody has looked."""
+    """Return the frontier of a space; 0 if it was never checked."""
     if not _has_frontiers(connection, schema):
         return 0
     return int(run(connection, f"SELECT {_of(schema, number)}").fetchone()[0])
@@ -196,21 +217,24 @@ def _of(schema: str, number: int) -> str:
 
 
 def advance(connection: Connection, schema: str, number: int) -> None:
-    """Find how far a space is whole, beside others that put: two transactions of one connection,
-    for both are to ask the same server."""
+    """Move the frontier of a space, while others put items.
+
+    It uses two transactions of one connection, because both must ask the same server.
+    """
     with connection.transaction():
-        # Who has drawn a label has ended: none up to the last becomes visible later.
+        # With the gate held, every transaction that took a label has ended: no label up to the last
+        # one becomes visible later.
         hold_gate(connection, schema)
         make_frontiers(connection, schema)
         last = run(connection, f"SELECT coalesce(max(label), 0) FROM {schema}.items").fetchone()[0]
     with connection.transaction():
-        before = frontier(connection, schema, number)
-        # Among those put meanwhile, too: their labels are greater.
+        old_frontier = frontier(connection, schema, number)
+        # This includes items put in the meantime; their labels are greater.
         first = run(
-            connection, f"SELECT min(i.label) FROM {_lacking(schema, number, before)}"
+            connection, f"SELECT min(i.label) FROM {_lacking(schema, number, old_frontier)}"
         ).fetchone()[0]
         reached = last if first is None else min(last, first - 1)
-        if reached > before:
+        if reached > old_frontier:
             run(
                 connection,
                 f"INSERT INTO {schema}.frontiers AS f VALUES (%s, %s) ON CONFLICT (space)"
@@ -220,32 +244,45 @@ def advance(connection: Connection, schema: str, number: int) -> None:
 
 
 def left_behind(connection: Connection, schema: str, number: int) -> int:
-    """Number of items without a vector in a space."""
-    beyond = _lacking(schema, number, frontier(connection, schema, number))
-    return int(run(connection, f"SELECT count(*) FROM {beyond}").fetchone()[0])
+    """Return the number of items without a vector in a space."""
+    missing = _lacking(schema, number, frontier(connection, schema, number))
+    return int(run(connection, f"SELECT count(*) FROM {missing}").fetchone()[0])
 
 
 def few_left(connection: Connection, schema: str, source: int, target: int) -> list[int] | None:
-    """Labels that the space numbered `source` has and `target` has not; None where they are many,
-    or too far behind the last to be looked for at each search."""
-    known = _SEEN.setdefault(connection, set())
-    seen = "0::bigint"
-    if schema in known or _has_frontiers(connection, schema):
-        known.add(schema)
-        seen = _of(schema, target)
-    found = run(connection, _few(schema, source, target, seen))
-    labels = [label for (label,) in found]
+    """Return the labels that one space has and another lacks.
+
+    Args:
+        connection: the connection.
+        schema: schema of the gallery.
+        source: number of the space that has them.
+        target: number of the space that lacks them.
+
+    Returns:
+        None if there are many, or they are too far behind the last label to be checked at each
+        search.
+    """
+    seen_schemas = _SEEN.setdefault(connection, set())
+    frontier_sql = "0::bigint"
+    if schema in seen_schemas or _has_frontiers(connection, schema):
+        seen_schemas.add(schema)
+        frontier_sql = _of(schema, target)
+    cursor = run(connection, _few(schema, source, target, frontier_sql))
+    labels = [label for (label,) in cursor]
     return None if labels[:1] == [None] or len(labels) > _FEW else labels
 
 
-def _few(schema: str, source: int, target: int, seen: str) -> str:
-    """One row of NULL where it is too far. The second bound leaves nothing out: it tells the
-    planner, who does not know the frontier, that it is near the end."""
+def _few(schema: str, source: int, target: int, frontier_sql: str) -> str:
+    """Make the query; it returns one row of NULL if the frontier is too far behind.
+
+    The second bound excludes nothing. It tells the planner, which does not know the frontier, that
+    it is near the end.
+    """
     table, other = table_of(schema, source), table_of(schema, target)
     return (
         f"WITH near AS MATERIALIZED (SELECT after, after + {_BEYOND:d} AS most,"
         f" (SELECT coalesce(max(label), 0) FROM {table}) - after > {_BEYOND:d} AS far"
-        f" FROM (SELECT {seen} AS after) f)"
+        f" FROM (SELECT {frontier_sql} AS after) f)"
         " SELECT NULL::bigint FROM near WHERE far UNION ALL"
         f" (SELECT s.label FROM {table} s WHERE NOT (SELECT far FROM near)"
         " AND s.label > (SELECT after FROM near) AND s.label <= (SELECT most FROM near)"
@@ -256,18 +293,18 @@ def _few(schema: str, source: int, target: int, seen: str) -> str:
 
 
 def _lacking(schema: str, number: int, after: int) -> str:
-    """Items `i` without a vector in a space, after a label: what follows FROM."""
+    """Make the FROM clause for items `i` above a label without a vector in a space."""
     return (
         f"{schema}.items i WHERE i.label > {after:d} AND NOT EXISTS (SELECT 1 FROM"
         f" {table_of(schema, number)} v WHERE v.label = i.label AND v.label > {after:d})"
     )
 
 
-# The life of spaces in a gallery: the transaction bodies, called with the gate held alone.
+# The following functions change spaces; they are called with the gate held exclusively.
 
 
 def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
-    """See staging.begin; whether it is new."""
+    """Create a staging space; see staging.begin. Returns False if it exists."""
     for info in rows.read_spaces(connection, schema):
         if info.spec.space == spec.space:
             ensure_same(info.spec, spec)
@@ -281,10 +318,14 @@ def write(
     connection: Connection, schema: str, checked: Checked, labels: Labels,
     uncertainty: NDArray[np.float32] | None, *, replace: bool,
 ) -> tuple[Labels, Vectors]:  # fmt: skip
-    """See staging.write, with the gate shared: the labels written, increasing, with embeddings."""
+    """Write vectors of a space, with the gate shared; see staging.write.
+
+    Returns:
+        The labels that were written, increasing, and their embeddings.
+    """
     info = rows.find_space(connection, schema, checked.info.spec.space)
     order = np.argsort(labels)
-    good = rows.label_column(
+    existing = rows.label_column(
         run(
             connection,
             f"SELECT label FROM {schema}.items WHERE label = ANY(%s) ORDER BY label FOR KEY SHARE",
@@ -292,35 +333,39 @@ def write(
         )
     )
     if not replace:
-        there = live_labels(connection, table_of(schema, info.number), labels)
-        good = np.setdiff1d(good, there, assume_unique=True)
-    chosen = order[rows_of(labels[order], good)]
-    kept = checked.some(chosen)
-    doubt = None if uncertainty is None else uncertainty[chosen]
-    insert_vectors(connection, schema, kept, good, doubt, replace=replace)
-    return good, kept.embedding
+        present = live_labels(connection, table_of(schema, info.number), labels)
+        existing = np.setdiff1d(existing, present, assume_unique=True)
+    selection = order[rows_of(labels[order], existing)]
+    selected = checked.some(selection)
+    chosen_uncertainty = None if uncertainty is None else uncertainty[selection]
+    insert_vectors(connection, schema, selected, existing, chosen_uncertainty, replace=replace)
+    return existing, selected.embedding
 
 
 def flip(connection: Connection, schema: str, space: str, *, leave_behind: bool) -> None:
-    """See staging.flip."""
+    """Make a space the active one; see staging.flip."""
     target = rows.find_space(connection, schema, space)
     if target.state != "active":
         _activate(connection, schema, target, "previous", leave_behind)
 
 
 def rollback(connection: Connection, schema: str, *, leave_behind: bool) -> str:
-    """See staging.rollback."""
+    """Make the previous space the active one; see staging.rollback. Returns its id."""
     target = previous_of(rows.read_spaces(connection, schema))
     _activate(connection, schema, target, "staging", leave_behind)
     return target.spec.space
 
 
 def previous_of(spaces: Iterable[SpaceInfo]) -> SpaceInfo:
-    """The space that was active before. Raises NotFoundError if none is kept."""
-    before = [info for info in spaces if info.state == "previous"]
-    if not before:
-        raise NotFoundError("no earlier space is kept in this gallery; nothing to return to")
-    return max(before, key=lambda info: info.activated)
+    """Return the space that was active before.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    previous = [info for info in spaces if info.state == "previous"]
+    if not previous:
+        raise NotFoundError("this gallery has no earlier space to return to")
+    return max(previous, key=lambda info: info.activated)
 
 
 def _activate(
@@ -339,7 +384,7 @@ def _activate(
 
 
 def drop(connection: Connection, schema: str, space: str) -> None:
-    """See staging.drop."""
+    """Delete a space; see staging.drop."""
     info = rows.find_space(connection, schema, space)
     ensure_active_may_go(info)
     run(connection, f"DROP TABLE {table_of(schema, info.number)}")
