@@ -119,7 +119,7 @@ def test_by_nodes_each_with_credentials_of_its_own(
     with cluster({"num_cpus": 0}, {"num_cpus": 1, "env_vars": without}) as nodes:
         ray = ("--ray", nodes.address, "--model-repo", str(stages[1]))
         said = put(place, client, *ray, code=69).stderr
-        assert "AWS_ACCESS_KEY_ID" in said and "put again" in said
+        assert "AWS_ACCESS_KEY_ID" in said and "run the command again" in said
         nodes.remove_node(*nodes.worker_nodes)
         for _ in range(2):
             nodes.add_node(num_cpus=1, env_vars=store.environment)
@@ -215,7 +215,7 @@ def test_objects_that_vanish_and_a_store_that_ends_in_mid_run(
             store.stop()
 
     try:
-        with pytest.raises(UnavailableError, match="put again"):
+        with pytest.raises(UnavailableError, match="run the command again"):
             fill(client, gallery, place, end)
         assert client.get_gallery(gallery).items == 100
     finally:

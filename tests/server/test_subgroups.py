@@ -147,5 +147,5 @@ def test_the_command_shows_the_worst_first(gateway: GatewayServer, ready: Client
     worst = told["subgroups"][0]
     assert lines[1] == (
         f"  {worst['value']['text']}: right first {worst['cmc1']:.1%} "
-        f"(before {worst['cmc1_before']:.1%}), 0 of 15 items embedded again"
+        f"(before {worst['cmc1_before']:.1%}), 0 of 15 items re-embedded"
     )

@@ -29,7 +29,7 @@ from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.release.models import no_vector, read_verified
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, size_of
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.upgrades.workers.cache import OpenCache, laid_out
+from nobackfill.server.upgrades.workers.cache import OpenCache, write_files
 from nobackfill.text import check_text, read_texts
 from nobackfill.v1 import gallery_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
@@ -263,7 +263,7 @@ class _OpenBatch:
 
     def __init__(self, work: FillWork, closing: ExitStack) -> None:
         self._work = work
-        folder = laid_out(work.models, closing)
+        folder = write_files(work.models, closing)
         models = InProcessModels(folder)
         models.load(work.manifest)
         self._embedding = Embedding(models, Metrics())

@@ -1,4 +1,4 @@
-"""Models in Triton: loaded by name, watched, brought back when Triton dies or hangs."""
+"""Load models in Triton by name, watch them, and bring them back when Triton dies or hangs."""
 
 import importlib
 import random
@@ -42,116 +42,127 @@ from nobackfill.server.triton.client import LIVE_TIMEOUT_S, Inputs, TritonClient
 from nobackfill.server.triton.process import Misses, TritonProcess
 from nobackfill.vectors import Vectors, check_vectors
 
-# What Triton gets of a model: its signed configuration, if that can run nothing but ONNX.
-#
-# Triton runs any code that a configuration names: another backend, an environment to unpack, a
-# runtime. A publisher's signature makes a release believable, not its files code.
+# Triton gets a model's signed configuration only if that can run nothing but ONNX. Triton runs any
+# code that a configuration names: another backend, an environment to unpack, a runtime. A signature
+# makes a release authentic, but its files must not become code.
 
 _BACKEND = "onnxruntime"
-# What release/tensors.py writes.
+# The fields that release/tensors.py writes.
 _FIELDS = {
     "name", "backend", "max_batch_size", "input", "output", "dynamic_batching", "instance_group",
 }  # fmt: skip
 
 
 def model_config(repo: Path, name: str) -> str:
-    """The configuration of a published model, checked, as JSON: Triton takes it before its file.
+    """Read and check the configuration of a published model; Triton prefers it to the file.
 
-    Raises VerificationError for one that cannot be read or asks for more than running ONNX.
+    Returns:
+        The configuration as JSON.
+
+    Raises:
+        VerificationError: it cannot be read, or needs more than ONNX.
     """
     path = config_path(name)
     config = ModelConfig()
     try:
         text_format.Parse((repo / path).read_text("utf-8"), config)
     except (OSError, ValueError, text_format.ParseError) as error:
-        raise VerificationError(f"{path}: expected a model's configuration ({error})") from error
+        raise VerificationError(
+            f"{path}: cannot read the model's configuration ({error})"
+        ) from error
     unknown = sorted({field.name for field, _ in config.ListFields()} - _FIELDS)
     if config.name != name or config.backend != _BACKEND or unknown:
         raise VerificationError(
             f"{path}: expected {name!r} for the backend {_BACKEND!r} and nothing else, got "
             f"{config.name!r} for {config.backend!r}, with {few(unknown) or 'no more'}; "
-            "publish the release anew"
+            "publish the release again"
         )
     return json_format.MessageToJson(config, preserving_proto_field_name=True, indent=None)
 
 
-# Loading of a release's models into Triton.
-
-_LOAD_S = 120.0
-_LOADS_AT_ONCE = 4
+_LOAD_SECONDS = 120.0
+_CONCURRENT_LOADS = 4
 
 
 def model_names(manifest: Manifest) -> list[str]:
-    """What Triton calls the models of a release."""
+    """Return Triton's names of a release's models."""
     names = [embedder_model(manifest.release)] if manifest.embedder.file else []
     if manifest.text_encoder is not None:
         names += text_models(manifest)
     if manifest.side_encoder is not None:
-        # A release may keep the encoder of an older one.
+        # A release may use the side-information encoder of an older one.
         names.append(side_encoder_model(manifest.side_encoder.origin_release))
     return names
 
 
 def text_models(manifest: Manifest) -> list[str]:
-    """Of those that read texts."""
+    """Return Triton's names of the models that read texts."""
     return sorted({text_model(manifest, role) for role in TEXT_ROLES})
 
 
 def text_model(manifest: Manifest, role: TextRole) -> str:
-    """What reads texts of a role. Raises NoEncoderError."""
-    own = role == "query" and manifest.reads_text.query_file is not None
-    return (query_encoder_model if own else text_encoder_model)(manifest.release)
+    """Return Triton's name of the model that reads texts of a role.
+
+    Raises:
+        NoEncoderError: the release embeds no texts.
+    """
+    has_query_model = role == "query" and manifest.reads_text.query_file is not None
+    return (query_encoder_model if has_query_model else text_encoder_model)(manifest.release)
 
 
 def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
-    """By the name of each model that embeds, the least that can be asked of it."""
-    asked: dict[str, Inputs] = {}
+    """Return the smallest input of each model that embeds, by its name."""
+    inputs: dict[str, Inputs] = {}
     if manifest.embedder.file is not None:
         shape = (1, manifest.frame.height, manifest.frame.width, 3)
-        asked[embedder_model(manifest.release)] = {"image": np.zeros(shape, np.uint8)}
+        inputs[embedder_model(manifest.release)] = {"image": np.zeros(shape, np.uint8)}
     if reader is not None:
-        asked |= dict.fromkeys(text_models(manifest), reader.outermost)
-    return asked
+        inputs |= dict.fromkeys(text_models(manifest), reader.outermost)
+    return inputs
 
 
 def load_models(
     client: TritonClient, model_repo: Path, names: Sequence[str]
 ) -> dict[str, NobackfillError]:
-    """Load models side by side, as each starts an interpreter; those that fail, and why."""
+    """Load models concurrently, because each starts an interpreter.
+
+    Returns:
+        The error of each model that failed, by its name.
+    """
 
     def load(name: str) -> NobackfillError | None:
         try:
             if not client.model_ready(name, LIVE_TIMEOUT_S):
-                client.load(name, model_config(model_repo, name), _LOAD_S)
+                client.load(name, model_config(model_repo, name), _LOAD_SECONDS)
         except (UnavailableError, VerificationError) as error:
             return error
         return None
 
-    with ThreadPoolExecutor(_LOADS_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_CONCURRENT_LOADS) as pool:
         errors = zip(names, pool.map(load, names), strict=True)
         return {name: error for name, error in errors if error is not None}
 
 
-# Starts of the child that is Triton: how long to wait before another.
-
-_LONGEST_PAUSE_S = 5.0
+_MAX_PAUSE_SECONDS = 5.0
 
 
 class Starts:
-    """When the child was started, and whether it answered since."""
+    """Remember when Triton was started, and whether it has answered since."""
 
     def __init__(self) -> None:
         self.began = 0.0
-        self.answered = False
+        self.has_answered = False
         self._failures = 0
 
     def pause(self) -> float:
-        """Seconds to wait: none after a child that worked, then growing, with jitter."""
-        self._failures = 0 if self.answered else self._failures + 1
-        self.answered = False
+        """Return the seconds to wait before another start: 0 after a child that worked, else
+        growing, with jitter.
+        """
+        self._failures = 0 if self.has_answered else self._failures + 1
+        self.has_answered = False
         if not self._failures:
             return 0.0
-        longest: float = min(_LONGEST_PAUSE_S, 0.1 * 2**self._failures)
+        longest: float = min(_MAX_PAUSE_SECONDS, 0.1 * 2**self._failures)
         return longest * random.uniform(0.5, 1.0)  # noqa: S311 - spreads restarts, hides nothing
 
 
@@ -162,18 +173,18 @@ _PROBE_EVERY_S = 0.2
 _INFER_TIMEOUT_S = 1.5
 _FRESH_S = 1.0
 _START_S = 60.0
-# Seconds between tries to unload models that Triton kept.
+# Seconds between tries to unload models that Triton did not unload.
 _UNLOAD_EVERY_S = 5.0
-# The gateway's start waits so long for a child that neither answers nor ends, or for somebody
-# else's Triton.
+# Longest wait (seconds) of the gateway's start, for a child of its own and for an external Triton.
 _FIRST_S = 30.0
 _FOUND_S = 5.0
 
 
 class TritonModels:
-    """See Models. With `process`, starts and restarts that Triton; else uses the one at `address`.
+    """Run models in Triton; see Models.
 
-    A thread of its own starts and watches Triton for as long as the gateway lives.
+    It starts and restarts the Triton of `process`, or uses an external one. A thread watches Triton
+    as long as the gateway runs.
     """
 
     def __init__(
@@ -190,40 +201,41 @@ class TritonModels:
         self._process = process
         self._on_change = on_change
         self._lock = threading.Lock()
-        self._wanted: dict[int, Manifest] = {}
-        # Of the wanted releases that embed texts.
+        self._releases: dict[int, Manifest] = {}
+        # Text readers of the loaded releases that embed texts.
         self._readers: dict[int, TextReader] = {}
-        # Models that nobody wants, and that may be loaded still.
+        # Models that are not needed any more, but may still be loaded.
         self._leftover: set[str] = set()
         self._unloaded = 0.0
         # When each model last gave an answer.
-        self._answered: dict[str, float] = {}
+        self._last_answers: dict[str, float] = {}
         self._misses = Misses(None if process is None else process.processor_s)
         self._starts = Starts()
         self._up = threading.Event()
-        # Set once it was up, or a child of ours has ended without.
-        self._tried = threading.Event()
+        # Set once Triton has answered, or a child has ended without an answer.
+        self._first_result = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="triton", daemon=True)
 
     def start(self) -> None:
-        """Start Triton, or look for it. Where it does not answer at first, it is tried again and
-        again beside what serves without it."""
+        """Start Triton, or look for it; if it does not answer, tries go on in the background."""
         self._thread.start()
-        # Meanwhile: upgrades run models here. The first would keep the interpreter from all calls
-        # for 50 ms to load what runs them.
+        # Loaded during the wait, because upgrades run models in this process: the first one would
+        # block all calls for 50 ms.
         importlib.import_module("nobackfill.onnx_runtime")
-        self._tried.wait(_FIRST_S if self._process is not None else _FOUND_S)
+        self._first_result.wait(_FIRST_S if self._process is not None else _FOUND_S)
         if not self._up.is_set():
             tail = "" if self._process is None else self._process.log_tail()
             log.error(
-                "no model server yet; searches by embedding are answered without it",
+                "the model server does not answer yet; searches by embedding work without it",
                 address=self._client.address, log=tail,
             )  # fmt: skip
 
     def load(self, manifest: Manifest) -> None:
         if not self._up.wait(min(_START_S, context.current().remaining())):
-            raise UnavailableError("the model server is away; load the release when it is back")
+            raise UnavailableError(
+                "the model server does not answer; load the release when it is back"
+            )
         with self._lock:
             self._leftover -= set(model_names(manifest))
         for error in load_models(self._client, self._model_repo, model_names(manifest)).values():
@@ -236,8 +248,8 @@ class TritonModels:
             try:
                 self.load(manifest)
             except UnavailableError as error:
-                log.error("not loaded yet", release=manifest.release, error=str(error))
-        # Whatever is wanted is loaded before Triton counts as up.
+                log.error("cannot load the release yet", release=manifest.release, error=str(error))
+        # All needed models are loaded before Triton counts as ready.
         self._keep(manifest)
 
     def _keep(self, manifest: Manifest) -> None:
@@ -245,27 +257,27 @@ class TritonModels:
             known = manifest.text_encoder is None or manifest.release in self._readers
         reader = None if known else TextReader(self._model_repo, manifest)
         with self._lock:
-            self._wanted[manifest.release] = manifest
+            self._releases[manifest.release] = manifest
             if reader is not None:
                 self._readers[manifest.release] = reader
 
     def unload(self, release: int) -> None:
         with self._lock:
-            manifest = self._wanted.pop(release, None)
+            manifest = self._releases.pop(release, None)
             self._readers.pop(release, None)
             self._leftover |= set(model_names(manifest)) if manifest else set()
         self._unload_leftover()
 
     def _unload_leftover(self) -> None:
-        """Unload models; those that Triton keeps are tried again at a later look."""
+        """Unload models that are not needed; those that Triton keeps are tried again later."""
         with self._lock:
-            kept = {name for other in self._wanted.values() for name in model_names(other)}
-            self._leftover -= kept
-            left = sorted(self._leftover)
+            needed = {name for other in self._releases.values() for name in model_names(other)}
+            self._leftover -= needed
+            names = sorted(self._leftover)
         self._unloaded = time.monotonic()
-        for name in left:
+        for name in names:
             if name not in self._leftover:
-                # Somebody loads it.
+                # It is being loaded again.
                 continue
             try:
                 self._client.unload(name, LIVE_TIMEOUT_S)
@@ -280,7 +292,7 @@ class TritonModels:
         if manifest.embedder.file is None:
             raise manifest.no_images()
         vectors = self._run(embedder_model(manifest.release), {"image": images}, "embedding")
-        return _checked(vectors, spec.dim, unit=spec.unit)
+        return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
         if manifest.text_encoder is None:
@@ -292,14 +304,14 @@ class TritonModels:
         spec = manifest.embedder
         name = text_model(manifest, role)
         vectors = self._run(name, reader.feed(texts, role), "embedding")
-        return _checked(vectors, spec.dim, unit=spec.unit)
+        return _check_output(vectors, spec.dim, unit=spec.unit)
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
         if manifest.side_encoder is None:
             return None
         name = side_encoder_model(manifest.side_encoder.origin_release)
         vectors = self._run(name, {"image": images}, "side")
-        return _checked(vectors, manifest.side_encoder.dim, unit=False)
+        return _check_output(vectors, manifest.side_encoder.dim, unit=False)
 
     def ready(self) -> bool:
         return self._up.is_set()
@@ -309,17 +321,17 @@ class TritonModels:
         if self._thread.is_alive():
             self._thread.join()
         elif self._process is not None and self._thread.ident is None:
-            # Never started, but it holds its folder.
+            # It was never started, but holds its folder.
             self._process.stop()
         self._client.close()
 
     def _run(self, name: str, inputs: Inputs, output: str) -> Vectors:
         if not self._up.is_set():
             raise UnavailableError(
-                "the model server is away, it is being brought back; searching by embedding works"
+                "the model server is being restarted; searches by embedding work without it"
             )
         vectors = self._client.infer(name, inputs, output, context.current().remaining())
-        self._answered[name] = time.monotonic()
+        self._last_answers[name] = time.monotonic()
         return vectors
 
     def _watch(self) -> None:
@@ -340,7 +352,7 @@ class TritonModels:
             self._miss()
         else:
             self._misses.clear()
-            self._starts.answered = True
+            self._starts.has_answered = True
             self._set_up(True)
             if self._leftover and time.monotonic() - self._unloaded > _UNLOAD_EVERY_S:
                 self._unload_leftover()
@@ -348,42 +360,46 @@ class TritonModels:
     def _start_process(self, process: TritonProcess) -> None:
         self._set_up(False)
         if self._starts.began:
-            log.error("Triton is gone", log=process.log_tail())
-            self._tried.set()
+            log.error("Triton has ended", log=process.log_tail())
+            self._first_result.set()
             self._stopping.wait(self._starts.pause())
             self._metrics.triton_restarts.inc()
         try:
             process.start()
         except (UnavailableError, CannotWriteError, OSError) as error:
-            log.error("Triton cannot be started", error=str(error))
-            self._tried.set()
+            log.error("cannot start Triton", error=str(error))
+            self._first_result.set()
         with self._lock:
-            # A new one loads what is wanted alone.
+            # A new Triton loads only the needed models.
             self._leftover.clear()
         self._misses.clear()
         self._starts.began = time.monotonic()
 
     def _embeds(self) -> bool:
-        """Bring back the wanted models if need be; whether the one asked longest ago embeds."""
+        """Load the needed models again if Triton was away; tell whether the model with the oldest
+        answer embeds.
+        """
         with self._lock:
-            wanted = list(self._wanted.values())
+            manifests = list(self._releases.values())
         if not self._up.is_set():
-            names = sorted({name for manifest in wanted for name in model_names(manifest)})
+            names = sorted({name for manifest in manifests for name in model_names(manifest)})
             for name, error in load_models(self._client, self._model_repo, names).items():
-                log.error("not loaded again", model=name, error=str(error))
-        asked = {
+                log.error("cannot load the model again", model=name, error=str(error))
+        inputs_by_name = {
             name: inputs
-            for manifest in wanted
+            for manifest in manifests
             for name, inputs in probes(manifest, self._readers.get(manifest.release)).items()
         }
-        oldest = min(asked, key=lambda name: self._answered.get(name, 0.0), default=None)
-        if oldest is None or time.monotonic() - self._answered.get(oldest, 0.0) < _FRESH_S:
+        oldest = min(
+            inputs_by_name, key=lambda name: self._last_answers.get(name, 0.0), default=None
+        )
+        if oldest is None or time.monotonic() - self._last_answers.get(oldest, 0.0) < _FRESH_S:
             return True
         try:
-            self._client.infer(oldest, asked[oldest], "embedding", _INFER_TIMEOUT_S)
+            self._client.infer(oldest, inputs_by_name[oldest], "embedding", _INFER_TIMEOUT_S)
         except (UnavailableError, VerificationError):
             return False
-        self._answered[oldest] = time.monotonic()
+        self._last_answers[oldest] = time.monotonic()
         return True
 
     def _miss(self) -> None:
@@ -394,12 +410,12 @@ class TritonModels:
             self._client.reconnect()
         if self._process is None:
             return
-        if self._starts.answered:
-            late = self._misses.hangs
+        if self._starts.has_answered:
+            is_hanging = self._misses.hangs
         else:
-            late = time.monotonic() - self._starts.began > _START_S
-        if late:
-            log.error("Triton hangs, ending it", missed=self._misses.count, was_up=was_up)
+            is_hanging = time.monotonic() - self._starts.began > _START_S
+        if is_hanging:
+            log.error("Triton hangs and is killed", missed=self._misses.count, was_up=was_up)
             self._process.kill()
 
     def _set_up(self, up: bool) -> None:
@@ -408,10 +424,10 @@ class TritonModels:
             (self._up.set if up else self._up.clear)()
             self._on_change(up)
             if up:
-                self._tried.set()
+                self._first_result.set()
 
 
-def _checked(vectors: Vectors, dim: int, *, unit: bool) -> Vectors:
+def _check_output(vectors: Vectors, dim: int, *, unit: bool) -> Vectors:
     try:
         return check_vectors(vectors, dim, what="Triton's output", unit=unit)
     except UnusableRowsError as error:

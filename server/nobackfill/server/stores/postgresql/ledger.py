@@ -1,5 +1,8 @@
-"""What the gateways of one database know together of a gallery that heals: claims, what is wanted,
-and what a day has cost. Tables of the gallery's schema, made at the first use."""
+"""Keep the ledger of re-embedding in tables of a gallery's schema, which all its gateways share.
+
+It has the claims, the items that queries requested, and the cost of each day. The tables are
+created at the first use.
+"""
 
 import time
 from collections.abc import Collection, Sequence
@@ -11,12 +14,13 @@ from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
 from nobackfill.server.stores.postgresql.leading import HOLDERS
 from nobackfill.server.stores.postgresql.schema import table_of
 
-# A claim is another's when its gateway has ended, and after so long where that cannot be told: its
-# machine is gone, or it is of an older version.
+# A claim is free again once its gateway has ended, or after so many seconds if that is unknown: its
+# machine is gone, or it has an older version.
 _CLAIM_S = 300
-# What a day has cost is forgotten after so many.
+# The cost of a day is deleted after so many days.
 _DAYS = 7
-# A count of the carried ones reads them all: again after so long, and so many times what it took.
+# Counting migrated items reads all of them: it is repeated after so long (seconds), and at least so
+# many times its duration.
 _COUNTED_S, _COUNTED_SHARE = 1.0, 50.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS {schema}.healing_claims (
@@ -26,7 +30,7 @@ CREATE TABLE IF NOT EXISTS {schema}.healing_wanted (
     label bigint PRIMARY KEY, times integer NOT NULL);
 CREATE TABLE IF NOT EXISTS {schema}.healing_spent (day text PRIMARY KEY, items bigint NOT NULL)
 """
-# Days of a week ago. The day before stays: clocks of gateways differ.
+# Days of a week ago. The previous day stays, because clocks of gateways differ.
 _FORGET = (
     f"DELETE FROM {{schema}}.healing_spent WHERE day < to_char(%s::date - {_DAYS}, 'YYYY-MM-DD')"
 )
@@ -44,7 +48,7 @@ _WANT = (
     " FROM unnest(%s::bigint[]) AS label ORDER BY label"
     " ON CONFLICT (label) DO UPDATE SET times = "
 )
-# What claims of this gateway have cost the days that they are of.
+# The cost of this gateway's claims, by day.
 _GIVE_BACK = (
     "UPDATE {schema}.healing_spent AS spent SET items = greatest(0, items - claimed.count) FROM ("
     f"SELECT to_char((until - interval '{_CLAIM_S} seconds') AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
@@ -55,15 +59,15 @@ _GIVE_BACK = (
 
 
 class DatabaseLedger:
-    """A HealingLedger in tables of the gallery's schema."""
+    """Keep the ledger of one space of a gallery; implements HealingLedger."""
 
     def __init__(self, gallery: PostgresqlGallery, space: str) -> None:
         self._database, self._schema = gallery.database, gallery.schema
         self._table = table_of(gallery.schema, gallery.space(space).number)
-        self._counted_anew, self._count = 0.0, -1
+        self._next_count, self._count = 0.0, -1
 
         def work(connection: Connection) -> None:
-            # Made twice at once, the second would fail.
+            # Two creations at the same time would make the second one fail.
             run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill.healing'))")
             for statement in _TABLES.split(";"):
                 self._run(connection, statement)
@@ -75,19 +79,21 @@ class DatabaseLedger:
 
     def load(self) -> None:
         began = time.monotonic()
-        if began >= self._counted_anew:
+        if began >= self._next_count:
             statement = f"SELECT count(*) FROM {self._table} WHERE origin = 'upgraded'"
             self._count = self._database.read(
                 lambda connection: int(run(connection, statement).fetchone()[0])
             )
             ended = time.monotonic()
-            self._counted_anew = ended + max(_COUNTED_S, _COUNTED_SHARE * (ended - began))
+            self._next_count = ended + max(_COUNTED_S, _COUNTED_SHARE * (ended - began))
 
     def carried(self) -> int | None:
         return None if self._count < 0 else self._count
 
     def native(self, allowed: Matches | None) -> Matches | None:
-        """Not told: where few are native, a graph would be left and every row compared."""
+        """Return None: with few native items a graph search would end early, and every row be
+        compared.
+        """
         return None
 
     def claim(self, labels: Sequence[int], day: str, budget: int) -> list[int]:
@@ -95,12 +101,12 @@ class DatabaseLedger:
             begin = "INSERT INTO {schema}.healing_spent VALUES (%s, 0) ON CONFLICT DO NOTHING"
             if self._run(connection, begin, day).rowcount:
                 self._run(connection, _FORGET, day)
-            # Who claims next waits here.
+            # The next claim waits here.
             lock = "SELECT items FROM {schema}.healing_spent WHERE day = %s FOR UPDATE"
             (spent,) = self._run(connection, lock, day).fetchone()
             self._run(connection, _FREE)
-            some = list(labels)[: max(0, budget - spent)]
-            rows = self._run(connection, _CLAIM, self._database.holder, some)
+            allowed_labels = list(labels)[: max(0, budget - spent)]
+            rows = self._run(connection, _CLAIM, self._database.holder, allowed_labels)
             mine = {int(label) for (label,) in rows}
             others = [label for label in labels if label not in mine]
             self._run(connection, f"{_WANT} healing_wanted.times + 1", 1, others)
@@ -120,13 +126,15 @@ class DatabaseLedger:
 
     def release(self, labels: Collection[int]) -> None:
         def work(connection: Connection) -> None:
-            some = sorted(labels)
-            # Before the claims, as who claims locks them: in the other order each waits for the
-            # other.
+            released = sorted(labels)
+            # Locked before the claims, as in `claim`: in the other order two transactions could
+            # wait for each other.
             self._run(connection, "SELECT 1 FROM {schema}.healing_spent ORDER BY day FOR UPDATE")
-            self._run(connection, _GIVE_BACK, some, self._database.holder)
-            self._run(connection, "DELETE FROM {schema}.healing_claims WHERE label = ANY(%s)", some)
-            self._run(connection, f"{_WANT} 0", 0, some)
+            self._run(connection, _GIVE_BACK, released, self._database.holder)
+            self._run(
+                connection, "DELETE FROM {schema}.healing_claims WHERE label = ANY(%s)", released
+            )
+            self._run(connection, f"{_WANT} 0", 0, released)
 
         self._database.write(work)
 

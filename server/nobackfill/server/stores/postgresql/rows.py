@@ -1,4 +1,4 @@
-"""Rows of a gallery's tables as what they mean, each function within one transaction."""
+"""Read and write rows of a gallery's tables, each function within one transaction."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.vectors import Vectors
 
-# Vectors in COPY's binary format, a whole array at once: rows of one layout are one structured
-# array, so that no row passes through Python.
+# Vectors use COPY's binary format: rows of one layout are one structured array, so no row passes
+# through Python.
 
 _HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _TRAILER = b"\xff\xff"
@@ -67,8 +67,10 @@ def copy_in(
 def copy_out(
     connection: Connection, table: str, where: str, dim: int, side_dim: int = 0
 ) -> tuple[Labels, Vectors, Vectors | None]:
-    """Labels, increasing, and embeddings of the rows for which `where` holds; their
-    side-information where `side_dim` is given: all of these rows have some."""
+    """Read labels, increasing, and embeddings of the rows that fulfil a condition.
+
+    Side-information is read if `side_dim` is not 0; all these rows must have some.
+    """
     fields: list[Any] = [
         ("fields", ">i2"), ("label_size", ">i4"), ("label", ">i8"),
         ("embedding_size", ">i4"), ("dim", ">i2"), ("unused", ">i2"), ("embedding", ">f4", (dim,)),
@@ -89,12 +91,12 @@ def copy_out(
 
 
 def to_binary(vector: Vectors) -> bytes:
-    """One vector [dim] as PostgreSQL takes it: its size, then its values."""
+    """Encode a vector [dim] for PostgreSQL: its size, then its values."""
     return len(vector).to_bytes(2, "big") + b"\0\0" + vector.astype(">f4").tobytes()
 
 
 def from_binary(vectors: Sequence[bytes], dim: int) -> Vectors:
-    """Vectors [n, dim] of a column that was read: each with its size before it."""
+    """Decode vectors of a column as float32 [n, dim]; each has its size before it."""
     return np.frombuffer(b"".join(vectors), _sized(dim))["embedding"].astype(np.float32)
 
 
@@ -104,7 +106,7 @@ def _sized(dim: int) -> np.dtype[np.void]:
 
 
 def among(labels: Labels) -> str:
-    """A condition on `label`: COPY takes no values, and labels are integers of ours."""
+    """Make a condition on `label`; COPY takes no values, and labels are our own integers."""
     return f"label = ANY('{{{','.join(map(str, labels.tolist()))}}}'::bigint[])"
 
 
@@ -112,12 +114,12 @@ _ITEM = "i.label, i.id, i.digest, i.metadata"
 
 
 def label_column(rows: Any) -> Labels:
-    """Rows of one integer each as an array."""
+    """Convert rows of one integer to an array."""
     return np.fromiter((row[0] for row in rows), np.int64)
 
 
 def read_spaces(connection: Connection, schema: str) -> list[SpaceInfo]:
-    """All spaces, oldest first."""
+    """Return all spaces, oldest first."""
     rows = run(
         connection,
         "SELECT space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
@@ -127,14 +129,18 @@ def read_spaces(connection: Connection, schema: str) -> list[SpaceInfo]:
 
 
 def find_space(connection: Connection, schema: str, space: str) -> SpaceInfo:
-    """Raises IncompatibleSpaceError if the gallery does not have it."""
+    """Return a space of the gallery.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have it.
+    """
     return space_of(read_spaces(connection, schema), space)
 
 
 def items(
     connection: Connection, schema: str, labels: Sequence[int] | Labels, space: str | None
 ) -> list[StoredItem | None]:
-    """Items in the order of `labels`; None where there is none."""
+    """Return items in the order of `labels`; None for missing ones."""
     wanted = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
     if space is not None:
@@ -152,7 +158,7 @@ def items(
 def items_where(
     connection: Connection, schema: str, where: str, values: Sequence[Any], limit: int
 ) -> list[StoredItem]:
-    """Items `i` for which `where` holds, by label."""
+    """Return the items `i` that fulfil a condition, by label."""
     rows = run(
         connection,
         f"SELECT {_ITEM}, NULL, NULL FROM {schema}.items i WHERE {where} ORDER BY i.label LIMIT %s",
@@ -162,13 +168,13 @@ def items_where(
 
 
 def facets_of(connection: Connection, schema: str, labels: Labels) -> Mapping[int, Any]:
-    """What is kept for filters (conditions.py) of those of `labels` that are there."""
+    """Return the filter data (conditions.py) of items, by label; missing ones are left out."""
     query = f"SELECT label, facets FROM {schema}.items WHERE label = ANY(%s)"
     return dict(run(connection, query, [labels.tolist()]).fetchall())
 
 
 def count(connection: Connection, schema: str, space: str | None) -> int:
-    """Number of items, or of vectors in a space."""
+    """Return the number of items, or of vectors in a space."""
     table = f"{schema}.items"
     if space is not None:
         table = table_of(schema, find_space(connection, schema, space).number)
@@ -177,7 +183,7 @@ def count(connection: Connection, schema: str, space: str | None) -> int:
 
 
 def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo) -> StoredVectors:
-    """Rows of those of `labels` that a space has, by label."""
+    """Return the rows of a space for some labels, by label; missing ones are left out."""
     query = (
         "SELECT label, origin, uncertainty, embedding, side"
         f" FROM {table_of(schema, info.number)} WHERE label = ANY(%s) ORDER BY label"
@@ -191,7 +197,7 @@ def stored(connection: Connection, schema: str, labels: Labels, info: SpaceInfo)
 
 
 def random_labels(connection: Connection, table: str, count: int) -> Labels:
-    """Labels of a table of vectors at random; see drawing.random_labels."""
+    """Draw random labels of a table of vectors; see drawing.random_labels."""
 
     def following(drawn: list[int]) -> Labels:
         query = (
@@ -209,7 +215,11 @@ def random_labels(connection: Connection, table: str, count: int) -> Labels:
 
 
 def epoch_of(connection: Connection, number: int) -> int:
-    """Of a gallery's spaces and state. Raises NotFoundError where it is gone."""
+    """Return the epoch of a gallery's spaces and state.
+
+    Raises:
+        NotFoundError: the gallery was deleted.
+    """
     row = run(
         connection, "SELECT epoch FROM nobackfill.galleries WHERE number = %s", [number]
     ).fetchone()
@@ -219,12 +229,12 @@ def epoch_of(connection: Connection, number: int) -> int:
 
 
 def states(connection: Connection, schema: str) -> dict[str, Any]:
-    """Every value of the state."""
+    """Return all values of the state."""
     return {key: json.loads(value) for key, value in run(connection, _STATES.format(schema))}
 
 
 def set_state(connection: Connection, schema: str, values: Mapping[str, Any]) -> None:
-    """Keep JSON values; None removes."""
+    """Store JSON values of the state; None deletes one."""
     for key, value in values.items():
         run(connection, f"DELETE FROM {schema}.state WHERE key = %s", [key])
         if value is not None:

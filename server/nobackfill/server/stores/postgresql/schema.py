@@ -184,8 +184,12 @@ CREATE TABLE {schema}.gate ()
 
 
 def prepare(connection: Connection) -> None:
-    """Make what is missing in a database. Raises ConfigurationError for one that cannot be used,
-    BusyError where a gateway of an older version serves from it."""
+    """Create what a database lacks.
+
+    Raises:
+        ConfigurationError: the database cannot be used.
+        BusyError: a gateway of an older version serves from it.
+    """
     encoding = connection.info.parameter_status("server_encoding")
     if encoding != "UTF8":
         raise ConfigurationError(
@@ -216,12 +220,12 @@ def prepare(connection: Connection) -> None:
 
 
 def schema_of(number: int) -> str:
-    """Name of a gallery's schema."""
+    """Return the name of a gallery's schema."""
     return f"nobackfill_{number:d}"
 
 
 def create_gallery(connection: Connection, number: int, spec: SpaceSpec) -> None:
-    """The tables of a gallery whose active space is `spec`."""
+    """Create the tables of a gallery with one active space."""
     schema = schema_of(number)
     for statement in _GALLERY.format(schema=schema).split(";"):
         run(connection, statement)
@@ -229,12 +233,12 @@ def create_gallery(connection: Connection, number: int, spec: SpaceSpec) -> None
 
 
 def drop_gallery(connection: Connection, number: int) -> None:
-    """With all in it."""
+    """Delete a gallery's schema with all its tables."""
     run(connection, f"DROP SCHEMA IF EXISTS {schema_of(number)} CASCADE")
 
 
 def table_of(schema: str, number: int) -> str:
-    """Name of a space's table."""
+    """Return the name of a space's table."""
     return f"{schema}.vectors_{number:d}"
 
 
@@ -267,7 +271,7 @@ def add_space(connection: Connection, schema: str, spec: SpaceSpec, state: State
 def index_statements(
     schema: str, number: int, spec: SpaceSpec, concurrently: str = ""
 ) -> list[str]:
-    """What makes a space's graph; nothing where it has too many dimensions for one."""
+    """Return the statements that create a space's graph; none if it has too many dimensions."""
     if spec.dim > MOST_HALF:
         return []
     half = spec.dim > MOST_INDEXED

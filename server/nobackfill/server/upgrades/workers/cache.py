@@ -1,5 +1,7 @@
-"""What a process keeps open between pieces of one work: models, connections, files. No database is
-needed, so that a gateway without the extra `postgres` has it."""
+"""Keep models, connections and files open between the pieces of one work.
+
+This module needs no database, so that a gateway without the extra `postgres` has it.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,17 +14,25 @@ Opened = TypeVar("Opened")
 
 
 class OpenCache(Generic[CacheKey, Opened]):
-    """Of the work that a process has last done, which its `key` names."""
+    """Hold what the last work of this process needs; its `key` identifies the work."""
 
-    def __init__(self, opened: Callable[[CacheKey, ExitStack], Opened]) -> None:
-        """`opened` makes what a work needs; what it gives the stack is closed with it."""
-        self._make = opened
+    def __init__(self, open_work: Callable[[CacheKey, ExitStack], Opened]) -> None:
+        """Start empty.
+
+        Args:
+            open_work: opens what a work needs; it registers on the stack what must be closed.
+        """
+        self._make = open_work
         self._key: str | None = None
         self._closing = ExitStack()
         self._opened: Any = None
 
     def of(self, work: CacheKey, key: str) -> Opened:
-        """Opened for `work`, in place of what another needed. Raises what opening raises."""
+        """Return what a work needs; it is opened if the last work was another.
+
+        Raises:
+            Exception: whatever opening raises.
+        """
         if self._key != key:
             self._key, self._opened = None, None
             self._closing.close()
@@ -34,8 +44,10 @@ class OpenCache(Generic[CacheKey, Opened]):
         return opened
 
 
-def laid_out(files: Mapping[str, bytes], closing: ExitStack) -> Path:
-    """A folder of these files, by their published paths, that goes with the stack."""
+def write_files(files: Mapping[str, bytes], closing: ExitStack) -> Path:
+    """Write files into a temporary folder, by their published paths; it is deleted with the
+    stack.
+    """
     folder = Path(closing.enter_context(TemporaryDirectory(prefix="nobackfill-")))
     for path, content in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Workers that are processes on this machine."""
+"""Compute upgrades in worker processes on this machine."""
 
 import os
 import threading
@@ -16,12 +16,12 @@ from nobackfill.server.upgrades.workers.workers import AHEAD, TRIES, Piece, Upgr
 
 log = structlog.get_logger("server.upgrading")
 
-# Searches go before them.
+# Nice value of workers: searches come first.
 _NICE = 10
 
 
 class Processes:
-    """What is said of each method: Workers. They start with the first piece."""
+    """Run work in processes, which start with the first piece; implements Workers."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -30,12 +30,12 @@ class Processes:
 
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
         waiting = iter(pieces)
-        again: list[tuple[Piece, int]] = []
+        retries: list[tuple[Piece, int]] = []
         under_way: dict[Future[Labels], tuple[Piece, int]] = {}
         try:
             while True:
                 while len(under_way) < AHEAD * self._count:
-                    piece, tries = again.pop() if again else (next(waiting, None), 0)
+                    piece, tries = retries.pop() if retries else (next(waiting, None), 0)
                     if piece is None:
                         break
                     under_way[self._submit(work, piece)] = piece, tries + 1
@@ -46,10 +46,10 @@ class Processes:
                     if isinstance(future.exception(), BrokenProcessPool):
                         if tries == TRIES:
                             raise UnavailableError(
-                                f"{TRIES} times a worker process ended while it carried the same "
-                                "items; is there memory for --workers so many?"
+                                f"a worker process ended {TRIES} times while it upgraded the same "
+                                "items; check the memory, and set fewer --workers"
                             )
-                        again.append((piece, tries))
+                        retries.append((piece, tries))
                         self._renew()
                     else:
                         yield future.result()
@@ -69,12 +69,14 @@ class Processes:
                     return self._pool.submit(carry_piece, work, piece)
                 except BrokenProcessPool:
                     self._pool = None
-        raise UnavailableError("worker processes end as they start; look at the log")
+        raise UnavailableError(
+            "worker processes end as soon as they start; check the gateway's log"
+        )
 
     def _renew(self) -> None:
         with self._lock:
             if self._pool is not None:
-                log.warning("a worker process ended; its items are carried by another")
+                log.warning("a worker process ended; another one upgrades its items")
                 self._pool.shutdown(wait=False)
                 self._pool = None
 
@@ -86,9 +88,6 @@ class Processes:
 
 
 def _begin() -> None:
-    """In a worker: searches go first, and a gateway that is killed takes it along."""
+    """Prepare a worker: give it low priority, and end it with the gateway."""
     os.nice(_NICE)
     end_with_parent()
-
-
-# Where upgrades are carried, by the settings.

@@ -18,7 +18,7 @@ from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, open_route
 from nobackfill.server.stores.postgresql.database import Database
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGallery
-from nobackfill.server.upgrades.workers.cache import OpenCache, laid_out
+from nobackfill.server.upgrades.workers.cache import OpenCache, write_files
 
 Shared = TypeVar("Shared")
 Part = TypeVar("Part")
@@ -77,7 +77,7 @@ class _OpenUpgrade:
     def __init__(self, work: UpgradeWork, closing: ExitStack) -> None:
         self._target = work.target
         files = work.files
-        folder = files if isinstance(files, Path) else laid_out(files, closing)
+        folder = files if isinstance(files, Path) else write_files(files, closing)
         self._runner = open_route(folder, work.route, 1, int8=True)
         database = Database(work.url, _CONNECTIONS, _WAIT_S)
         closing.callback(database.close)
