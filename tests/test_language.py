@@ -55,7 +55,7 @@ ALLOWED = {
     "core": (187, 211),
     "serving": (12, 0),
     "adopt": (123, 74),
-    "server": (260, 279),
+    "server": (45, 21),
     "client": (21, 1),
     "plugins": (36, 0),
     "training": (25, 2),
