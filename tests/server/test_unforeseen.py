@@ -63,7 +63,7 @@ class Calls:
         # The first and the last step of a thread are not made by what it runs, and what lets go of
         # a lock does not fail.
         frame_name = caller.f_code.co_name
-        if not path.startswith(self._files) or frame_name in ("_live", "_work", "end"):
+        if not path.startswith(self._files) or frame_name in ("_run_work", "_work", "end"):
             return
         if callee.endswith("__exit__"):
             return
@@ -173,7 +173,7 @@ def test_an_error_at_any_call_ends_an_activation_with_its_reason(
             failed = life.activate(rollout)
             assert calls.raising is None, f"{site} was not met"
             assert unforeseen(gateway, "activation") == counted + 1, f"{site}"
-            assert not failed or "unforeseen" in failed, f"{site}"
+            assert not failed or "unexpected" in failed, f"{site}"
             life.check()
             life.put()
             again = life.activate(rollout)

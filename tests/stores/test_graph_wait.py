@@ -216,11 +216,11 @@ def test_a_wider_search_is_every_gateways(
         return hosted._table(SPACE).ef, other._table(SPACE).ef
 
     hosted.remember({hosted_database.WIDTHS: {"gone": 200}})
-    monkeypatch.setattr(graphs, "_TRIED_EF", (400,))
+    monkeypatch.setattr(graphs, "_WIDTHS", (400,))
     hosted.make_ready(SPACE, lambda: None)
     assert hosted.state(hosted_database.WIDTHS) == {SPACE: 400}
     assert widths() == (400, 400)
-    monkeypatch.setattr(graphs, "_TRIED_EF", (EF, 400))
+    monkeypatch.setattr(graphs, "_WIDTHS", (EF, 400))
     assert (
         graphs.measure_recall(empty.database, empty.schema, empty.space(SPACE), lambda: None)[0]
         == EF
