@@ -73,10 +73,10 @@ def test_galleries_move_to_a_database_and_back(
                 hit = client.find(images(10)[9]).hits[0]
                 assert (hit.id, hit.release) == ("i9", 1)
                 assert client.get_gallery("g").items == 9
-        assert "give an empty one" in run("data", "move", "--from", files, "--to", url, code=73)
+        assert "name an empty store" in run("data", "move", "--from", files, "--to", url, code=73)
         back = f"sqlite:{tmp_path / 'back'}"
         said = run("data", "move", "--from", url, "--to", back, code=78)
-        assert "name that with --from-data FOLDER" in said
+        assert "--from-data" in said
         assert moved(url, back, "--from-data", str(tmp_path / "other")) == {
             "empty": (0, 0, 0, True),
             "g": (9, 9, 0, True),
@@ -142,4 +142,4 @@ def test_a_wrong_source_moves_nothing(tmp_path: Path, postgres: Server) -> None:
         assert not (tmp_path / "nothing").exists()
         odd = f"sqllite:{tmp_path}"
         assert "expected sqlite:FOLDER" in run("data", "move", "--from", odd, "--to", url, code=78)
-        assert "same twice" in run("data", "move", "--from", url, "--to", url, code=78)
+        assert "the same store" in run("data", "move", "--from", url, "--to", url, code=78)

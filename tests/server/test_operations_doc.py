@@ -43,7 +43,7 @@ def test_the_commands_run_as_they_stand(stages: Stages, tmp_path: Path) -> None:
     script = script.replace("gateway estimate", between + "gateway estimate", 1)
     said = run_script(script, tmp_path, {"NOBACKFILL_TRITON": "in-process"}, 280)
     assert "nobackfill_active_release 2.0" in said
-    assert "2026.0: 1 items, too few to ask" in said
+    assert "2026.0: 1 items, too few to measure" in said
     assert "of 50000 today" in said
     assert (tmp_path / "restored-data" / "state.json").is_file()
     exported = sorted(path.name for path in (tmp_path / "vectors").iterdir())

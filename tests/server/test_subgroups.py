@@ -143,7 +143,7 @@ def test_the_command_shows_the_worst_first(gateway: GatewayServer, ready: Client
     assert rates[:3] == sorted(rates[:3])
     assert rates[3] is None
     lines = run().splitlines()
-    assert lines[-1] == "  fox: 1 items, too few to ask"
+    assert lines[-1] == "  fox: 1 items, too few to measure"
     worst = told["subgroups"][0]
     assert lines[1] == (
         f"  {worst['value']['text']}: right first {worst['cmc1']:.1%} "

@@ -141,7 +141,7 @@ def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) 
         detected = time.monotonic() - began
         # Searching by embedding goes on, and nothing hangs.
         assert client.find_by(embedding(one, images(20)[3])).hits[0].id == "i3"
-        with refused(UnavailableError, "embedding works"):
+        with refused(UnavailableError, "by embedding work"):
             client.find(images(1)[0])
         whole = health_pb2.HealthCheckRequest()
         assert health.Check(whole, timeout=5).status == health_pb2.HealthCheckResponse.SERVING

@@ -64,7 +64,7 @@ def answers_without(client: Client, one: Manifest) -> None:
     """By embedding it is searched, by image it is told why not."""
     assert not embeds(client)
     assert ids(client.find_by(embedding(one, images(5)[3]), k=1)) == ["i3"]
-    with refused(UnavailableError, "embedding works"):
+    with refused(UnavailableError, "by embedding work"):
         client.find(images(1)[0])
 
 

@@ -82,7 +82,7 @@ def test_a_read_only_database_is_said_to_be_one(postgres: Server) -> None:
 
 
 def test_a_database_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match=rf'"{tmp_path}/.*see that its server runs'):
+    with pytest.raises(UnavailableError, match=rf'"{tmp_path}/.*check that its server runs'):
         opened(f"postgresql:///x?host={tmp_path}")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
