@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CHART := build/chart
 HELM := $(CHART)/layer/helm/helm
+LIGHT_READY := $(VENV)/.ready-light
 RAY_READY := $(VENV)/.ready-ray
 SCALE_READY := $(VENV)/.ready-scale
 TRITON_READY := $(TRITON_VENV)/.ready
@@ -26,7 +27,7 @@ CODE := core serving adopt server client plugins training research demo bench ma
 # Where images of containers set it, every process compiles what it imports again: 2 s for torch.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables drawings pictures tutorials dist clean
+.PHONY: help setup setup-light demo demo-adopt demo-texts test test-torch test-rest test-docs test-plain-grpc quick quick-half quick-rest test-scale container chart faults numerics random soak lint fmt proto docs bench tables drawings pictures tutorials dist clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -41,16 +42,26 @@ $(VENV)/bin/uv: constraints.txt
 PROCESSOR := $(shell grep -E -m 1 'flags|Features' /proc/cpuinfo 2>/dev/null | sha256sum | cut -c 1-12)
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable
 $(READY): pyproject.toml constraints.txt core/native_build.py $(wildcard core/nobackfill/gallery/search/native/*.hpp core/nobackfill/gallery/search/native/*.cpp core/nobackfill/gallery/search/native/hnswlib/*.h) $(VENV)/bin/uv
+	@echo 'This installs 6.5 GB into .venv, 5.2 GB of it torch with CUDA. `make setup-light` leaves torch, training and tests out: 0.6 GB.'
 	$(INSTALL) '.[server,postgres,otel,training,adopt,qdrant,web,docs,dev]'
+	touch $@
+
+$(LIGHT_READY): pyproject.toml constraints.txt $(VENV)/bin/uv
+	@echo 'This installs 0.6 GB into .venv.'
+	$(INSTALL) '.[server,postgres,otel,adopt,qdrant,web]'
 	touch $@
 
 # Triton's wheel holds numpy below 2, so it lives alone.
 $(TRITON_READY): $(TRITON_PACKAGES) $(VENV)/bin/uv
+	@echo 'This installs 0.4 GB into $(TRITON_VENV): Triton.'
 	$(PYTHON) -m venv $(TRITON_VENV)
 	$(BIN)/uv pip install --quiet --python $(TRITON_VENV)/bin/python --requirement $(TRITON_PACKAGES)
 	touch $@
 
-setup: $(READY) $(TRITON_READY) ## virtual environments and packages
+setup: $(READY) $(TRITON_READY) ## virtual environments and packages: 6.9 GB
+
+setup-light: $(LIGHT_READY) ## without torch, training, tests and Triton: 0.6 GB; `gateway sample` makes something to serve
+	@echo 'Next: source $(VENV)/bin/activate; gateway sample'
 
 demo: setup $(if $(filter postgresql,$(STORE)),$(RAY_READY)) ## the whole life of an embedding; IMAGES=folder for your own, ROLLOUT=cutover|dual|direct, STORE=postgresql
 	$(BIN)/python -m demo.life --out build/demo$(if $(STORE),-$(STORE) --store $(STORE)) $(if $(IMAGES),--images '$(IMAGES)') $(if $(ROLLOUT),--rollout $(ROLLOUT)) $(DEMO_ARGS)

@@ -92,6 +92,9 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "gateway canary watch": (f"{_V1}.release_pb2:WatchCanaryResponse",),
     "gateway estimate": (f"{_V1}.upgrade_pb2:EstimateUpgradeResponse",),
     "gateway data export": (f"{_SERVER}.cli.data:export",),
+    "gateway gallery create": (f"{_V1}.gallery_pb2:Gallery",),
+    "gateway gallery delete": (f"{_SERVER}.cli.galleries:delete",),
+    "gateway gallery list": (f"{_V1}.gallery_pb2:ListGalleriesResponse",),
     "gateway install-triton": (f"{_SERVER}.cli.serve:install_triton",),
     "gateway data migrate": (f"{_SERVER}.cli.data:migrate",),
     "gateway data move": (f"{_SERVER}.cli.data:move", f"{_SERVER}.transfer:Transferred"),
@@ -103,6 +106,8 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "gateway data restore": (f"{_SERVER}.backup:Summary",),
     "gateway retire": (f"{_V1}.release_pb2:RetireReleaseResponse",),
     "gateway rollback": (f"{_V1}.release_pb2:RollbackReleaseResponse",),
+    "gateway sample": (f"{_SERVER}.cli.serve:sample",),
+    "gateway search": (f"{_SERVER}.cli.galleries:search",),
     "gateway status": (
         f"{_V1}.gallery_pb2:ListGalleriesResponse",
         f"{_SERVER}.cli.operations:status",

@@ -17,7 +17,6 @@ from manual import commands, drawings, faces, protocol
 from nobackfill.client import Device
 from nobackfill.release.publishing.publish import publish
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, types_pb2, upgrade_pb2, vault_pb2
-from tests.server.conftest import Stages, make_stages
 from tests.server.support import running
 from tests.support import releases
 from tests.support.blocks import write_pngs
@@ -122,12 +121,6 @@ def test_the_researchers_blocks_run() -> None:
     assert "new/upgraded" in done.stdout
 
 
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Stages:
-    """Releases 1 and 2."""
-    return make_stages(tmp_path_factory.mktemp("published"), 2)
-
-
 def test_first_snippets_run_twice_and_without_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +133,7 @@ def test_first_snippets_run_twice_and_without_scores(
         write_pngs(tmp_path / "photos" / folder, 2)
     for number, path in enumerate(write_pngs(tmp_path / "photos", 2)):
         shutil.copy(path, tmp_path / "cat.jpg")
-        path.rename(path.with_name(f"{number:04}.png"))
+        path.rename(path.with_name(f"red-circle-{number}.png"))
     monkeypatch.chdir(tmp_path)
     with running(repo, tmp_path / "data") as served:
         address = served.address
@@ -157,20 +150,16 @@ def test_first_snippets_run_twice_and_without_scores(
 
 # Twenty processes one after the other: half a minute and more.
 @pytest.mark.faults
-def test_the_other_tutorials_run_one_after_the_other(stages: Stages, tmp_path: Path) -> None:
+def test_the_other_tutorials_run_one_after_the_other(tmp_path: Path) -> None:
+    """From an empty folder: the sample publication is all that they need."""
     from tests.server.test_operations_doc import free_ports
 
-    shutil.copytree(stages[1], tmp_path / "model_repo")
-    shutil.copytree(stages[2], tmp_path / "next")
-    write_pngs(tmp_path / "photos", 12)
-    for number, path in enumerate(sorted((tmp_path / "photos").glob("*.png"))):
-        path.rename(path.with_name(f"{number:04}.png"))
     script = ""
     for name in ("backend-engineer", "app-developer", "operator"):
         for language, text in blocks(page(f"{TUTORIALS}/{name}.md"), "sh", "python"):
             python = f"{shlex.quote(sys.executable)} - <<'PYTHON'\n{text}PYTHON\n"
             script += text if language == "sh" else python
-    script = script.replace("# release 2 is published", "cp -r next/. model_repo/; sleep 3")
+    script = script.replace("gateway sample --release 2\n", "gateway sample --release 2; sleep 5\n")
     port, metrics = free_ports()
     script = script.replace("127.0.0.1:50051", f"127.0.0.1:{port}").replace("9464", str(metrics))
     environment = {

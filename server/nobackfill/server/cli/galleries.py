@@ -1,7 +1,9 @@
-"""`gateway update-gallery`: how a gallery answers after an upgrade."""
+"""`gateway gallery`, `search`, `put` and `update-gallery`: galleries and what is in them."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from google.protobuf.duration_pb2 import Duration
@@ -19,10 +21,114 @@ from nobackfill.server.cli.app import (
     show,
     tuning,
 )
-from nobackfill.server.cli.operations import plain
+from nobackfill.server.cli.operations import connect, plain
 from nobackfill.terminal import visible
 from nobackfill.v1 import gallery_pb2
 from nobackfill.wire.gateway import Gateway
+
+gallery_commands = typer.Typer(no_args_is_help=True, help="Create, list and delete galleries.")
+app.add_typer(gallery_commands, name="gallery")
+
+_Name = Annotated[str, typer.Argument(help="1 to 64 of a-z, 0-9, - and _")]
+
+
+@gallery_commands.command(epilog=examples("gateway gallery create photos"))
+def create(name: _Name, server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """Create an empty gallery.
+
+    The release that answers at present embeds its queries. Fill it with `gateway put`.
+    """
+    with exit_codes(), connect(server) as gateway:
+        answer = gateway.create_gallery(name)
+    _show_galleries(plain(answer), [answer], as_json)
+
+
+@gallery_commands.command("list", epilog=examples("gateway gallery list"))
+def list_command(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
+    """List the galleries: items, and the release that answers in each."""
+    with exit_codes(), connect(server) as gateway:
+        found = list(gateway.list_galleries())
+    whole = gallery_pb2.ListGalleriesResponse(galleries=found)
+    _show_galleries(plain(whole), found, as_json)
+
+
+@gallery_commands.command(epilog=examples("gateway gallery delete photos --yes"))
+def delete(
+    name: _Name,
+    confirm: Annotated[
+        bool, typer.Option("--yes", help="do it; else only say what would be lost")
+    ] = False,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Delete a gallery and all its items, for good.
+
+    Without --yes, only count the items.
+    """
+    with exit_codes(), connect(server) as gateway:
+        items = gateway.get_gallery(name).items
+        if confirm:
+            gateway.delete_gallery(name)
+    result = {"gallery": name, "items": items, "deleted": confirm}
+    done = "yes" if confirm else "no; repeat with --yes"
+    show(as_json, result, [["gallery", "items", "deleted"], [name, str(items), done]])
+
+
+def _show_galleries(
+    result: dict[str, Any], galleries: Sequence[gallery_pb2.Gallery], as_json: bool
+) -> None:
+    rows = [["gallery", "items", "release", "note"]]
+    rows += [
+        [one.name, str(one.items), str(one.release or ""), one.set_aside or one.note]
+        for one in galleries
+    ]
+    show(as_json, result, rows)
+
+
+@app.command(
+    epilog=examples(
+        "gateway search photos cat.jpg", 'gateway search notes --text "opening hours" -k 5'
+    )
+)
+def search(
+    gallery: Annotated[str, typer.Argument(help="its name")],
+    image: Annotated[
+        Path | None, typer.Argument(help="a JPEG, PNG or WebP file", show_default="--text")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="words, where the release embeds texts")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, max=1000, help="number of hits")] = 10,
+    server: Server = DEFAULT_SERVER,
+    as_json: Json = False,
+) -> None:
+    """Search a gallery by an image file or by a text.
+
+    The score is the probability of a match, where the release has a calibration.
+    """
+    if (image is None) == (text is None):
+        raise typer.BadParameter("expected an image file or --text, one of them")
+    with exit_codes(), connect(server) as gateway:
+        answer = gateway.search(gallery, image=image, text=text, k=k)
+    hits = [
+        {
+            "id": hit.id, "distance": hit.distance, "score": hit.score, "release": hit.release,
+            "origin": hit.origin, "metadata": hit.metadata,
+        }
+        for hit in answer.hits
+    ]  # fmt: skip
+    result = {"release": answer.release, "space": answer.space, "hits": hits}
+    if as_json:
+        typer.echo(json.dumps(result, default=str))
+        return
+    rows = [["id", "score", "distance", "release", "vector", "metadata"]]
+    rows += [
+        [
+            hit.id, "" if hit.score is None else f"{hit.score:.1%}", f"{hit.distance:.4f}",
+            str(hit.release), hit.origin,
+            ", ".join(f"{key}={value}" for key, value in hit.metadata.items()),
+        ]
+        for hit in answer.hits
+    ]  # fmt: skip
+    show(False, result, rows)
 
 
 @app.command(

@@ -1,7 +1,9 @@
-"""Define `gateway serve` and `gateway install-triton`."""
+"""Define `gateway sample`, `gateway serve` and `gateway install-triton`."""
 
 import gc
+import json
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Annotated
 import typer
 
 from nobackfill.server.cli.app import Json, app, examples, exit_codes, show
+from nobackfill.terminal import visible
 
 # Longest time (seconds) that a thread keeps the interpreter while another waits for it. A call
 # needs the interpreter four times; Python's default of 5 ms delayed each of them during an upgrade.
@@ -40,6 +43,46 @@ _Hosts = Annotated[
     list[str] | None,
     typer.Option("--item-host", help="host from which galleries may re-embed items; repeatable"),
 ]
+
+
+@app.command(epilog=examples("gateway sample", "gateway sample --release 2"))
+def sample(
+    folder: Annotated[Path, typer.Argument(help="where model_repo and photos are made")] = Path(),
+    release: Annotated[
+        int, typer.Option(min=1, max=2, help="2 publishes a better model beside release 1")
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Make a small publication and pictures to try everything out.
+
+    It takes seconds, trains nothing and needs no network. The models are linear and know 24 kinds
+    of drawn pictures; do not use them for others.
+    """
+    with exit_codes():
+        from nobackfill.server.sample import write_sample
+
+        made = write_sample(folder, release)
+    repo, photos = shlex.quote(str(made.model_repo)), shlex.quote(str(made.photos))
+    picture = shlex.quote(str(made.photos / "red-circle-0.png"))
+    if made.gain is None:
+        lines = [
+            f"{repo}: release 1 is published; {photos}: {made.pictures} pictures", "next:",
+            f"  gateway serve --model-repo {repo} &", "  gateway gallery create photos",
+            f"  gateway put photos {photos}", f"  gateway search photos {picture}",
+            f"  gateway sample {shlex.quote(str(folder))} --release 2",
+        ]  # fmt: skip
+    else:
+        lines = [
+            f"{repo}: release 2 is published; on carried vectors it has mAP {made.gain[0]:.2f}, "
+            f"where release 1 has {made.gain[1]:.2f}", "next:",
+            "  gateway estimate photos 2", "  gateway activate 2",
+            f"  gateway search photos {picture}", "  gateway rollback",
+        ]  # fmt: skip
+    result = {
+        "model_repo": str(made.model_repo), "photos": str(made.photos), "release": made.release,
+        "pictures": made.pictures,
+    }  # fmt: skip
+    typer.echo(json.dumps(result) if as_json else "\n".join(map(visible, lines)))
 
 
 @app.command(
