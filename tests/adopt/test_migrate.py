@@ -13,6 +13,7 @@ import pytest
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.native_vectors import NativeVectorMaker
+from nobackfill.adopt.embedding.vector_folder import EmbeddingRun
 from tests.adopt.models import text_model, topical
 from tests.adopt.table_beside import Connection
 from tests.support.postgres import Server
@@ -372,3 +373,31 @@ def test_a_busy_table_is_not_called_another_migration(
         assert run(source, *START, "--yes") == 75
     assert "another process works on this migration" not in capsys.readouterr().err
     assert run(source, *START, "--yes") == 0
+
+
+def test_pause_stops_a_decision_and_is_refused_where_nothing_runs(
+    documents: tuple[str, Connection, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, connection, folder = documents
+    both = (source, "--new", "new/model.onnx", "--column", "body", "--items", "items.jsonl")
+    for words in (both, both[:3]):
+        assert run(*words) == 65
+        assert "expected --column NAME or --items PATH" in capsys.readouterr().err
+    assert not (folder / "nobackfill-migration").exists()
+    embed = EmbeddingRun.embed
+
+    def pausing(self: EmbeddingRun, *parts: Any) -> Any:
+        assert run("pause") == 0
+        return embed(self, *parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingRun, "embed", pausing)
+        assert run(source, *START, "--yes") == 75
+    assert "paused; run the same" in capsys.readouterr().err
+    assert columns(connection) == {"id", "body", "v"}
+    assert run("pause") != 0
+    assert "no process works on this migration" in capsys.readouterr().err
+    # The pause that was asked for is over.
+    assert run(source, *START) == 0

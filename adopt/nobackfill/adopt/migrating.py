@@ -142,11 +142,16 @@ class Migration:
         Raises:
             AlreadyExistsError: The folder has a migration of something else.
             InvalidInputError: A store that cannot flip, a password in the address.
-            BusyError: Another process works in this folder.
+            BusyError: Another process works in this folder, or `pause` was called.
         """
         _refuse_password(request.source)
+        if (request.column is None) == (request.items is None):
+            raise InvalidInputError(
+                "expected --column NAME or --items PATH, and not both: what the new model embeds"
+            )
         durable.make_dir(self._folder)
         with self._locked():
+            self._pausing.unlink(missing_ok=True)
             if self._file.exists():
                 found = self.plan()
                 different = [
@@ -199,7 +204,7 @@ class Migration:
                     self._source(plan).name_model(model)
                 self._save(replace(plan, state="untouched"))
                 return CarryResult(0, 0, [])
-            self._pausing.unlink(missing_ok=True)
+            self._check_pause()
             self._counter = _Counter(tell, self._check_pause)
             source = self._source(plan)
             done = self._map_only(plan, source) if self._maps(plan) else self._reembed(plan, source)
@@ -285,9 +290,18 @@ class Migration:
         return Progress(plan, source.filled(plan.to), source.count())
 
     def pause(self) -> None:
-        """Let the running migration stop after the window that it writes."""
+        """Let the running migration stop after the rows that it embeds or writes.
+
+        Raises PreconditionError where none is running.
+        """
         self.plan()
-        durable.write_file(self._pausing, b"", 0o600)
+        try:
+            with self._locked():
+                pass
+        except BusyError:
+            durable.write_file(self._pausing, b"", 0o600)
+            return
+        raise PreconditionError(f"{self._folder}: no process works on this migration")
 
     def back(self, *, lose: bool = False) -> int:
         """Take the migration back: remove what was written, or give the old vectors their name.
@@ -373,7 +387,8 @@ class Migration:
         items = read_items(
             where, column=plan.column or "text", key=plan.key, vector=plan.vector, only=only
         )
-        embed_into(self._new, items, open_embedder(plan.new, name=plan.new_name))
+        embedder = open_embedder(plan.new, name=plan.new_name)
+        embed_into(self._new, items, embedder, progress=lambda _: self._check_pause())
         by_old = by_new = None
         if plan.queries is not None and plan.old is not None:
             tell("embedding the queries by both models")
@@ -384,6 +399,7 @@ class Migration:
                 (by_new, plan.new, plan.new_name),
             ):
                 embed_into(Path(folder), queries, open_embedder(model, name=name, queries=True))
+        self._check_pause()
         tell("judging the ways to go on")
         files = FitFiles(self._map, None, self._folder / "joining.npz", self._page)
         verdict = fit_and_judge(
