@@ -64,12 +64,13 @@ def sample(
         made = write_sample(folder, release)
     repo, photos = shlex.quote(str(made.model_repo)), shlex.quote(str(made.photos))
     picture = shlex.quote(str(made.photos / "red-circle-0.png"))
+    where = "" if folder == Path() else f" {shlex.quote(str(folder))}"
     if made.gain is None:
         lines = [
             f"{repo}: release 1 is published; {photos}: {made.pictures} pictures", "next:",
             f"  gateway serve --model-repo {repo} &", "  gateway gallery create photos",
             f"  gateway put photos {photos}", f"  gateway search photos {picture}",
-            f"  gateway sample {shlex.quote(str(folder))} --release 2",
+            f"  gateway sample{where} --release 2",
         ]  # fmt: skip
     else:
         lines = [
@@ -147,7 +148,9 @@ def serve(
     ] = None,
     tokens_file: Annotated[
         Path | None,
-        typer.Option(help="permitted callers: lines NAME ROLE SHA256 [EXPIRES] [rate=N] [items=N]"),
+        typer.Option(
+            help="permitted callers: lines NAME ROLE SHA256, perhaps EXPIRES rate=N items=N"
+        ),
     ] = None,
     item_folders: _Folders = None,
     item_hosts: _Hosts = None,
