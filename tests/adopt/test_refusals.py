@@ -119,7 +119,7 @@ def test_nan_in_the_middle_stops_and_what_was_carried_stays(
     folder = tmp_path / "s"
     write_parquet(folder / "a.parquet", MADE.ids, spoilt(MADE.old, 70, np.inf), 50)
     command = ["carry", str(folder), "--map", paths["map"], "--to", "new"]
-    assert "in 'item-70'; mend or delete" in refused(command, 65, monkeypatch, capsys)
+    assert "in 'item-70'; correct or delete" in refused(command, 65, monkeypatch, capsys)
     assert [path.name for path in (folder / "_new").glob("*.parquet")] == ["a.0.parquet"]
     write_parquet(folder / "a.parquet", MADE.ids, MADE.old, 50)
     monkeypatch.setattr("sys.argv", ["nobackfill", *command])

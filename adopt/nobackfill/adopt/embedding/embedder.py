@@ -1,7 +1,4 @@
-"""Models that embed items, by what `--with` says; a function of the user's own Python is one.
-
-ONNX files (onnx_model.py) and HTTP endpoints (endpoint.py) are imported when they are opened.
-"""
+"""Open a model that embeds items: an ONNX file, an HTTP endpoint, or a Python function."""
 
 import importlib
 import re
@@ -26,10 +23,13 @@ from nobackfill.vectors import Kind, Vectors, check_vectors
 
 
 class Embedder(Protocol):
-    """`fingerprint` names the model that makes the vectors: equal dimensions are not equal spaces.
+    """A model that embeds items.
 
-    `kind`: what it reads; None where it takes either. `reads`: DOCUMENTS or QUERIES, by what is
-    declared or by an encoder that is named behind it; empty where it reads both alike.
+    Attributes:
+        fingerprint: The digest that identifies the model; models of one dimension differ in it.
+        kind: The kind of item that it reads, image or text; None for both.
+        reads: DOCUMENTS or QUERIES for a model that encodes them in two ways, followed by the
+            query encoder if there is one; empty for a model that encodes both alike.
     """
 
     fingerprint: str
@@ -37,22 +37,42 @@ class Embedder(Protocol):
     reads: str
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
-        """Vectors [n, dim]. Raises UnusableItemsError where one of the items may be at fault, or
-        their number; InvalidInputError, UnavailableError, BusyError for what no item can help."""
+        """Embed items.
+
+        Returns:
+            Their vectors, float32 [n, dim].
+
+        Raises:
+            UnusableItemsError: The items, or their number, may be the cause.
+            InvalidInputError: The model's output cannot be used, whatever the items are.
+            UnavailableError: An endpoint does not answer.
+            BusyError: An endpoint still asks to wait after the patience.
+        """
 
 
 def open_embedder(
     model: str, *, name: str | None = None, patience: float = 120.0, queries: bool = False,
     pixels: Mapping[str, object] | None = None,
 ) -> Embedder:  # fmt: skip
-    """An ONNX file, `module:function`, or the URL of an endpoint with the model's `name` there.
-    `queries`: texts that ask are embedded, which some models read otherwise. `pixels`: what an ONNX
-    file reads of images, as in Declaration, in place of what is said beside it.
+    """Open a model that embeds items.
 
-    Raises NotFoundError, InvalidInputError, ConfigurationError.
+    Args:
+        model: An ONNX file, `module:function`, or the URL of an endpoint.
+        name: The model's name at the endpoint; None elsewhere.
+        patience: The most seconds to retry a batch at an endpoint.
+        queries: Whether the texts are queries, which some models encode in another way.
+        pixels: How an ONNX file reads images, as in `Declaration`, in place of the settings in
+            its folder.
+
+    Raises:
+        NotFoundError: There is no such file, module or function.
+        InvalidInputError: The model cannot be used, or an argument does not fit it.
+        ConfigurationError: The URL is not https://, or holds a password.
     """
     if pixels and Path(model).suffix != ".onnx":
-        raise InvalidInputError(f"{model}: {', '.join(pixels)} is of ONNX files that read images")
+        raise InvalidInputError(
+            f"{model}: {', '.join(pixels)} only applies to an ONNX file that reads images"
+        )
     if model.startswith(("http://", "https://")):
         from nobackfill.adopt.embedding.endpoint import Endpoint
 
@@ -73,14 +93,20 @@ def open_embedder(
 
 
 def reading_of(embedder: Embedder) -> str:
-    """Sentences for a person on how the model reads its items, which decides what the vectors are
-    worth; empty where that is declared, or nobody here decides it."""
+    """Return sentences that tell the user how the model reads its items.
+
+    Vectors are useless if it is wrong. Empty if the user declared it, or an endpoint decides it.
+    """
     return str(getattr(embedder, "told", ""))
 
 
 class QueryEmbedder:
-    """Queries of a space whose model reads its items alone: `encoder` has weights of its own. The
-    queries are texts, the items texts or images. Vectors carry the fingerprint of `model`."""
+    """Embeds the queries of a model that has a second encoder for them.
+
+    Args:
+        model: The model that embeds the items; the vectors get its fingerprint.
+        encoder: The encoder of the queries, which are texts.
+    """
 
     def __init__(self, model: Embedder, encoder: Embedder) -> None:
         self._encoder = encoder
@@ -96,8 +122,14 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class PythonFunction:
-    """`module:function`, the module found from the working folder as well. What names its model is
-    the module's FINGERPRINT, or else the digest of the module's source, whose weights nobody knows.
+    """A function of the user's own, `module:function`, that embeds items.
+
+    The working folder is searched for the module, too. The fingerprint is the module's FINGERPRINT,
+    or else a digest of its source, which does not change with the weights.
+
+    Raises:
+        NotFoundError: The function cannot be imported.
+        InvalidInputError: It is no function, or FINGERPRINT is no text.
     """
 
     kind: Kind | None = None
@@ -113,7 +145,7 @@ class PythonFunction:
         except (ImportError, AttributeError) as error:
             raise NotFoundError(f"{name}: cannot be imported ({error})") from error
         if not callable(self._function):
-            raise InvalidInputError(f"{name}: is no function")
+            raise InvalidInputError(f"{name}: expected a function, got another object")
         self._name = name
         self.fingerprint = _fingerprint(found, name)
 
@@ -121,7 +153,7 @@ class PythonFunction:
         try:
             made = self._function(items)
         except Exception as error:
-            # Anything may come of the user's own code, and of one item of many.
+            # The user's code may raise any error, also because of one item of many.
             line = traceback.extract_tb(error.__traceback__)[-1]
             raise UnusableItemsError(
                 f"{self._name}: {type(error).__name__} in line {line.lineno} of "
@@ -143,7 +175,11 @@ class PythonFunction:
 
 
 def _fingerprint(module: ModuleType, name: str) -> str:
-    """64 hex digits, as FINGERPRINT has them or digested from it. Raises InvalidInputError."""
+    """Return 64 hex digits: FINGERPRINT, its digest, or a digest of the module's source.
+
+    Raises:
+        InvalidInputError: FINGERPRINT is no text, or empty.
+    """
     declared = getattr(module, "FINGERPRINT", None)
     if declared is None:
         code = sha256_file(Path(module.__file__)) if module.__file__ else ""

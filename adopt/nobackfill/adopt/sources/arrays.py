@@ -41,8 +41,16 @@ _IDS = "ids.npy"
 
 
 class ArraySource:
-    """A folder of arrays in one order. A window is a range of rows. `vector`: the name of the old
-    vectors' file, None for the only two-dimensional one. Raises NotFoundError, InvalidInputError.
+    """A folder of numpy arrays with one row an item. A window is a range of rows.
+
+    Args:
+        folder: The folder, with `ids.npy`.
+        vector: Name of the old vectors' file without its suffix; None for the only
+            two-dimensional array.
+
+    Raises:
+        NotFoundError: There is no `ids.npy`.
+        InvalidInputError: There is no such array, or its rows are not those of `ids.npy`.
     """
 
     def __init__(self, folder: Path, vector: str | None = None) -> None:
@@ -53,7 +61,7 @@ class ArraySource:
         files = sorted(path for path in folder.glob("*.npy") if path.name != _IDS)
         names = [path.stem for path in files if _array(path).ndim == 2]
         if vector is None:
-            # What was carried is found when it is named.
+            # New vectors are a choice only by their name.
             names = [name for name in names if _mark(folder, name) is None]
         if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
             raise InvalidInputError(
@@ -103,7 +111,7 @@ class ArraySource:
         parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"
         mark = {"map": target.mark, "dim": target.dim, "rows": len(self._ids)}
         said = _mark(self._folder, target.name)
-        # What was carried before models were named there says none.
+        # An early version wrote no model.
         found = None if said is None else {key: said.get(key) for key in mark}
         if (final.exists() and found != mark) or (parts.exists() and found not in (None, mark)):
             raise AlreadyExistsError(
@@ -133,7 +141,7 @@ class ArraySource:
 
 
 class ArrayBeside:
-    """A file a window until `finish` joins them."""
+    """New vectors in a file for each window, which `finish` joins."""
 
     at_once = 1
 
@@ -187,7 +195,7 @@ class ArrayBeside:
         return [f"read {self._final} in place of the old vectors; rows have the same order"]
 
     def _check(self, whole: Path) -> None:
-        """Raises VerificationError where a row is not what its part holds."""
+        """Compare the joined file with its parts. Raises VerificationError where they differ."""
         joined = _array(whole)
         for part in self._parts.glob("*.npy"):
             first, last = map(int, part.stem.split("-"))
@@ -220,21 +228,21 @@ def _mark(folder: Path, name: str) -> dict[str, Any] | None:
 
 @runtime_checkable
 class FileSource(Source, Protocol):
-    """Files beside which new vectors are files, too."""
+    """A source of files whose new vectors are files, too."""
 
     def carried(self, name: str) -> Source:
-        """The vectors that were carried under a name. Raises NotFoundError, InvalidInputError."""
+        """Open the new vectors of a name. Raises NotFoundError, InvalidInputError."""
 
 
 class MemorySource:
-    """Every vector of `source`, read once; searches are exact, by cosine."""
+    """All vectors of a source in memory. Searches are exact, by cosine."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         rows = read_all(source)
         self._ids, self._old = rows.ids, rows.vectors
         self._places = {name: row for row, name in enumerate(rows.ids)}
-        # Ids and unit vectors, by the name that they were carried under.
+        # Ids and unit vectors by the name of the new vectors; None: the old ones.
         self._searched: dict[str | None, tuple[list[str], Vectors]] = {
             None: (rows.ids, normalise(rows.vectors))
         }

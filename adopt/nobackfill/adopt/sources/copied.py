@@ -1,9 +1,9 @@
-"""Collections in whose items a second vector has no place: new vectors go into a copy beside, with
-the same keys and all else that an item holds, each told by a digest of what it was made from.
+"""Stores whose items hold one vector: new vectors go into a copy of the collection.
 
-The rule of a window: read, map, put, then look again and remove what has gone. A changed item has
-another digest and is made anew. An item without one is its writer's, who puts to both collections:
-it is left alone.
+The copy has the same keys and values. Each of its items records a digest of its original. A window
+is migrated in four steps: read, map, put, and remove the items that were deleted meanwhile. A
+changed item has another digest and is computed again. An item of the copy without a digest was put
+by a writer, who writes to both collections: it stays as it is.
 """
 
 import hashlib
@@ -20,14 +20,20 @@ from nobackfill.adopt.sources.source import ColumnValues, Facts, Rows, Target, W
 from nobackfill.errors import AlreadyExistsError
 from nobackfill.vectors import Vectors
 
-# What a copy says of an item, among what else the item holds: the digest of the original.
+# The value of a copy's item that holds the digest of the original.
 OF = "nobackfill_of"
 
 
 @dataclass(frozen=True)
 class Record:
-    """An item: its key in the store's own type, its vector [dim], and all else that it holds.
-    `partition`: the part of the collection that it lies in, "" where that has no parts."""
+    """An item of a collection.
+
+    Attributes:
+        key: Its key in the store's own type.
+        vector: Its vector, float32 [dim].
+        rest: Its other values by name.
+        partition: Its part of the collection; "" where the collection has no parts.
+    """
 
     key: Any
     vector: Vectors
@@ -42,8 +48,11 @@ class Record:
 
 
 class Collection(Protocol):
-    """One collection. `said`: what was noted when it was made as a copy: "map" and "model" as in
-    Target, "of" the collection whose copy it is."""
+    """One collection of a store.
+
+    `said` holds the facts that were recorded when it was created as a copy: "map" and "model" as
+    in Target, and "of", the name of the original.
+    """
 
     @property
     def name(self) -> str: ...
@@ -58,16 +67,16 @@ class Collection(Protocol):
     def windows(self, rows: int) -> Iterator[Window]: ...
 
     def records(self, window: Window) -> list[Record]:
-        """Items of a window in the order of their keys."""
+        """Read the items of a window in the order of their keys."""
 
     def digests(self, window: Window) -> dict[Any, str]:
-        """Of a copy: by key, what each item was made from; "" where that is not known."""
+        """Read the digests of a copy's items by key; "" for an item that a writer put."""
 
     def there(self, keys: Sequence[Any]) -> Some[Any]:
-        """Those that there are."""
+        """Return the keys that exist."""
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
-        """Items with vectors [n, dim] in place of their own, and their digests."""
+        """Put items and their digests, with vectors, float32 [n, dim], in place of their own."""
 
     def remove(self, keys: Sequence[Any]) -> None: ...
 
@@ -77,26 +86,32 @@ class Collection(Protocol):
 
 
 class CollectionStore(Protocol):
-    """Where collections are."""
+    """A store of collections."""
 
     def opened(self, name: str) -> Collection:
-        """Raises NotFoundError."""
+        """Open a collection. Raises NotFoundError."""
 
     def exists(self, name: str) -> bool: ...
 
     def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
-        """An empty collection for other vectors of the same items, at once with what is said."""
+        """Create an empty collection for other vectors of the items of `like`.
+
+        Args:
+            target: Name and dimension of the collection.
+            like: The original.
+            said: Facts to record in the same step (see `Collection`).
+        """
 
     def drop(self, name: str) -> None: ...
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
-        """How to flip from one to the other."""
+        """Return the steps by which the owner flips from one collection to the other."""
 
     def close(self) -> None: ...
 
 
 class CopiedSource:
-    """A collection of a store; new vectors are a collection of their own there. See Searchable."""
+    """A collection whose new vectors go into a second collection of the same store."""
 
     def __init__(self, store: CollectionStore, name: str) -> None:
         self._store = store
@@ -151,7 +166,7 @@ class CopiedSource:
         if not self._store.exists(name):
             return False
         found = self._store.opened(name)
-        # What has become the collection itself is nothing that can be taken back.
+        # After a flip, the name leads to the copy: queries search it.
         if found.name == self._here.name or found.said.get("of") != self._here.name:
             return False
         self._store.drop(name)
@@ -159,7 +174,7 @@ class CopiedSource:
 
 
 class CopiedBeside:
-    """The copy. See Beside."""
+    """The copy of a collection, with new vectors."""
 
     at_once = 1
 
@@ -167,7 +182,7 @@ class CopiedBeside:
         self._store, self._source, self._copy = store, source, copy
 
     def pending(self, window: Window) -> Rows:
-        """What is of an item that has gone, or has changed, is removed first."""
+        """Remove the vectors of deleted and changed items; then read the items without one."""
         records = self._source.records(window)
         made = self._copy.digests(window)
         now = {one.key: one.digest for one in records}
@@ -204,5 +219,6 @@ def _rows(records: Sequence[Record], where: str) -> Rows:
 
 
 def _plain(value: object) -> object:
-    """What JSON does not know, for a digest: arrays as lists, others in Python's words."""
+    """Encode a value that JSON does not know, for a digest: an array as a list, another as its
+    repr."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)

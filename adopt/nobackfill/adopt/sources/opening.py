@@ -1,4 +1,4 @@
-"""Sources by their addresses: of items, or of queries that ask for items."""
+"""Open sources of vectors, of items or of queries, by their addresses."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from nobackfill.adopt.sources.source import QUERIES, EmbeddedSource, Searchable,
 from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.extras import load_plugin, plugin_names
 
-# For a sentence: a message of several lines is shown with its line ends escaped.
+# In one line: a terminal shows the line ends of a message escaped.
 KINDS = (
     "FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors), "
     "postgresql://USER@HOST/DATABASE#TABLE with pgvector, qdrant:https://HOST:PORT#COLLECTION or "
@@ -19,12 +19,21 @@ _POSTGRES = "postgresql://…/DATABASE#TABLE"
 
 
 def open_source(address: str, *, key: str | None = None, vector: str | None = None) -> Source:
-    """The store at an address. `key`, `vector`: columns, None where there is only one choice.
+    """Open the store at an address.
 
-    KIND:PLACE#COLLECTION is opened by the plug-in KIND of the group `nobackfill.sources`, which is
-    called with the place, the collection and `vector`, and returns a Source.
+    The plug-in KIND of the group `nobackfill.sources` opens KIND:PLACE#COLLECTION. It is called
+    with the place, the collection and `vector`, and returns a Source.
 
-    Raises NotFoundError, UnavailableError, InvalidInputError, ConfigurationError.
+    Args:
+        address: An address, as KINDS lists them.
+        key: Column of the keys; None for the primary key, or `id` in Parquet.
+        vector: Column of the old vectors; None for the only one.
+
+    Raises:
+        NotFoundError: There is no such file, table or collection.
+        UnavailableError: The server does not answer.
+        InvalidInputError: The address or a column is not one that can be read.
+        ConfigurationError: The address would send vectors or a password unencrypted.
     """
     if address.startswith(("postgresql://", "postgres://")):
         from nobackfill.adopt.sources.pgvector import PgvectorSource
@@ -62,7 +71,10 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
 def open_searchable(
     address: str, *, key: str | None = None, vector: str | None = None
 ) -> Searchable:
-    """The same, to be searched: files are read into memory. Raises as open_source."""
+    """Open the store at an address for searches. Files are read into memory.
+
+    The arguments and errors are those of `open_source`.
+    """
     source = open_source(address, key=key, vector=vector)
     if isinstance(source, Searchable):
         return source
@@ -72,19 +84,26 @@ def open_searchable(
 
 
 def open_items(
-    address: str, called: str, *, key: str | None = None, vector: str | None = None
+    address: str, option: str, *, key: str | None = None, vector: str | None = None
 ) -> Source:
-    """A source of items' vectors; `called`: what its user knows it by.
+    """Open a source of items' vectors, by the arguments of `open_source`.
 
-    Raises InvalidInputError where its vectors are a model's of queries, which it reads otherwise
-    than items; and as open_source.
+    Args:
+        address: An address, as KINDS lists them.
+        option: The source's name in an error, as its user gave it.
+        key: Column of the keys.
+        vector: Column of the old vectors.
+
+    Raises:
+        InvalidInputError: The vectors are those of queries, from a model that encodes queries and
+            documents in two ways. Also as `open_source`, whose other errors it raises, too.
     """
     source = open_source(address, key=key, vector=vector)
-    not_read_as(source, QUERIES, f"{called}: expected the items' vectors, got those of queries")
+    not_read_as(source, QUERIES, f"{option}: expected the items' vectors, got those of queries")
     return source
 
 
 def not_read_as(source: Source, role: str, why: str) -> None:
-    """Raises InvalidInputError with `why` where it says that its vectors were read so."""
+    """Raise InvalidInputError with the message `why` if the vectors of a source have a role."""
     if isinstance(source, EmbeddedSource) and source.reads().startswith(role):
         raise InvalidInputError(why)

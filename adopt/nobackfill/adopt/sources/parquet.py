@@ -1,8 +1,9 @@
-"""Vectors in a Parquet file or a folder of them: a frozen export. New vectors go into files of
-their own in a folder `_NAME` beside, a file a row group; nothing that was there is written.
+"""Vectors in a Parquet file or a folder of them.
 
-Each new file has the source's keys in their type, and notes the file that it was made from: vectors
-of an export that was replaced are made anew."""
+New vectors go into a folder `_NAME`, one file for each row group; no file of the source is changed.
+Each new file has the source's keys in their type. It records the identity of its source file, so
+that vectors of a file that was replaced are computed again.
+"""
 
 import hashlib
 import io
@@ -40,11 +41,11 @@ with extra("adopt"):
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-# What made the vectors: a model's fingerprint, or, in an export of a gateway, a release's space.
+# The model of the vectors: its fingerprint, or, in an export of a gateway, a release's space.
 MODEL, SPACE = b"nobackfill.model", b"nobackfill.space"
 SECONDS = b"nobackfill.seconds_per_item"
 READS = b"nobackfill.reads"
-# Of a file of new vectors: the export that it was made from.
+# In a file of new vectors: the identity of its source file.
 OF = b"nobackfill.of"
 _MARK = "carried.json"
 _SUFFIX = ".parquet"
@@ -53,11 +54,18 @@ _TAIL = 8
 
 
 class ParquetSource:
-    """A file, or the *.parquet files of a folder in the order of their names. Where all of them lie
-    in folders of partitions (`lang=de/`), these.
+    """A Parquet file, or the *.parquet files of a folder in the order of their names.
 
-    A window is one row group. `key`: column of unique keys; `vector`: column of lists of floats,
-    None for the only one. Raises NotFoundError, InvalidInputError.
+    A folder without such files is searched for partitions (`lang=de/`). A window is one row group.
+
+    Args:
+        path: The file or the folder.
+        key: Column of unique keys.
+        vector: Column of lists of floats; None for the only one.
+
+    Raises:
+        NotFoundError: There is no Parquet file.
+        InvalidInputError: A file cannot be read, or has no such key.
     """
 
     def __init__(self, path: Path, key: str = "id", vector: str | None = None) -> None:
@@ -99,7 +107,7 @@ class ParquetSource:
         return Facts(name, dim, None, _model(self._schema), others)
 
     def seconds_per_item(self) -> float | None:
-        """What `nobackfill embed` measured, where it wrote the file."""
+        """Return the seconds per item that `nobackfill embed` recorded; None for other files."""
         try:
             found = float((self._schema.metadata or {})[SECONDS])
         except (KeyError, ValueError):
@@ -107,8 +115,7 @@ class ParquetSource:
         return found if math.isfinite(found) else None
 
     def reads(self) -> str:
-        """Which texts a model that reads queries otherwise was given (see Embedder), where
-        `nobackfill embed` wrote the file; empty for one that reads all alike."""
+        """Return the role of the texts that `nobackfill embed` recorded (see `Embedder.reads`)."""
         return str((self._schema.metadata or {}).get(READS, b"").decode(errors="replace"))
 
     def count(self) -> int:
@@ -150,7 +157,7 @@ class ParquetSource:
             raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
 
     def file(self, window: Window) -> Path:
-        """Where the rows of a window are."""
+        """Return the file that holds a window."""
         return self._inside / str(window.after)
 
     def identity(self, window: Window) -> bytes:
@@ -174,7 +181,7 @@ class ParquetSource:
         mark = {"map": target.mark, "dim": target.dim, "of": self._of}
         if folder.exists():
             found = read_mark(folder / _MARK)
-            # A folder of before November 2026 does not say of which file it is.
+            # Before November 2026, a folder did not record its source file.
             if not isinstance(found, dict) or {"of": self._of} | found != mark:
                 raise AlreadyExistsError(
                     f"{folder}: exists already and was not made by this map from "
@@ -194,7 +201,7 @@ class ParquetSource:
         folder = self._folder(name)
         if not (folder / _MARK).is_file():
             return False
-        # The mark goes last: killed half-way, the rest is still known as ours.
+        # The mark goes last: after a kill, a second rollback still recognises the folder.
         for path in sorted(folder.iterdir()):
             if path.name != _MARK:
                 remove_tree(path)
@@ -202,7 +209,7 @@ class ParquetSource:
         return True
 
     def _folder(self, name: str) -> Path:
-        # Readers of a folder of Parquet files pass over names with an underscore.
+        # Readers of a folder of Parquet files skip names with an underscore.
         if self._path.is_dir():
             return self._path / f"_{file_name(name)}"
         short = self._inside / f"_{self._path.stem}.{file_name(name)}"
@@ -217,7 +224,7 @@ class ParquetSource:
 
     @property
     def _of(self) -> str:
-        """Which file of its folder it is; a folder holds its own new vectors."""
+        """The source file that the new vectors record: its name, or "." for a folder."""
         return "." if self._path.is_dir() else self._path.name
 
     def _name(self, file: Path) -> str:
@@ -225,7 +232,7 @@ class ParquetSource:
 
 
 class Read(NamedTuple):
-    """Where rows were read, and `of` which file: its identity then."""
+    """The window of some rows, and `of`, the identity of its file when they were read."""
 
     window: Window
     of: bytes
@@ -269,7 +276,7 @@ class ParquetBeside:
         return sum(_opened(file).metadata.num_rows for file in self._written())
 
     def finish(self) -> list[str]:
-        """Vectors of files that were in an export before it was replaced go with them."""
+        """Remove new vectors whose source file is gone, and return the step of the flip."""
         there = {self._file(window) for window in self._source.windows(0)}
         for file in self._written():
             if file not in there:
@@ -288,7 +295,7 @@ class ParquetBeside:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Files of a folder, or of the folders of partitions in it."""
+    """List the Parquet files of a folder, or else of its folders of partitions."""
     found = sorted(folder.glob(f"*{_SUFFIX}"))
     if found:
         return found
@@ -336,7 +343,11 @@ def _ids(table: Any, key: str) -> list[str]:
 
 
 def _rows(table: Any, key: str, vector: str, path: Path) -> Rows:
-    """Rows whose vector is not null. Raises InvalidInputError for rows of several dimensions."""
+    """Convert a table to rows, without those whose vector is null.
+
+    Raises:
+        InvalidInputError: A key is null, or the vectors have several dimensions.
+    """
     table = table.filter(pc.is_valid(table[vector]))
     if table[key].null_count:
         raise InvalidInputError(f"{path}: {table[key].null_count} rows have no key in {key!r}")

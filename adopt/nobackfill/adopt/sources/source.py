@@ -30,16 +30,24 @@ from nobackfill.vectors import Vectors
 
 # Metrics of stores; a larger "inner_product" is nearer.
 SearchMetric = Literal["cosine", "squared_l2", "inner_product", "l1"]
-# What a model reads where it reads queries otherwise than what they find.
+# The role of the texts that were embedded, for a model that encodes queries and documents in two
+# ways.
 DOCUMENTS, QUERIES = "documents", "queries"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a store says about its vectors. `metric` None: it does not say. `model`: the one that
-    its metadata name, if any, by its fingerprint or a release's space. `columns`: what else an
-    item holds there.
-    `directions`: it keeps no norms, but brings every vector to 1."""
+    """Facts that a store states about its vectors.
+
+    Attributes:
+        name: The name of the vectors in messages, as `documents.embedding`.
+        dim: Their dimension; None if the store does not declare one.
+        metric: The metric of the store's searches; None if it does not declare one.
+        model: The model in the store's metadata, by its fingerprint or a release's space; None
+            without one.
+        columns: Names of the other values of an item.
+        directions: Whether the store normalises each vector and so loses its norm.
+    """
 
     name: str
     dim: int | None
@@ -51,8 +59,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Window:
-    """A range of keys, above `after` up to and with `last`; None is open. Windows of one listing
-    cover every key there is or may come, once."""
+    """A range of keys: those above `after`, up to `last` inclusive; None leaves an end open.
+
+    The windows of one `Source.windows` cover each key once, also keys that are added meanwhile.
+    """
 
     after: object = None
     last: object = None
@@ -60,10 +70,13 @@ class Window:
 
 @dataclass(frozen=True)
 class Rows:
-    """Items of a window that have a vector: keys as text, float32 [n, dim], unchecked.
+    """Items of a window that have a vector.
 
-    `keys` and `seen` are the store's own: the key in its type, and what tells that the row is
-    still as it was read.
+    Attributes:
+        ids: Their keys as text.
+        vectors: Their vectors, float32 [n, dim]; they may hold NaN (see `checked`).
+        keys: Their keys in the store's own type; empty if the store needs none.
+        seen: For each item, a value by which the store recognises a row that has changed since.
     """
 
     ids: list[str]
@@ -77,12 +90,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class Target:
-    """Where carried vectors go: a name in the same store, their dimension, and `mark`, the digest
-    of the map or model that made them: vectors of another one are never mixed in. `model`: the
-    fingerprint of the model in whose space they are, if it is known. `content`: the column that
-    they are made of, where that is not the old vector: a change of it makes a new vector stale.
-    `native`: a model made them, so nothing here can tell a stale one later. `reversible`: after the
-    flip, triggers empty an old vector whose new one changes, until the old ones are dropped."""
+    """The place for new vectors in the same store, and their origin.
+
+    Attributes:
+        name: Name of the new column, collection or file; `table:NAME` for a table in PostgreSQL.
+        dim: Dimension of the new vectors.
+        mark: Digest of the map or model that computes them; vectors of two are never mixed.
+        model: Fingerprint of the model in whose space they are; None if it is not known.
+        content: The column that they are computed from; None for the old vectors. A change of it
+            makes a new vector stale.
+        native: Whether a model computes them. A map cannot find a stale one among them later.
+        reversible: Whether triggers clear an old vector whose new one changes after the flip,
+            until the old vectors are dropped.
+    """
 
     name: str
     dim: int
@@ -95,106 +115,129 @@ class Target:
 
 @dataclass(frozen=True)
 class ColumnValues:
-    """Values of one other column of a window, by key."""
+    """Values of one other column of a window as text: `values[i]` belongs to `ids[i]`."""
 
     ids: list[str]
     values: list[str] = field(default_factory=list)
 
 
 class Beside(Protocol):
-    """The place for new vectors in a store; made, or found again, by `Source.beside`. An item that
-    goes from the source takes its new vector along."""
+    """The new vectors in a store, which `Source.beside` creates or opens.
+
+    An item that is deleted from the source loses its new vector.
+    """
 
     @property
     def at_once(self) -> int:
-        """Windows that may be carried at the same time, each by a thread."""
+        """Number of windows that threads may migrate at the same time; at least 1."""
 
     def pending(self, window: Window) -> Rows:
-        """Rows of a window that have no vector here, or one of an old vector that has changed."""
+        """Read the old vectors of a window whose new vector is missing or stale."""
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Put vectors [n, dim] for rows that are still as they were read; others stay pending."""
+        """Write new vectors, float32 [n, dim], for rows that did not change since they were read.
+
+        Rows that did change stay pending.
+        """
 
     def read(self, window: Window) -> Rows:
-        """The new vectors of a window."""
+        """Read the new vectors of a window."""
 
     def count(self) -> int:
-        """How many items have a new vector."""
+        """Count the items that have a new vector."""
 
     def finish(self) -> list[str]:
-        """Close the writing; the steps by which the owner flips to the new vectors."""
+        """End the writing, and return the steps by which the owner flips to the new vectors."""
 
 
 @runtime_checkable
 class Flippable(Beside, Protocol):
-    """A place to which its store can flip while others write."""
+    """New vectors to which the store can flip while others write."""
 
     @property
     def flipped(self) -> bool:
-        """Whether that has been done. Items without a new vector are then pending, and the others
-        are their writers'."""
+        """Whether the store flipped. Then only items without a new vector are pending, and a
+        writer may have put the other new vectors."""
 
     @property
     def put_by_writers(self) -> bool:
-        """Whether writers put new vectors before the flip, too: then nothing is checked by it."""
+        """Whether writers put new vectors before the flip. Then the flip checks no vector."""
 
     def prepare_flip(self) -> AbstractContextManager[None]:
         """Build the indexes that the new vectors lack, and keep other flips out for the block.
-        Raises BusyError while another flip is under way, and InvalidInputError."""
+
+        Raises:
+            BusyError: Another flip is under way.
+            InvalidInputError: The store cannot flip to these vectors, or refuses an index.
+        """
 
     def left(self) -> list[str]:
-        """Sentences that tell the owner what a flip does not do."""
+        """Return sentences that name the owner's tasks after the flip; empty without any."""
 
     def flip(self) -> AbstractContextManager[None]:
-        """Keep everybody else out, for the rest to be carried in the block; then flip. Raises
-        BusyError, and InvalidInputError where an item would lose its vector."""
+        """Lock the store, migrate the last items in the block, and flip at its end.
+
+        Raises:
+            BusyError: Others hold the store.
+            InvalidInputError: An item would lose its vector.
+        """
 
 
 @runtime_checkable
 class Multiplied(Beside, Protocol):
-    """A place that tells its vectors from others without sending them."""
+    """New vectors whose store computes inner products, so that a check need not read them."""
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
-        """The inner product of each new vector of a window with `probe` [dim], as float32 [n], and
-        whose it is, in the order of `pending`."""
+        """Compute the inner product of each new vector of a window with `probe` [dim].
+
+        Returns:
+            The ids in the order of `pending`, and the products, float32 [n].
+        """
 
 
 class Source(Protocol):
-    """A store of vectors; a sixth kind is a file with this class and an address in opening.py."""
+    """A store of vectors, opened by its address (see `open_source`)."""
 
     def facts(self) -> Facts:
-        """What the store says about itself."""
+        """Return the facts that the store states about its vectors."""
 
     def count(self) -> int:
-        """How many items have a vector."""
+        """Count the items that have a vector."""
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Ranges of about `rows` items that cover all keys."""
+        """Divide all keys into windows of about `rows` items."""
 
     def read(self, window: Window) -> Rows:
-        """Items of a window with their vectors. Raises InvalidInputError where dims differ."""
+        """Read the vectors of a window. Raises InvalidInputError where their dimensions differ."""
 
     def column(self, window: Window, name: str) -> ColumnValues:
-        """Another column's values as text, of items where it is not empty."""
+        """Read another column of a window as text, without the items where it is empty.
+
+        Raises:
+            InvalidInputError: There is no such column.
+        """
 
     def beside(self, target: Target) -> Beside:
-        """Make the place for new vectors, or go on with it. Raises AlreadyExistsError where what
-        has that name was not made by this map."""
+        """Create the place for new vectors, or open it where this map created it before.
+
+        Raises:
+            AlreadyExistsError: Something else has the name.
+        """
 
     def rollback(self, name: str) -> bool:
-        """Remove what `beside` made under this name; whether there was anything."""
+        """Remove the new vectors of a name. Returns False where `beside` created none."""
 
 
 @runtime_checkable
 class WarningSource(Source, Protocol):
-    """A source that knows what else happens in its store when new vectors are written."""
+    """A source that predicts the side effects of writing new vectors."""
 
     def warnings(self, to: str) -> list[str]:
-        """Sentences that warn of side effects of writing vectors under this name."""
+        """Return sentences about side effects of writing vectors under a name; empty without."""
 
     def obstacles(self, target: Target) -> list[str]:
-        """Sentences that name what keeps the store from flipping to vectors that are to be carried
-        to `target`; none if it can. Writes nothing."""
+        """Return sentences about the obstacles to a flip to `target`; empty if the store can flip.
+        Writes nothing."""
 
 
 @runtime_checkable
@@ -246,34 +289,42 @@ class EmbeddedSource(Source, Protocol):
     """A source that `nobackfill embed` may have written."""
 
     def seconds_per_item(self) -> float | None:
-        """What embedding an item took, where that was measured."""
+        """Return the measured time to embed an item in seconds; None if it was not measured."""
 
     def reads(self) -> str:
-        """Which texts a model that reads queries otherwise was given (see Embedder); empty for one
-        that reads all alike."""
+        """Return the role of the texts, as `Embedder.reads`; empty for a model that encodes all
+        texts in one way."""
 
 
 @runtime_checkable
 class Dimensioned(Source, Protocol):
-    """A source that may hold vectors of several dimensions, and counts them by itself."""
+    """A source whose items may have vectors of several dimensions."""
 
     def dims(self) -> dict[int, int]:
-        """How many items have a vector of each dimension."""
+        """Count the items by the dimension of their vector."""
 
 
 @runtime_checkable
 class Searchable(Source, Protocol):
-    """A source that answers searches: what nobackfill.serve needs of a store."""
+    """A source that answers searches, as `nobackfill.serve` needs."""
 
     def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
-        """Ids of the items nearest to a vector [dim], nearest first; `beside`: among new vectors
-        of that name in place of the old ones."""
+        """Search the items nearest to a vector.
+
+        Args:
+            vector: The query, float32 [dim].
+            count: The most hits to return.
+            beside: Name of the new vectors to search; None for the old ones.
+
+        Returns:
+            Ids, nearest first.
+        """
 
     def lookup(self, ids: Sequence[str]) -> Rows:
-        """Those of `ids` that are there, in any order, each once, with their old vectors."""
+        """Read old vectors by id. Unknown ids are left out; the order is arbitrary."""
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
-        """Another column's values by id, where they are not empty."""
+        """Read another column by id, without the items where it is empty."""
 
     def close(self) -> None:
         """Let go of what searches keep open."""
@@ -285,9 +336,19 @@ def fingerprint_of(*models: str | None) -> str | None:
 
 
 def same_model(first: str | None, second: str | None, what: str) -> None:
-    """Equal dimensions are not equal spaces. Raises IncompatibleSpaceError where two models are
-    known to be two: the space of a release and the fingerprint of the files that it was made of
-    name one model in two ways, so that neither contradicts the other."""
+    """Check that two sets of vectors are not known to be of different models.
+
+    A release's space and a model's fingerprint cannot be compared, so such a pair passes; None is
+    an unknown model and passes.
+
+    Args:
+        first: Fingerprint or space of the one model.
+        second: Fingerprint or space of the other.
+        what: The name of the vectors in the error.
+
+    Raises:
+        IncompatibleSpaceError: Both are fingerprints, or both are spaces, and they differ.
+    """
     if first is None or second is None or first.startswith(SPACE) != second.startswith(SPACE):
         return
     if first != second:
@@ -298,8 +359,11 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
 
 
 def metric_of(said: str, known: Mapping[str, SearchMetric], where: str) -> SearchMetric | None:
-    """The metric that a store names, None where it names none. Raises InvalidInputError for one
-    that is neither judged nor served."""
+    """Return the metric that a store names, or None if it names none (an empty text).
+
+    Raises:
+        InvalidInputError: The metric is not in `known`.
+    """
     if said and said not in known:
         raise InvalidInputError(
             f"{where}: its vectors are searched by {said}; expected {few(known)}, which are what "
@@ -309,7 +373,16 @@ def metric_of(said: str, known: Mapping[str, SearchMetric], where: str) -> Searc
 
 
 def checked(rows: Rows, dim: int | None, where: str) -> Rows:
-    """`rows` if every vector can be used. Raises InvalidInputError that names the first bad id."""
+    """Return `rows` after a check that each vector is finite and has the dimension `dim`.
+
+    Args:
+        rows: The rows to check; no rows pass.
+        dim: The expected dimension; None accepts any.
+        where: The name of the vectors in the error.
+
+    Raises:
+        InvalidInputError: The dimension differs, or a vector holds NaN or infinity.
+    """
     if dim is not None and len(rows) and rows.vectors.shape[1] != dim:
         raise InvalidInputError(
             f"{where}: expected vectors of dimension {dim}, got {rows.vectors.shape[1]}; "
@@ -319,13 +392,13 @@ def checked(rows: Rows, dim: int | None, where: str) -> Rows:
     if len(bad):
         raise InvalidInputError(
             f"{where}: expected finite vectors, got NaN or infinity in "
-            f"{few(repr(rows.ids[row]) for row in bad.tolist())}; mend or delete these items first"
+            f"{few(repr(rows.ids[row]) for row in bad.tolist())}; correct or delete these items"
         )
     return rows
 
 
 def text_of(value: object) -> str:
-    """A key or another value as text: bytes as the text that they are in UTF-8."""
+    """Return a key or another value as text: bytes decoded from UTF-8, or as their repr."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -335,7 +408,7 @@ def text_of(value: object) -> str:
 
 
 def file_name(name: str) -> str:
-    """`name`, if a file beside the source may have it. Raises InvalidInputError."""
+    """Return `name` after a check that it is a plain file name. Raises InvalidInputError."""
     if not name or "/" in name or name.startswith("."):
         raise InvalidInputError(
             f"--to: expected a name without '/' that begins with no dot, got {name!r}; new vectors "
@@ -345,12 +418,16 @@ def file_name(name: str) -> str:
 
 
 def mode_of(path: Path) -> int:
-    """The mode of a file: new vectors are readable by the readers of the old ones."""
+    """Return the permissions of a file, which a file of new vectors gets as well."""
     return path.stat().st_mode & 0o666
 
 
 def read_mark(path: Path) -> object:
-    """What a file of ours says of the map, None where there is none. Raises InvalidInputError."""
+    """Parse the JSON file that records the map of new vectors; None if there is no file.
+
+    Raises:
+        InvalidInputError: The file cannot be read.
+    """
     try:
         return json.loads(path.read_bytes()) if path.is_file() else None
     except (ValueError, RecursionError, OSError) as error:
@@ -358,13 +435,22 @@ def read_mark(path: Path) -> object:
 
 
 def repeated(ids: Iterable[str]) -> list[str]:
-    """The ids that stand there a second time."""
+    """Return each further occurrence of an id that occurred before, in order."""
     seen: set[str] = set()
     return [name for name in ids if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
 def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:
-    """Vectors of one length as an array [n, dim]. Raises InvalidInputError where dims differ."""
+    """Stack vectors into a float32 array [n, dim]; [0, 0] for none.
+
+    Args:
+        vectors: One vector for each id.
+        ids: Ids, for the error.
+        where: The name of the vectors in the error.
+
+    Raises:
+        InvalidInputError: Their dimensions differ, or one is empty.
+    """
     lengths = [len(vector) for vector in vectors]
     if 0 in lengths:
         raise InvalidInputError(f"{where}: expected vectors of 1 number or more, got one of none")
@@ -377,7 +463,7 @@ def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where
     return np.asarray(vectors, np.float32).reshape(len(vectors), lengths[0] if lengths else 0)
 
 
-# What a status of HTTP means; all others say that the request is unfit.
+# The error for an HTTP status; any other status means that the request is invalid.
 STATUSES: dict[int, type[NobackfillError]] = {
     401: NotPermittedError, 403: NotPermittedError, 404: NotFoundError, 429: BusyError,
     500: UnavailableError, 502: UnavailableError, 503: UnavailableError, 504: UnavailableError,
@@ -385,9 +471,16 @@ STATUSES: dict[int, type[NobackfillError]] = {
 
 
 def server_address(place: str, kind: str, key: str) -> SplitResult:
-    """The parts of https://HOST:PORT, or of http:// on this machine: vectors are private.
+    """Parse a server's address: https://HOST:PORT, or http:// on this machine.
 
-    `key`: the variable that a server's key belongs into. Raises ConfigurationError.
+    Args:
+        place: The address.
+        kind: The kind of server in the error.
+        key: The environment variable for the server's key, which the error names.
+
+    Raises:
+        ConfigurationError: The address has another form, holds a password, or would send vectors
+            unencrypted to another machine.
     """
     try:
         parts = urlsplit(place)
@@ -395,7 +488,9 @@ def server_address(place: str, kind: str, key: str) -> SplitResult:
     except ValueError as error:
         raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address") from error
     if "@" in parts.netloc:
-        raise ConfigurationError(f"{kind}: expected no password in the address, but a key in {key}")
+        raise ConfigurationError(
+            f"{kind}: expected no password in the address; put the key in {key}"
+        )
     if parts.scheme not in ("http", "https") or not host:
         raise ConfigurationError(f"{kind}: expected https://HOST:PORT as its address")
     if parts.scheme == "http" and not is_loopback(host):
