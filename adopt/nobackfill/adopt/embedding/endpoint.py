@@ -28,16 +28,15 @@ from nobackfill.vectors import Kind, Vectors, check_vectors
 
 # The variable that holds the bearer's key.
 KEY = "NOBACKFILL_ENDPOINT_KEY"
-# Statuses after which the same request may be answered later; a proxy that waited in vain answers
-# 52x.
+# Statuses after which a retry may succeed; 52x is the status of a proxy whose server timed out.
 _LATER = {408, 409, 425, 429, 500, 502, 503, 504, *range(520, 525), 529}
-# Statuses by which a text, or how many there are, may be refused.
+# Statuses that may be due to a text, or to the number of texts.
 _OF_ITEMS = {400, 413, 422}
-# A text may bring about a fault of the server: after so many tries that is looked at.
+# After so many tries, a plain text shows whether these texts cause the server's fault.
 _TRIES = 3
-# A text that nothing is wrong with.
+# A text that every model can embed.
 _PLAIN = "text"
-# Of an answer, for each text: 16,000 dimensions as decimal numbers take half of it.
+# The most bytes of an answer for each text; 16,000 dimensions as decimal numbers take half.
 _MOST_BYTES = 1 << 20
 _PIECE = 1 << 16
 _FIRST_WAIT = 0.5
@@ -65,9 +64,20 @@ class _Failed(BaseModel):
 
 
 class Endpoint:
-    """Texts by an endpoint, `model` its name there; asked again after 429, faults of the server and
-    answers that are cut off, for at most `patience` seconds a batch, as Retry-After says. Texts go
-    over TLS, or to this machine."""
+    """An endpoint that embeds texts.
+
+    It retries after status 429, a fault of the server or an incomplete answer, and waits as long as
+    Retry-After says. Texts only leave this machine over TLS.
+
+    Args:
+        url: Address of the endpoint, https:// or http:// on this machine.
+        model: The model's name there; with `url`, it determines the fingerprint.
+        patience: The most seconds to retry one batch.
+        timeout: The most seconds to wait for one answer.
+
+    Raises:
+        ConfigurationError: The address has another form, or holds a password.
+    """
 
     kind: Kind | None = "text"
     reads = ""
@@ -83,7 +93,7 @@ class Endpoint:
             raise ConfigurationError(
                 f"--with: expected https://HOST/PATH, and the key in {KEY}; it is not repeated here"
             )
-        # Without what may be a secret.
+        # The query may hold a secret.
         self._name = url.partition("?")[0]
         if parsed.scheme != "https" and not is_loopback(parsed.host or ""):
             raise ConfigurationError(f"{self._name}: expected https://; texts are private")
@@ -92,7 +102,7 @@ class Endpoint:
         self._timeout = timeout
         self._dim: int | None = None
         self._texts_bring_faults = False
-        # The weights are out of sight: their name is all that can be told.
+        # The weights cannot be read, so the fingerprint covers their name alone.
         self.fingerprint = hashlib.sha256(f"{url}\n{model}".encode()).hexdigest()
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
@@ -104,7 +114,7 @@ class Endpoint:
             raise
 
     def _takes_plain(self) -> bool:
-        """Whether a plain text is embedded: others are at fault then."""
+        """Return whether the endpoint embeds a plain text, so that other texts are the cause."""
         try:
             self._embedded([_PLAIN], patient=False)
         except NobackfillError:
@@ -136,7 +146,7 @@ class Endpoint:
                 raise said.error
             wait = said.after if said.after is not None else min(_LONGEST_WAIT, 2 * wait)
             over, tries = time.monotonic() + wait > deadline, tries + 1
-            # A fault that these texts bring about would be waited for in vain.
+            # A retry cannot help where these texts cause the fault.
             look = said.faulty and (over or tries >= _TRIES or self._texts_bring_faults)
             if look and self._takes_plain():
                 self._texts_bring_faults = True
@@ -146,8 +156,16 @@ class Endpoint:
             time.sleep(wait)
 
     def _once(self, body: dict[str, Any]) -> "_Answer | _Refusal":
-        """An answer, or what is to be raised when patience ends. Raises what patience cannot
-        help."""
+        """Send one request.
+
+        Returns:
+            The answer, or a refusal after which a retry may succeed.
+
+        Raises:
+            NotPermittedError: The endpoint refuses the key.
+            UnusableItemsError: The texts may be the cause.
+            InvalidInputError: A retry cannot help.
+        """
         key = os.environ.get(KEY)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
@@ -166,8 +184,18 @@ class Endpoint:
     def _refused(
         self, status: int, answered: int, data: bytes, after: str | None = None
     ) -> "_Refusal":
-        """By the status of the answer, or by the code of an error inside an answer of status 200.
-        Raises InvalidInputError, UnusableItemsError."""
+        """Decide by a status whether a retry may succeed.
+
+        Args:
+            status: The status, or the code of an error inside an answer of status 200.
+            answered: The status of the answer.
+            data: The answer.
+            after: Its Retry-After; None without.
+
+        Raises:
+            UnusableItemsError: The texts may be the cause.
+            InvalidInputError: A retry cannot help.
+        """
         words, said = f"answers {answered}", _colon(data)
         if status in _OF_ITEMS:
             raise UnusableItemsError(f"{self._name}: {words}{said}")
@@ -196,7 +224,7 @@ class Endpoint:
             if first["loc"][2:3] == ("embedding",):
                 raise UnusableItemsError(str(why)) from error
             if data.startswith(b"{") and first["type"] == "json_invalid":
-                # Cut off.
+                # The answer is incomplete.
                 return _Refusal(why)
             raise why from error
         found = Counter(one.index for one in answer.data)
@@ -213,7 +241,12 @@ class Endpoint:
         return answer
 
     def _read(self, got: urllib3.BaseHTTPResponse, most: int) -> bytes:
-        """The body, which no server can make endless. Raises InvalidInputError, HTTPError."""
+        """Read the body of an answer.
+
+        Raises:
+            InvalidInputError: It has more than `most` bytes.
+            HTTPError: It does not end within the timeout.
+        """
         end, data = time.monotonic() + self._timeout, bytearray()
         while piece := got.read1(_PIECE):
             data += piece
@@ -228,8 +261,14 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Make the error that is raised when patience ends; `after`: the seconds that the server asks
-    to be left alone; `faulty`: it has failed, maybe because of these texts."""
+    """An answer after which a retry may succeed.
+
+    Attributes:
+        error: The error to raise when the patience ends.
+        words: The endpoint's own words.
+        after: Seconds that the server asks to wait; None if it does not.
+        faulty: Whether the server failed, which these texts may have caused.
+    """
 
     error: NobackfillError
     words: str = ""
@@ -238,7 +277,7 @@ class _Refusal:
 
 
 def _seconds(after: str | None) -> float | None:
-    """Retry-After, in seconds or as a date; None where it is neither."""
+    """Parse Retry-After, a number of seconds or a date; None for neither."""
     if after is None:
         return None
     if after.isascii() and after.replace(".", "", 1).isdecimal():

@@ -1,4 +1,4 @@
-"""An ONNX file that others made, run as is declared about it: texts, or pictures, to vectors."""
+"""Run an ONNX file that embeds texts or images, by the declaration in its folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,14 +32,22 @@ _TYPES = {"tensor(uint8)": np.uint8, "tensor(float16)": np.float16, "tensor(floa
 
 
 class ImageInput:
-    """The input of a graph that reads images, channels first or last; `declared` by `said_by`, or
-    by nobody."""
+    """The input of a graph that reads images, with channels first or last."""
 
     def __init__(
         self, path: Path, inputs: list[Any], declared: Declaration, said_by: Path | None
     ) -> None:
-        """`inputs`: onnxruntime's. Raises InvalidInputError for another graph, or where it and what
-        is declared contradict each other."""
+        """Check a declaration against a graph.
+
+        Args:
+            path: The ONNX file.
+            inputs: Its inputs, as onnxruntime lists them.
+            declared: How the model reads images.
+            said_by: The file that declares it; None for the defaults.
+
+        Raises:
+            InvalidInputError: The graph does not read images, or contradicts the declaration.
+        """
         if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].type not in _TYPES:
             raise InvalidInputError(
                 f"{path}: expected one input of images, [n,3,H,W] or [n,H,W,3], got "
@@ -53,7 +61,7 @@ class ImageInput:
 
     @property
     def told(self) -> str:
-        """How it reads pictures, and who says so."""
+        """A sentence on how the model reads images, and on the file that declares it."""
         declared, frame = self._declared, self._frame
         how = f"{frame.width} x {frame.height} pixels, {frame.fit}"
         how += f" from {frame.shortest}" if frame.fit == "crop" else ""
@@ -70,7 +78,11 @@ class ImageInput:
         )
 
     def feed(self, items: list[str] | list[Path] | list[bytes]) -> dict[str, Any]:
-        """The input's value by its name. Raises UnusableItemsError for what is no image."""
+        """Decode images into the value of the input, by its name.
+
+        Raises:
+            UnusableItemsError: An item is no image.
+        """
         try:
             pixels: Any = np.stack([_pixels(item, self._frame) for item in items])
         except InvalidInputError as error:
@@ -83,7 +95,14 @@ class ImageInput:
         return {self._name: pixels}
 
     def _framed(self, fixed: tuple[Any, ...]) -> Frame:
-        """`fixed`: height and width in the graph, which may leave them open."""
+        """Return how to crop and resize images.
+
+        Args:
+            fixed: Height and width in the graph; names in place of numbers leave them open.
+
+        Raises:
+            InvalidInputError: The size is unknown, or contradicts the declaration.
+        """
         declared, beside = self._declared, self._path.with_suffix(".json").name
         said = (declared.size, declared.size) if isinstance(declared.size, int) else declared.size
         if not all(isinstance(side, int) for side in fixed):
@@ -119,9 +138,17 @@ def _pixels(item: str | Path | bytes, frame: Frame) -> Any:
 
 
 class OnnxModel:
-    """A session on the file; what reads texts has an input `input_ids`, all others read images.
-    `queries`: its texts are those that ask. `pixels`: of a Declaration, in place of what the files
-    beside it say."""
+    """A model in an ONNX file. A graph with an input `input_ids` reads texts, another one images.
+
+    Args:
+        path: The file.
+        queries: Whether the texts are queries.
+        pixels: Fields of a `Declaration` that replace those in the folder.
+
+    Raises:
+        NotFoundError: There is no such file.
+        InvalidInputError: The file is no ONNX, or its declaration does not fit it.
+    """
 
     def __init__(
         self, path: Path, *, queries: bool = False, pixels: Mapping[str, object] | None = None
@@ -150,7 +177,7 @@ class OnnxModel:
 
     @property
     def declared(self) -> dict[str, object]:
-        """What its fingerprint covers beside the files."""
+        """The declaration, which the fingerprint covers in addition to the files."""
         return self._declared.model_dump()
 
     @property
@@ -182,7 +209,7 @@ class OnnxModel:
         if self.kind == "text":
             if given:
                 raise InvalidInputError(
-                    f"{self._path}: reads texts; {', '.join(given)} is of images"
+                    f"{self._path}: reads texts; {', '.join(given)} only applies to images"
                 )
             outputs = [one.name for one in self._session.get_outputs()]
             return read_declaration(self._path, outputs), None

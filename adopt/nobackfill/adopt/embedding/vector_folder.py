@@ -1,7 +1,7 @@
-"""Items that can be embedded, and the folder of Parquet files that `nobackfill embed` writes.
+"""Read items, and write the folder of Parquet files of `nobackfill embed`.
 
-A run that is interrupted, or an endpoint that gives up, leaves whole files of what was finished;
-the next run embeds the rest. Each vector has a digest of the content that it was made of.
+A run that is interrupted leaves complete files of the batches that it finished; the next run embeds
+the other items. Each vector has a digest of the content that it was computed from.
 """
 
 import hashlib
@@ -39,8 +39,14 @@ CONTENT = "content"
 
 @dataclass(frozen=True)
 class ItemList:
-    """Ids, each once, and texts or paths in the same order; how many other files a folder of images
-    has, hidden ones among them."""
+    """Items to embed.
+
+    Attributes:
+        kind: Image or text.
+        ids: Unique ids.
+        values: Texts or paths, in the order of `ids`.
+        others: Number of files in a folder of images that are no images, with hidden ones.
+    """
 
     kind: Kind
     ids: list[str]
@@ -56,11 +62,18 @@ def read_items(
     vector: str | None = None,
     only: Collection[str] | None = None,
 ) -> ItemList:
-    """What is to be embedded; `only`: ids that are wanted.
+    """Read the items to embed.
 
-    A folder with images: ids are paths below it; what is_clutter names is left out. FILE.jsonl:
-    objects with `id` (or `key`) and `column`. Else a source of vectors or of texts with that
-    column. Raises NotFoundError, InvalidInputError.
+    Args:
+        address: A folder with images, whose ids are paths in it (files that `is_clutter` names are
+            left out); FILE.jsonl, with an object a line; or a source, as `open_source` opens it.
+        column: Column or field with the texts.
+        key: Column or field with the ids; None for `id`, or the source's key.
+        only: The ids to keep; None for all.
+
+    Raises:
+        NotFoundError: There is nothing to embed.
+        InvalidInputError: An id occurs twice, or a text is no valid Unicode.
     """
     path = Path(address)
     if path.suffix == ".jsonl":
@@ -127,7 +140,7 @@ def content_digest(value: str | Path) -> str:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether no half of a character stands alone: JSON's escapes and names of files allow it."""
+    """Return whether a text has no lone surrogate, which JSON's escapes and file names allow."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -137,7 +150,7 @@ def _is_unicode(text: str) -> bool:
 
 # Items of a file.
 PART = 500
-# Where not one of so many is taken, the items are not at fault.
+# If none of so many items can be embedded, the items are not the cause.
 _HOPELESS = 1000
 
 
@@ -150,11 +163,24 @@ def embed_into(
     progress: Callable[[int], None] | None = None,
     refuse: Callable[[str, str], None] | None = None,
 ) -> int:
-    """Embed what is not yet in `folder`; how many that were.
+    """Embed the items that are not yet in a folder. Finished batches stay after any error.
 
-    Items that the model does not take are left out: `refuse` is told each id and why. Raises
-    IncompatibleSpaceError where the folder holds another model's vectors, and what the embedder
-    raises that is no item's fault; what was finished before stays.
+    Args:
+        folder: The folder of Parquet files; it is created if it does not exist.
+        items: The items.
+        embedder: The model.
+        batch: Items that the model gets at a time.
+        progress: Called with the number of items tried so far.
+        refuse: Called with the id and the reason of each item that the model cannot embed; such an
+            item is left out.
+
+    Returns:
+        The number of items embedded by this run.
+
+    Raises:
+        IncompatibleSpaceError: The folder holds another model's vectors.
+        InvalidInputError: The model reads another kind of item, or embeds none of the first 1,000.
+        UnavailableError, BusyError: As `Embedder.embed`.
     """
     if embedder.kind not in (None, items.kind):
         raise InvalidInputError(f"this model reads {embedder.kind}s, the items are {items.kind}s")
@@ -179,7 +205,7 @@ def embed_into(
                 if progress is not None:
                     progress(run.tried)
         finally:
-            # Also of what is interrupted: it may have been paid for.
+            # Also after an interrupt: the batches may have cost money.
             if ids:
                 seconds = (time.perf_counter() - started) / len(ids)
                 file = folder / f"part-{files:05d}.parquet"
@@ -189,7 +215,7 @@ def embed_into(
 
 
 def _digest_or_empty(value: str | Path) -> str:
-    """The content's digest; empty for a file that cannot be read, which the model will refuse."""
+    """Return the content's digest; "" for a file that cannot be read, which the model refuses."""
     try:
         return content_digest(value)
     except InvalidInputError:
@@ -197,7 +223,7 @@ def _digest_or_empty(value: str | Path) -> str:
 
 
 class EmbeddingRun:
-    """Batches of one run: an item that the model does not take is looked for in halves."""
+    """Embeds items in batches, and halves a batch that fails until it finds the failing items."""
 
     def __init__(
         self, items: ItemList, embedder: Embedder, batch: int,
@@ -274,7 +300,11 @@ def _write(
 
 
 def _done(folder: Path, embedder: Embedder) -> tuple[set[str], int]:
-    """Ids that are there, and the number of the next file."""
+    """Return the ids in the folder and the number of its next file.
+
+    Raises:
+        IncompatibleSpaceError: The folder holds another model's vectors, or texts of another role.
+    """
     files = sorted(folder.glob("part-*.parquet"))
     if not files:
         return set(), 0

@@ -1,5 +1,8 @@
-"""A table of PostgreSQL with pgvector. New vectors go into a new column of the same rows, so a
-deleted row takes its vector along; a trigger empties it where the old vector changes."""
+"""Read a table of PostgreSQL with pgvector, and add new vectors to it.
+
+New vectors go into a new column of the same rows, or into a table of their own. Triggers clear a
+new vector when its old vector changes.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -31,8 +34,8 @@ with extra("adopt"):
         MOST_NAME,
         PgvectorBeside,
         PgvectorTable,
-        before,
         column_obstacles,
+        name_before,
         table_obstacles,
     )
     from nobackfill.adopt.sources.postgres_dependents import column_properties, moves
@@ -41,9 +44,9 @@ with extra("adopt"):
 _SIGNS: Mapping[SearchMetric, LiteralString] = {
     "cosine": "<=>", "squared_l2": "<->", "inner_product": "<#>", "l1": "<+>",
 }  # fmt: skip
-# When a new vector is emptied. The first two conditions tell what carrying itself writes without
-# reading an old vector. IS DISTINCT FROM would not do: a dump of it does not name the operator's
-# schema, so the triggers of a restored table are missing.
+# The condition that clears a new vector. Its first two parts exclude the UPDATEs of `carry` without
+# reading an old vector. It has no IS DISTINCT FROM: a dump does not name the schema of its
+# operator, so a restored table would lack the triggers.
 _CHANGED: LiteralString = (
     " UPDATE ON {table} FOR EACH ROW WHEN (NEW.{new} IS NOT NULL AND NEW.{new} {same} OLD.{new} "
     "AND ((OLD.{old} IS NULL) <> (NEW.{old} IS NULL) OR NOT OLD.{old} {same} NEW.{old}{content}))"
@@ -52,8 +55,8 @@ _BEFORE: LiteralString = "BEFORE" + _CHANGED
 _AFTER: LiteralString = "AFTER" + _CHANGED
 # A row that an update moves to another partition is inserted there.
 _MOVED: LiteralString = "AFTER INSERT ON {table} FOR EACH ROW WHEN (NEW.{new} IS NOT NULL)"
-# AFTER meets what the owner's own triggers and a generated column make of a row. It writes an empty
-# vector, which fires neither again.
+# The AFTER trigger sees changes by the owner's triggers and by generated columns. It writes NULL,
+# which fires neither trigger again.
 _BODY: LiteralString = """
   IF TG_WHEN = 'BEFORE' THEN
     NEW.{new} := NULL;
@@ -65,7 +68,19 @@ END"""
 
 
 class PgvectorSource:
-    """A table with a key; see Table. `vector`: None for the only column of vectors."""
+    """A table with vectors.
+
+    Args:
+        address: Address of the database (see `SourceTable`).
+        table: Name of the table, with or without its schema.
+        key: Column of the keys; None for the primary key.
+        vector: Column of the old vectors; None for the only one.
+
+    Raises:
+        NotFoundError: There is no such table.
+        UnavailableError: The server does not answer.
+        InvalidInputError: The table has no such key or column.
+    """
 
     def __init__(
         self, address: str, table: str, key: str | None = None, vector: str | None = None
@@ -73,7 +88,7 @@ class PgvectorSource:
         self._table = SourceTable(address, table, key)
         vectors = [name for name in self._table.columns if self._table.kind(name)]
         if vector is None:
-            # What was carried is found when it is named.
+            # New vectors are a choice only by their name.
             vectors = [name for name in vectors if self._table.mark(name) is None]
         if (vector is None and len(vectors) != 1) or (vector is not None and vector not in vectors):
             others = {name: kind for name, kind in self._table.columns.items() if _other(kind)}
@@ -97,13 +112,16 @@ class PgvectorSource:
     def facts(self) -> Facts:
         table, vector = self._table, self.vector
         others = tuple(name for name in table.columns if name not in (table.key, vector))
-        model = table.said(vector).get("model")
+        model = table.comment_facts(vector).get("model")
         return Facts(f"{table.name}.{vector}", table.dim(vector), self.metric, model, others)
 
     @cached_property
     def metric(self) -> SearchMetric | None:
-        """Of the old column's indexes; a search has no time to ask for it. Raises InvalidInputError
-        where they are of several."""
+        """The metric of the old column's indexes; None without an index. It is read once.
+
+        Raises:
+            InvalidInputError: The indexes are of several metrics.
+        """
         metrics = {METRICS[name] for name, _ in self._table.indexes(self.vector) if name in METRICS}
         if len(metrics) > 1:
             raise InvalidInputError(
@@ -114,7 +132,7 @@ class PgvectorSource:
 
     @cached_property
     def halves(self) -> bool:
-        """Whether the old column, or an index of it, holds halves."""
+        """Whether the old column, or an index of it, has the type halfvec."""
         classes = [name for name, _ in self._table.indexes(self.vector)]
         return self._table.kind(self.vector) == "halfvec" or any(
             name.startswith("halfvec") for name in classes
@@ -133,10 +151,10 @@ class PgvectorSource:
         while True:
             last = self._table.one(
                 "SELECT {key} FROM {table} t WHERE {above} ORDER BY {key} OFFSET {skipped} LIMIT 1",
-                above=self._table.within(Window(after), "t"),
+                above=self._table.window_condition(Window(after), "t"),
                 skipped=rows - 1,
             )
-            # The last window is open: it holds what comes while the others are carried.
+            # The last window is open: it includes rows that are inserted meanwhile.
             yield Window(after, last)
             if last is None:
                 return
@@ -152,12 +170,13 @@ class PgvectorSource:
             "SELECT {key}::text, {name}::text FROM {table} t WHERE {name} IS NOT NULL AND {within} "
             "ORDER BY t.{key}",
             name=sql.Identifier(name),
-            within=self._table.within(window, "t"),
+            within=self._table.window_condition(window, "t"),
         )
         return ColumnValues([key for key, _ in found], [value for _, value in found])
 
     def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
-        """By an index where there is one, told to look at no fewer than `count` candidates."""
+        """Search the items nearest to a vector, by an HNSW index with `count` candidates if there
+        is one. See `Searchable.nearest`."""
         column, of = beside or self.vector, None
         if column.startswith(pgvector_beside.PREFIX):
             of = pgvector_beside.table_names(self._table, self.vector, column)["beside"]
@@ -181,7 +200,7 @@ class PgvectorSource:
         return [name for (name,) in found]
 
     def _searched(self, column: str, of: sql.Identifier | None) -> tuple[str, sql.Composable]:
-        """The type that a column is searched by, and the expression that an index is on."""
+        """Return the type and the expression by which an index searches a column."""
         place = column if of is None else of.as_string()
         if place not in self._expressions:
             metric = self.metric or "cosine"
@@ -191,7 +210,7 @@ class PgvectorSource:
             kind, expression = self._table.kind(self.vector), sql.Identifier(column).as_string()
             if found:
                 kind, expression = found[0][0].partition("_")[0], found[0][1]
-            # A name or an expression of the catalogue's.
+            # The catalogue wrote the expression, so it is safe in a statement.
             self._expressions[place] = kind, sql.SQL(expression)
         return self._expressions[place]
 
@@ -241,7 +260,10 @@ class PgvectorSource:
     def _flipped(self, target: Target) -> bool:
         """Tell whether a flip gave the target's name to vectors of its map."""
         name = target.name
-        return self.vector == before(name) and self._table.said(name).get("carried") == target.mark
+        return (
+            self.vector == name_before(name)
+            and self._table.comment_facts(name).get("carried") == target.mark
+        )
 
     def beside(self, target: Target) -> Beside:
         self._table.every_row_is_seen()
@@ -259,9 +281,9 @@ class PgvectorSource:
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
             found = self._table.triggers(self._names(target.name)["function"]).digest
-            # Also one that somebody else has made since the table was looked at.
+            # Also a column that was added since the table was opened.
             there = made is not None or target.name in self._table.columns
-            # After a flip, rows are filled that have no new vector.
+            # After a flip, carry fills the rows without a new vector.
             flipped = self._flipped(target)
             if there and made != target.mark and not flipped:
                 raise AlreadyExistsError(
@@ -286,12 +308,21 @@ class PgvectorSource:
         return place
 
     def _check_watched(
-        self, changes: Changes, target: Target, found: str | None, digest: str | None, there: bool
+        self,
+        changes: Changes,
+        target: Target,
+        digest_before: str | None,
+        digest: str | None,
+        existed: bool,
     ) -> None:
-        """Note the digest of the triggers. Raise AlreadyExistsError where it differs from what was
-        noted: no map can tell which of the native vectors are stale then."""
-        noted = self._table.said(target.name).get("triggers")
-        if there and noted != found and self.filled(target.name):
+        """Record the digest of the triggers in the comment of the new column.
+
+        Raises:
+            AlreadyExistsError: Another digest was recorded, so that some native vectors may be
+                stale. No map can find them.
+        """
+        noted = self._table.comment_facts(target.name).get("triggers")
+        if existed and noted != digest_before and self.filled(target.name):
             raise AlreadyExistsError(
                 f"{self._table.name}: column {target.name!r} may hold stale vectors: its triggers "
                 "were dropped, disabled or made again since they were written; remove it with "
@@ -315,7 +346,7 @@ class PgvectorSource:
         triggers = {f"{name}_changed": _AFTER}
         watched = filter(None, (self.vector, target.content))
         if not any(table.generated(column) for column in watched):
-            # Most changes are met before the row is written, which is then written once.
+            # The BEFORE trigger handles most changes, so that a row is written once.
             triggers[name] = _BEFORE
         if table.partitioned:
             triggers[f"{name}_moved"] = _MOVED
@@ -337,7 +368,7 @@ class PgvectorSource:
 
     def name_model(self, model: str) -> None:
         """See Reversible."""
-        said = self._table.said(self.vector) | {"model": model}
+        said = self._table.comment_facts(self.vector) | {"model": model}
         with self._table.changing() as changes:
             changes.run(
                 "COMMENT ON COLUMN {table}.{old} IS {said}",
@@ -351,14 +382,14 @@ class PgvectorSource:
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """See Reversible."""
-        kept = before(self.vector) in self._table.columns
-        if self._table.said(self.vector).get("carried") != mark:
+        kept = name_before(self.vector) in self._table.columns
+        if self._table.comment_facts(self.vector).get("carried") != mark:
             return "unknown" if kept else "old"
         return "flipped" if kept else "finished"
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         """See Reversible."""
-        table, old = self._table, before(self.vector)
+        table, old = self._table, name_before(self.vector)
         names = self._names(old) | {"name": sql.Identifier(to)}
         if old not in table.columns:
             raise NotFoundError(f"{table.name}: no column {old!r}: nothing was flipped")
@@ -417,7 +448,7 @@ class PgvectorSource:
 
     def drop_old(self) -> None:
         """See Reversible."""
-        old = before(self.vector)
+        old = name_before(self.vector)
         if old not in self._table.columns:
             raise NotFoundError(f"{self._table.name}: no column {old!r}: nothing was flipped")
         with self._table.changing() as changes:
@@ -426,8 +457,8 @@ class PgvectorSource:
             changes.run("ALTER TABLE {table} DROP COLUMN {new}", **names)
 
     def _names(self, new: str) -> dict[str, sql.Identifier]:
-        """Quoted: both columns, their type, and the trigger function, which is beside the table:
-        its owner may make things there."""
+        """Return quoted names: both columns, their type, and the trigger function. The function is
+        in the schema of the table, where the table's owner may create objects."""
         return {
             "old": sql.Identifier(self.vector),
             "new": sql.Identifier(new),
@@ -449,7 +480,16 @@ class PgvectorSource:
         )
 
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
-        """Rows of a window by key that have a vector in `column`, and none in `missing`."""
+        """Read the rows of a window that have a vector in `column` and none in `missing`.
+
+        Args:
+            column: Column of vectors.
+            window: A range of keys.
+            missing: A column that must be NULL; None for all rows.
+
+        Raises:
+            InvalidInputError: The vectors have several dimensions.
+        """
         found = self._table.copied(
             "SELECT t.{key}::text, {column}::{vector}, t.ctid, t.xmin, t.tableoid "
             "FROM {table} t WHERE {column} IS NOT NULL AND {condition} AND {within} "
@@ -458,11 +498,11 @@ class PgvectorSource:
             condition=sql.SQL("true")
             if missing is None
             else sql.SQL("{} IS NULL").format(sql.Identifier(missing)),
-            within=self._table.within(window, "t"),
+            within=self._table.window_condition(window, "t"),
         )
         return parsed(found, self._table.name)
 
 
 def _other(kind: str) -> bool:
-    """Whether it is a type of vectors that are not carried."""
+    """Return whether a type of pgvector cannot be migrated."""
     return kind.rpartition(".")[2].startswith(("bit", "sparsevec"))

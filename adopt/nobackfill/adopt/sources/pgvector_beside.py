@@ -1,4 +1,4 @@
-"""The two places for new vectors in PostgreSQL: a column of the same rows, or a table of their own.
+"""Write new vectors to PostgreSQL, in a column of the same rows or in a table of their own.
 
 A table of their own leaves the rows of the old one as they are, whatever indexes it has. A writer
 to a key of the old table leaves an empty vector for that key in the new one, by a trigger. The
@@ -16,7 +16,13 @@ from typing import LiteralString, Protocol
 
 import numpy as np
 
-from nobackfill.adopt.sources.postgres_rows import Packable, packed, parsed, products_of, written
+from nobackfill.adopt.sources.postgres_rows import (
+    Packable,
+    packed,
+    parsed,
+    products_of,
+    update_passes,
+)
 from nobackfill.adopt.sources.source import Rows, SearchMetric, Target, Window
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -253,14 +259,14 @@ def _make(
     mark: dict[str, str],
 ) -> None:
     dim = sql.SQL(str(int(target.dim)))
-    # No foreign key leads from a table that is logged to one that is not.
+    # A logged table cannot have a foreign key to an unlogged one.
     kind = sql.SQL("UNLOGGED TABLE" if table.unlogged else "TABLE")
-    # As a query's, the key's column has the type and the collation of the old one.
+    # A query gives the column of the key the type and the collation of the old one.
     query: LiteralString = "CREATE {kind} {beside} AS SELECT {key} FROM {table} WITH NO DATA"
     changes.run(query, kind=kind, **names)
     changes.run("ALTER TABLE {beside} ADD PRIMARY KEY ({key})", **names)
     changes.run("ALTER TABLE {beside} ADD COLUMN {old} {type}({dim})", dim=dim, **names)
-    # All but what is emptied later is passed over.
+    # A partial index: lets `carry` find cleared vectors without reading the others.
     changes.run("CREATE INDEX {empty_name} ON {beside} ({key}) WHERE {old} IS NULL", **names)
     mark_and_model = note(model=target.model, **mark)
     changes.run("COMMENT ON TABLE {beside} IS {mark}", mark=mark_and_model, **names)
@@ -334,18 +340,18 @@ def table_names(table: SourceTable, vector: str, name: str, schema: str | None =
 
 # pgvector's own bound for its HNSW index on `vector`; halfvec reaches twice as far.
 _INDEXED_DIM = 2000
-# As many rows are found by their keys, one by one.
+# Up to this many rows are found by their keys, more by a range of keys.
 _FEW = 1000
-# As long as carrying waits while it holds rows that others may wait for: a second after they began,
-# PostgreSQL would look for a deadlock, and end one of both.
+# How long `carry` waits for a lock while it holds rows for which others may wait. After a second of
+# waiting, PostgreSQL looks for deadlocks and ends one of both transactions.
 WAIT = "50ms"
-# Then it lets go for so many seconds, and what is pending is the next sweep's.
+# The pause in seconds before the next sweep, after such a wait in vain.
 LET_GO = 0.5
-# How to flip where others write.
+# The step before the printed flip.
 HOW: LiteralString = (
     "in the same moment either `carry` with --flip, or let nobody write, carry once more, and run:"
 )
-# By its operator classes; a table's own sparse or binary ones are of other columns.
+# The metric of each operator class, without those of sparse and binary vectors.
 _NAMES: Mapping[str, SearchMetric] = {
     "cosine": "cosine", "l2": "squared_l2", "ip": "inner_product", "l1": "l1",
 }  # fmt: skip
@@ -356,7 +362,7 @@ METRICS: Mapping[str, SearchMetric] = {
 }
 
 
-# A row that is still as it was read, after what should have written it.
+# A row that an UPDATE should have changed, and that is still as it was read.
 _AS_READ: LiteralString = (
     "SELECT FROM {table} t JOIN nobackfill_pass p ON t.ctid = p.place AND t.xmin = p.writer "
     "AND t.tableoid = p.relation LIMIT 1"
@@ -364,7 +370,7 @@ _AS_READ: LiteralString = (
 
 
 class Columns(Protocol):
-    """The source whose old column it is."""
+    """The source of the old vectors."""
 
     vector: str
 
@@ -382,14 +388,14 @@ class Columns(Protocol):
 
 
 class PgvectorBeside:
-    """See Flippable; `names`: both columns and the trigger function, quoted."""
+    """New vectors in a column of the same rows."""
 
     put_by_writers = False
 
     @property
     def at_once(self) -> int:
-        """Two transactions side by side keep each other's dead rows, and an index of vectors costs
-        more than the second one brings."""
+        """One thread if an index has the old vectors: two transactions keep each other's dead rows,
+        and updating the index costs more than the second thread gains. Else two."""
         return 1 if self._table.indexes(self._source.vector) else 2
 
     def __init__(
@@ -409,17 +415,17 @@ class PgvectorBeside:
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Into rows that nobody has written since they were read. In passes: see PASSES."""
+        """Write new vectors to rows that did not change since they were read, in PASSES passes."""
         try:
-            self._write(rows, written(rows.seen, vectors))
+            self._write(rows, update_passes(rows.seen, vectors))
         except BusyError:
-            # A transaction is open that wrote to one of them: the rest stays pending.
+            # An open transaction wrote to one of the rows: the other rows stay pending.
             time.sleep(LET_GO)
 
     def _write(self, rows: Rows, passes: Iterator[bytes]) -> None:
         ids, kind = rows.ids, sql.SQL(self._table.key_type)
-        # The window again, for nothing is known of how full the other table is. A few rows may lie
-        # anywhere in it.
+        # The temporary table has no statistics, so the key's range leads the planner to the key's
+        # index. A few rows may lie anywhere in the range.
         which = self._table.composed(
             "t.{key} = ANY({ids}::{kind}[])"
             if len(ids) <= _FEW
@@ -431,14 +437,14 @@ class PgvectorBeside:
         )
         with self._table.connected() as changes:
             for rows_of_pass in passes:
-                # All of a transaction: behind a pooler the next one may have another session.
+                # All in one transaction: behind a pooler, the next one may have another session.
                 with changes.transaction(WAIT):
                     changes.run(
                         "CREATE TEMPORARY TABLE nobackfill_pass "
                         "(place tid, writer xid, relation oid, new {vector})"
                     )
                     changes.copy(sql.Identifier("nobackfill_pass"), rows_of_pass)
-                    # Through the key's index, which clears pages of what is dead as it goes.
+                    # The key's index is faster: a scan of it removes dead rows from their pages.
                     changes.run("SET LOCAL enable_tidscan = off")
                     done = changes.run(
                         "UPDATE {table} t SET {new} = p.new FROM nobackfill_pass p "
@@ -465,7 +471,7 @@ class PgvectorBeside:
                 "SELECT t.{key}::text, t.{new} {product} {probe}::{vector} FROM {table} t "
                 "WHERE t.{new} IS NOT NULL AND {within} ORDER BY t.{key}",
                 probe=str(probe.tolist()),
-                within=self._table.within(window, "t"),
+                within=self._table.window_condition(window, "t"),
                 **self._names,
             )
         )
@@ -482,8 +488,8 @@ class PgvectorBeside:
             yield
 
     def drop_unfinished_indexes(self) -> None:
-        """Drop what a killed build has left, unless others hold the table: carrying is slower
-        with it, and a flip drops it."""
+        """Drop INVALID indexes of a killed build, which slow down each write. If others hold the
+        table, they stay until the flip."""
         if not self.flipped:
             with suppress(BusyError):
                 drop_unfinished_indexes(self._table, *self._place, self._indexes())
@@ -499,8 +505,8 @@ class PgvectorBeside:
         )
 
     def _watch_old(self, changes: Changes) -> None:
-        """After the flip: empty an old vector whose new one changes."""
-        old = replace(self._target, name=before(self._source.vector), content=None)
+        """Make triggers that clear an old vector whose new one changes after the flip."""
+        old = replace(self._target, name=name_before(self._source.vector), content=None)
         self._source.watch(changes, old)
 
     def left(self) -> list[str]:
@@ -523,8 +529,11 @@ class PgvectorBeside:
         return self._table.dim(self._source.vector), self._target.dim
 
     def _indexes(self) -> list[str]:
-        """As the old column has them; one where it has none, or where they are none of longer
-        vectors."""
+        """Return statements that build the indexes of the new column.
+
+        They are those of the old column. One HNSW index takes their place if the old column has
+        none, or if pgvector has no index of such long vectors.
+        """
         old, new, found = self._source.vector, self._target.name, list[str]()
         if self._target.dim <= _INDEXED_DIM or self._source.halves:
             found = index_definitions(self._table, old, new, self._dims)
@@ -532,9 +541,9 @@ class PgvectorBeside:
         return found or [self._table.index_on() + index]
 
     def _flip(self) -> list[str]:
-        """Statements of one transaction."""
+        """Return the statements of the flip, for one transaction."""
         text, names = self._table.text, self._names
-        kept = sql.Identifier(before(self._source.vector))
+        kept = sql.Identifier(name_before(self._source.vector))
         old, here = self._source.vector, text("{here}")
         moved = moves(self._table, old, self._dims)
         return [
@@ -548,8 +557,8 @@ class PgvectorBeside:
                 **names,
             ),
             text("DROP FUNCTION {function}() CASCADE", **names),
-            # From now on it is the source's own: the next model's map reads it. By this map, rows
-            # are filled that have no new vector.
+            # From now on these are the source's vectors, which the next map reads. This map fills
+            # the rows without one.
             one_line(
                 text(
                     "COMMENT ON COLUMN {table}.{new} IS {said}",
@@ -577,7 +586,7 @@ class PgvectorBeside:
                 "AND starts_with(proname, 'nobackfill_')))",
                 "something new depends on the old vectors: run nobackfill carry again",
                 relation=here,
-                kept=before(old),
+                kept=name_before(old),
             ),
             *cluster_mark(self._table, old, self._dims),
         ]
@@ -589,10 +598,10 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
     The new column need not exist yet: a carry with --flip looks before it writes the first row.
     """
     obstacles = table.obstacles(column)
-    if table.has_column(before(column)):
+    if table.has_column(name_before(column)):
         obstacles.append(
-            f"a flip would name the old vectors {before(column)!r}, as another column of the table "
-            "is named; rename that column, or drop it if an earlier flip left it and nothing "
+            f"a flip would name the old vectors {name_before(column)!r}, as another column of the "
+            "table is named; rename that column, or drop it if an earlier flip left it and nothing "
             "reads it"
         )
     if indexes := row_indexes(table):
@@ -627,7 +636,7 @@ def refuse_flip(table: SourceTable, obstacles: list[str]) -> None:
         raise InvalidInputError(f"{table.name}: cannot flip: {'; '.join(obstacles)}")
 
 
-def before(column: str) -> str:
+def name_before(column: str) -> str:
     """Return the name of the old vectors after a flip: COLUMN_before, in at most 63 bytes."""
     end = b"_before"
     start = column.encode("utf-8", "surrogateescape")[: MOST_NAME - len(end)]
@@ -635,7 +644,7 @@ def before(column: str) -> str:
 
 
 def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names: object) -> str:
-    """A statement that ends a transaction by a sentence where a condition holds."""
+    """Return a statement that fails with a sentence if a condition holds."""
     body = table.text(
         "BEGIN IF " + hindrance + " THEN RAISE EXCEPTION USING MESSAGE = {sentence}; END IF; END",
         sentence=f"{table.name}: {sentence}",
@@ -696,16 +705,15 @@ def index_of(table: SourceTable, source: Columns, column: sql.Identifier, dim: i
     return names["index"].as_string()
 
 
-# A row's place (tid) and its writer (xid), in binary; that of one that is not here.
+# Bytes of a row's place (tid) and its writer (xid), and their value for a missing row.
 _SEEN = 10
 _NOWHERE = bytes(_SEEN)
 
 
 class PgvectorTable:
-    """See Flippable. A table with the key and the column of vectors, both called as in the old
-    one."""
+    """New vectors in a table of their own, whose columns have the names of the old table's."""
 
-    # No index of the old table's learns of it.
+    # A write changes no index of the old table.
     at_once = 2
     put_by_writers = False
 
@@ -721,8 +729,8 @@ class PgvectorTable:
         self._source, self._table, self._target = source, table, target
         self.flipped, self._triggers = triggers is None, triggers
         self._names = names
-        # Windows that were written whole: what has come since was emptied first. And, of each
-        # thread, the one that it has read last.
+        # Windows that this run wrote completely, in which only cleared vectors can be pending; and
+        # the last window that each thread read.
         self._whole: set[str] = set()
         self._own = threading.local()
 
@@ -730,12 +738,13 @@ class PgvectorTable:
         self._own.window = repr(window)
         whole = self._own.window in self._whole
         if not whole and not self._any(window):
-            # Looked for before the vectors are read: what is emptied after that is met by writing.
+            # The table was searched before the old vectors are read. Rows that are cleared after
+            # that fail in `write`.
             rows = parsed(
                 self._table.copied(
                     "SELECT t.{key}::text, t.{old}::{vector}, t.{key} FROM {table} t "
                     "WHERE t.{old} IS NOT NULL AND {within} ORDER BY t.{key}",
-                    within=self._table.within(window, "t"),
+                    within=self._table.window_condition(window, "t"),
                     **self._names,
                 ),
                 self._table.name,
@@ -747,18 +756,18 @@ class PgvectorTable:
             "(SELECT {key} AS key, ctid AS place, xmin AS writer, {old} IS NULL AS empty "
             "FROM {beside} b WHERE {which} AND {within_beside}) b ON b.key = t.{key} "
             "WHERE t.{old} IS NOT NULL AND b.empty IS NOT FALSE AND {within} ORDER BY t.{key}",
-            # Of a window that was carried, only what has been emptied since.
+            # In a window that was written completely, only cleared vectors.
             join=sql.SQL("INNER" if whole else "LEFT"),
             which=sql.SQL("{} IS NULL" if whole else "true").format(self._names["old"]),
-            within=self._table.within(window, "t"),
-            within_beside=self._table.within(window, "b"),
+            within=self._table.window_condition(window, "t"),
+            within_beside=self._table.window_condition(window, "b"),
             **self._names,
         )
         return parsed(found, self._table.name)
 
     def _any(self, window: Window) -> bool:
         query = "SELECT EXISTS (SELECT FROM {beside} b WHERE {within})"
-        within = self._table.within(window, "b")
+        within = self._table.window_condition(window, "b")
         return bool(self._table.one(query, within=within, **self._names))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -771,13 +780,13 @@ class PgvectorTable:
             if not (absent and self._filled(keys, vectors)):
                 self._fill_some(keys, places, vectors)
         except BusyError:
-            # A transaction is open that wrote to one of them: all stay pending.
+            # An open transaction wrote to one of the rows: all stay pending.
             time.sleep(LET_GO)
             return
         self._whole.add(self._own.window)
 
     def _filled(self, keys: list[bytes], vectors: Packable) -> bool:
-        """At once, unless somebody has written to one of the keys since they were read."""
+        """Insert all rows by COPY. Returns False if somebody wrote to one of the keys meanwhile."""
         with self._table.connected() as changes:
             try:
                 with changes.transaction(WAIT):
@@ -787,7 +796,7 @@ class PgvectorTable:
         return True
 
     def _fill_some(self, keys: list[bytes], places: list[bytes], vectors: Packable) -> None:
-        """Those that nobody has written to since."""
+        """Insert or update the rows that did not change since they were read."""
         seen = [place[:6] for place in places], [place[6:] for place in places]
         with self._table.connected() as changes, changes.transaction(WAIT):
             changes.run(
@@ -811,7 +820,7 @@ class PgvectorTable:
         found = self._table.copied(
             "SELECT b.{key}::text, b.{old}::{vector} FROM {beside} b "
             "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
-            within=self._table.within(window, "b"),
+            within=self._table.window_condition(window, "b"),
             **self._names,
         )
         return parsed(found, self._table.name)
@@ -822,7 +831,7 @@ class PgvectorTable:
                 "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {beside} b "
                 "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
                 probe=str(probe.tolist()),
-                within=self._table.within(window, "b"),
+                within=self._table.window_condition(window, "b"),
                 **self._names,
             )
         )
@@ -839,7 +848,8 @@ class PgvectorTable:
             yield
 
     def drop_unfinished_indexes(self) -> None:
-        """Drop what a killed build has left, unless others hold the table."""
+        """Drop INVALID indexes of a killed build. If others hold the table, they stay until the
+        flip."""
         if not self.flipped:
             with suppress(BusyError):
                 drop_unfinished_indexes(self._table, *self._place, [self._index()])
@@ -859,7 +869,7 @@ class PgvectorTable:
         if obstacles := table_obstacles(self._table):
             return [*missing, *obstacles]
         with self._table.connected() as changes:
-            # Of rows that went without a word to the trigger, as with a partition.
+            # Vectors of rows that were removed without a trigger, as with a partition.
             changes.run(
                 "DELETE FROM {beside} b WHERE {old} IS NOT NULL "
                 "AND NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
@@ -891,10 +901,10 @@ class PgvectorTable:
         )
 
     def _flip(self) -> list[str]:
-        """Statements of one transaction."""
+        """Return the statements of the flip, for one transaction."""
         text, names = self._table.text, self._names
         beside, here = names["beside"].as_string(), text("{here}")
-        # By this map, rows are filled that have no new vector.
+        # After the flip, this map fills the rows without a new vector.
         said = {"carried": self._target.mark, "of": names["function"].as_string()}
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
@@ -925,7 +935,7 @@ class PgvectorTable:
                 said=note(model=self._target.model, **said),
                 **names,
             ),
-            # Up to here it was its owner's alone.
+            # Only its owner could read the table before.
             *owner(self._table, beside),
             *self._security()[0],
             *grants(self._table, here, beside, (self._table.key, self._source.vector)),

@@ -1,4 +1,4 @@
-"""Objects that depend on a table of PostgreSQL: statements that give the same to another table.
+"""Write statements that give new vectors the properties, rights and dependents of the old ones.
 
 Statements are on one line each, with schemas, so that a person may run them by any search path.
 """
@@ -27,8 +27,15 @@ _LINES = re.compile(r"\bE?'(?:[^']|'')*'|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\s*\
 def grants(
     table: SourceTable, relation: str, to: str, columns: Sequence[str] | None, *, whole: bool = True
 ) -> list[str]:
-    """GRANTs of what other roles than its owner have on a relation, for one that has `columns`, too
-    (None: all of them). `whole`: not on columns alone."""
+    """Write GRANTs that repeat the rights on a relation for another relation.
+
+    Args:
+        table: The source, whose connection is used.
+        relation: The relation with the rights; the rights of its owner are left out.
+        to: The relation that gets them.
+        columns: The columns whose rights to include; None for all.
+        whole: Whether to include rights on the whole relation.
+    """
     found = table.described(
         "SELECT format('GRANT %s ON %s TO %s%s', string_agg(what, ', ' ORDER BY what), {to}, "
         "CASE grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(grantee)) END, "
@@ -51,8 +58,17 @@ def grants(
 def security(
     table: SourceTable, other: sql.Identifier, columns: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """Statements that give a table with the same key the rows' security of this one, and sentences
-    that name what they cannot give. `columns`: those that both have."""
+    """Write statements that repeat row-level security for another table with the same key.
+
+    Args:
+        table: The table with the policies.
+        other: The other table.
+        columns: Columns that both tables have.
+
+    Returns:
+        The statements, and sentences about the policies that they cannot repeat; both are empty
+        without row-level security.
+    """
     enabled, forced = table.described(
         "SELECT relrowsecurity, relforcerowsecurity FROM pg_class WHERE oid = {oid}", oid=table.oid
     )[0]
@@ -96,7 +112,7 @@ def security(
 
 
 def owner(table: SourceTable, relation: str) -> list[str]:
-    """A statement that gives a relation to the table's owner, unless it is theirs."""
+    """Write a statement that gives a relation to the table's owner; none if it has it."""
     found = table.described(
         "SELECT format('ALTER TABLE %s OWNER TO %I', {relation}, pg_get_userbyid(t.relowner)) "
         "FROM pg_class t, pg_class o WHERE t.oid = {oid} AND o.oid = {relation}::regclass "
@@ -108,7 +124,7 @@ def owner(table: SourceTable, relation: str) -> list[str]:
 
 
 def one_line(statement: str) -> str:
-    """The same statement without an end of a line."""
+    """Return a statement in one line."""
 
     def flat(found: re.Match[str]) -> str:
         part = found[0]
@@ -165,7 +181,7 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
     others = [name for (name,) in table.described(_OTHER_VECTORS, **parts)]
 
     def clear(create: str | None) -> bool:
-        """Whether each type of the old length in a statement is of the column's vectors."""
+        """Return whether each type of the old dimension in a statement is of the column."""
         return not (create and _resized(create, dims) != create) or not any(
             re.search(rf"\b{re.escape(name)}\b", create) for name in others
         )
@@ -187,8 +203,10 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
 
 
 def dependents(table: SourceTable, column: str) -> list[tuple[int, str]]:
-    """Oids and names of what depends on a column, but for indexes, constraints of NOT NULL, and
-    triggers of ours."""
+    """Return the oids and names of objects that depend on a column.
+
+    Indexes, NOT NULL and the triggers of nobackfill are left out.
+    """
     return table.described(
         "SELECT DISTINCT objid, CASE WHEN rulename = '_RETURN' "
         "THEN pg_describe_object('pg_class'::regclass, ev_class, 0) WHEN g.attgenerated <> '' "
@@ -293,8 +311,11 @@ def row_indexes(table: SourceTable) -> list[str]:
 def index_definitions(
     table: SourceTable, old: str, new: str, dims: tuple[int | None, int]
 ) -> list[str]:
-    """Statements that build for one column the indexes that another one has, options and all. None
-    where an index reads whole rows."""
+    """Write statements that build the indexes of one column for another, with their options.
+
+    Returns:
+        The statements; none if the column has no index, or an index reads whole rows.
+    """
     if row_indexes(table):
         return []
     shape = sql.Identifier("pg_temp", "nobackfill_shape")
@@ -393,7 +414,7 @@ def drop_unfinished_indexes(
 
 
 def _resized(statement: str, dims: tuple[int | None, int]) -> str:
-    """The same of vectors of the new dimension."""
+    """Return a statement with the new dimension in place of the old one in types of vectors."""
     old, new = dims
     return re.sub(rf"\b(vector|halfvec|bit)\({old}\)", rf"\1({new})", statement)
 

@@ -1,4 +1,4 @@
-"""Rows with vectors in the binary form of PostgreSQL's COPY, read and written in one piece."""
+"""Encode and decode rows with vectors in the binary form of PostgreSQL's COPY."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -10,30 +10,37 @@ from nobackfill.adopt.sources.source import Rows
 from nobackfill.errors import InvalidInputError
 from nobackfill.vectors import Vectors
 
-# Rows of a page that are written at a time. What is written elsewhere leaves room on its page, in
-# which the others find place, so that no index learns of them: an eighth pays for the rest.
+# Passes over the rows of a page. The new versions of the first pass go to other pages and leave
+# room, in which the other passes write: those are HOT updates, which change no index.
 PASSES = 8
 
-# Where a row is, who wrote it last, and the table or partition: while these stay, it is as it was.
+# A row's place (tid), its writer (xid), and its table or partition (oid). An equal value means an
+# unchanged row.
 _PARTS = slice(0, 6), slice(6, 10), slice(10, 14)
-# A field of a row: its bytes, None where it is empty.
+# The values of a field in all rows, as bytes; None is NULL.
 Fields = NDArray[np.void] | list[bytes | None]
-# Of a vector, or of a halfvec.
+# Vectors [n, dim] that become `vector` or `halfvec`.
 Packable = NDArray[np.float32] | NDArray[np.float16]
 _COUNT = struct.Struct(">h")
 _LENGTH = struct.Struct(">i")
 
 
 def split(data: bytes) -> list[Fields]:
-    """Every field of all rows in COPY's binary form, without its head and end, field by field."""
+    """Decode rows in COPY's binary form without its header and trailer.
+
+    Returns:
+        For each field, its values in all rows; empty without rows.
+    """
     if not data:
         return []
     return _alike(data) or _one_by_one(data)
 
 
 def _alike(data: bytes) -> list[Fields] | None:
-    """The fields where all rows are laid out as the first one: a fifth of the time of reading them
-    one by one. None for other rows."""
+    """Decode rows whose fields have the same lengths in all rows; None for other rows.
+
+    This takes a fifth of the time of decoding row by row.
+    """
     lengths = [len(value or b"") for (value,) in _one_by_one(data, rows=1)]
     if 0 in lengths:
         return None
@@ -74,7 +81,19 @@ def _listed(column: Fields) -> list[bytes | None]:
 
 
 def vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
-    """float32 [n, dim], none of them empty. Raises InvalidInputError where dims differ."""
+    """Decode a field of vectors, without NULLs.
+
+    Args:
+        column: The field, in the binary form of pgvector's `vector`.
+        ids: Keys of the rows, for the error.
+        where: Name of the table in the error.
+
+    Returns:
+        float32 [n, dim].
+
+    Raises:
+        InvalidInputError: Their dimensions differ.
+    """
     # pgvector's own form: int16 dimension, int16 unused, then big-endian float32.
     if isinstance(column, np.ndarray):
         size = column.dtype.itemsize
@@ -92,8 +111,13 @@ def vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
 
 
 def parsed(data: bytes, where: str) -> Rows:
-    """Rows of the key as text, a vector, and what else was asked for: the bytes of that, one after
-    the other, are what was seen; a field that may be empty comes last. Raises as `vectors`."""
+    """Decode rows of a key as text, a vector, and other fields.
+
+    The other fields of a row, joined, become its `Rows.seen`; one that may be NULL must be last.
+
+    Raises:
+        InvalidInputError: The vectors have several dimensions.
+    """
     if not data:
         return Rows([], np.empty((0, 0), np.float32))
     keys, values, *rest = split(data)
@@ -104,8 +128,11 @@ def parsed(data: bytes, where: str) -> Rows:
 
 
 def products_of(data: bytes) -> tuple[list[str], Vectors]:
-    """Rows of the key as text and what pgvector's <#> gave, which is negative: keys, and inner
-    products float32 [n]."""
+    """Decode rows of a key as text and a result of pgvector's <#>, the negative inner product.
+
+    Returns:
+        The keys, and the inner products, float32 [n].
+    """
     if not data:
         return [], np.empty(0, np.float32)
     keys, values = map(_listed, split(data))
@@ -114,8 +141,12 @@ def products_of(data: bytes) -> tuple[list[str], Vectors]:
 
 
 def packed(*fields: Sequence[bytes] | Packable) -> bytes:
-    """Rows in COPY's binary form, of fields that are not empty; of vectors [n, dim] one a row, of
-    float16 as halfvec."""
+    """Encode rows in COPY's binary form, without its header and trailer.
+
+    Args:
+        fields: For each field, its values in all rows, without NULLs; at least one row. An array
+            [n, dim] becomes one vector a row, or a halfvec if it is float16.
+    """
     values = [_vectors(one) if isinstance(one, np.ndarray) else _values(one) for one in fields]
     if not all(isinstance(one, np.ndarray) for one in values):
         rows = zip(*(one if isinstance(one, list) else one.tolist() for one in values), strict=True)
@@ -132,7 +163,7 @@ def packed(*fields: Sequence[bytes] | Packable) -> bytes:
 
 
 def _values(values: Sequence[bytes]) -> Fields:
-    """As an array where all are of one length, which is not 0."""
+    """Return values as an array if they all have one length above 0, else as a list."""
     lengths = {len(value) for value in values}
     if len(lengths) != 1 or 0 in lengths:
         return list(values)
@@ -146,9 +177,16 @@ def _vectors(vectors: Packable) -> NDArray[np.void]:
     return made.view(f"V{made.dtype.itemsize}")
 
 
-def written(seen: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
-    """For each pass, its rows of what was seen and a vector [n, dim], as (place tid, writer xid,
-    relation oid, new vector)."""
+def update_passes(seen: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
+    """Encode the rows of an UPDATE in passes (see PASSES).
+
+    Args:
+        seen: Place, writer and relation of each row, joined.
+        vectors: Their new vectors, float32 [n, dim].
+
+    Yields:
+        For each pass, rows of (place tid, writer xid, relation oid, new vector).
+    """
     told = [one for one in seen if isinstance(one, bytes)]
     passes = _passes([one[_PARTS[0]] for one in told])
     for number in range(int(passes.max(initial=-1)) + 1):
@@ -158,7 +196,8 @@ def written(seen: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
 
 
 def _passes(places: Sequence[bytes]) -> NDArray[np.int64]:
-    """Which of the rows on its page each is, modulo PASSES."""
+    """Return the pass of each row, int64 [n]: its number among the rows of its page, modulo
+    PASSES."""
     blocks = np.frombuffer(b"".join(places), np.dtype([("block", ">u4"), ("line", ">u2")]))["block"]
     order = np.argsort(blocks, kind="stable")
     ordered = blocks[order]

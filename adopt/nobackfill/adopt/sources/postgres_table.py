@@ -1,4 +1,4 @@
-"""One table of PostgreSQL: connections, one a thread, its columns and its key, and its statements.
+"""A table of PostgreSQL: its connections (one for each thread), columns, key and statements.
 
 Names in statements are quoted; what PostgreSQL refuses becomes one of our errors.
 """
@@ -61,28 +61,34 @@ class ThreadConnections:
         self._lock.release()
 
     @contextmanager
-    def held(self) -> Iterator[Any]:
-        """This thread's. Raises our errors for PostgreSQL's; what is broken is let go."""
+    def lend(self) -> Iterator[Any]:
+        """Lend this thread's connection for the block, and close it if it breaks.
+
+        Raises:
+            NobackfillError: As `translate_errors`.
+        """
         connection = self._lasting()
         try:
-            with refused(self._name):
+            with translate_errors(self._name):
                 yield connection
         except UnavailableError:
             connection.close()
             raise
 
     def read(self, ask: Callable[[Any], T]) -> T:
-        """What `ask` reads by this thread's connection, or by a new one where the server was
-        started again since."""
+        """Return the result of `ask`, called with this thread's connection.
+
+        It is called a second time, with a new connection, if the server was restarted.
+        """
         try:
-            with self.held() as connection:
+            with self.lend() as connection:
                 return ask(connection)
         except UnavailableError:
-            with self.held() as connection:
+            with self.lend() as connection:
                 return ask(connection)
 
     def _lasting(self) -> Any:
-        """A new one ends those of threads that have ended."""
+        """Return this thread's connection. A new one closes those of threads that have ended."""
         thread = threading.current_thread()
         with self._lock:
             kept = self._open.get(thread)
@@ -96,7 +102,7 @@ class ThreadConnections:
 
     def connect(self) -> Any:
         """Return a new connection, which the caller closes. Raises our errors for PostgreSQL's."""
-        with refused(self._name):
+        with translate_errors(self._name):
             return psycopg.connect(
                 self._address,
                 autocommit=True,
@@ -117,7 +123,7 @@ def _end(connections: dict[threading.Thread, Any]) -> None:
     connections.clear()
 
 
-# What PostgreSQL says, by its classes of errors, and what that is to us.
+# The error of this project for each class of PostgreSQL's errors; the first match counts.
 _CLASSES: list[tuple[type[Exception], type[NobackfillError]]] = [
     (states.LockNotAvailable, BusyError),
     (states.DeadlockDetected, BusyError),
@@ -134,8 +140,12 @@ _CLASSES: list[tuple[type[Exception], type[NobackfillError]]] = [
 
 
 @contextmanager
-def refused(name: str) -> Iterator[None]:
-    """Errors of PostgreSQL in the block become ours, with its own first line."""
+def translate_errors(name: str) -> Iterator[None]:
+    """Translate PostgreSQL's errors in the block to errors of this project (see `_CLASSES`).
+
+    The message has the first line of PostgreSQL's own, but no part of an address that libpq cannot
+    parse: it may hold a password.
+    """
     try:
         yield
     except psycopg.Error as error:
@@ -261,7 +271,7 @@ class SourceTable:
         self._known["equals"] = self._equality()
 
     def _unseen_schema(self) -> str | None:
-        """Where pgvector is, if names without a schema do not find it."""
+        """Return the schema of pgvector if it is not on the search path, else None."""
         found = self.one(
             "SELECT nspname FROM pg_extension JOIN pg_namespace n ON n.oid = extnamespace "
             "JOIN pg_type t ON typnamespace = n.oid AND typname = 'vector' "
@@ -270,11 +280,11 @@ class SourceTable:
         return None if found is None else str(found)
 
     def of_pgvector(self, name: str) -> sql.Identifier:
-        """A type, function or operator class of pgvector's, as statements find it."""
+        """Return the name of a type, function or operator class of pgvector in statements."""
         return sql.Identifier(*filter(None, (self.pgvector, name)))
 
     def operator(self, sign: LiteralString) -> sql.Composable:
-        """An operator of pgvector's."""
+        """Return an operator of pgvector in statements."""
         if self.pgvector is None:
             return sql.SQL(sign)
         return sql.SQL("OPERATOR({}.{})").format(sql.Identifier(self.pgvector), sql.SQL(sign))
@@ -298,17 +308,17 @@ class SourceTable:
         ]
 
     def kind(self, column: str) -> str:
-        """vector or halfvec, "" for a column of another type."""
+        """Return the type of a column: vector or halfvec, or "" for another one."""
         found = _VECTOR.fullmatch(self.columns[column])
         return found[1] if found else ""
 
     def dim(self, column: str) -> int | None:
-        """Of a column of vectors, where it says one."""
+        """Return the declared dimension of a column of vectors; None without one."""
         found = _VECTOR.fullmatch(self.columns[column])
         return int(found[2]) if found and found[2] else None
 
     def _columns(self) -> dict[str, str]:
-        """Names and types; of a domain the type that it is of."""
+        """Return the types of the columns by name; for a domain, its base type."""
         found = self.all(
             "SELECT attname, CASE typtype WHEN 'd' THEN format_type(typbasetype, typtypmod) "
             "ELSE format_type(atttypid, atttypmod) END "
@@ -322,7 +332,7 @@ class SourceTable:
         return dict(found)
 
     def _refuse_others(self, kind: str) -> None:
-        """Raises InvalidInputError for what is no table with rows of its own alone."""
+        """Raise InvalidInputError for a view, a foreign table or a table with heirs."""
         if kind in _NO_TABLES:
             read = self.all(
                 "SELECT DISTINCT refobjid::regclass::text FROM pg_rewrite r JOIN pg_depend d "
@@ -348,7 +358,14 @@ class SourceTable:
             )
 
     def _key_column(self, wanted: str | None) -> str:
-        """A column that a unique index alone covers, and that is never empty."""
+        """Return the key: a column that is NOT NULL and has a unique index of its own.
+
+        Args:
+            wanted: The column to use; None for the primary key.
+
+        Raises:
+            InvalidInputError: There is no such column.
+        """
         if wanted is not None and wanted not in self.columns:
             raise InvalidInputError(f"{self.name}: no column {wanted!r}")
         found = self.all(
@@ -381,7 +398,7 @@ class SourceTable:
         return str(keys[0])
 
     def _equality(self) -> sql.Composable:
-        """The key's `=` with its schema: a trigger function has a search path of its own."""
+        """Return the key's `=` with its schema, as trigger functions have their own search path."""
         schema = self.one(
             "SELECT nspname FROM pg_index i JOIN pg_attribute a "
             "ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
@@ -411,12 +428,12 @@ class SourceTable:
         return {"function": function.as_string(), "relation": self._known["here"].as_string()}
 
     def trigger_name(self, old: str, new: str) -> str:
-        """A name that is of this pair of vectors alone."""
+        """Return the name of the triggers for an old and a new column, unique to the pair."""
         pair = f"{self.schema}\0{self.relation}\0{old}\0{new}".encode()
         return f"nobackfill_{hashlib.sha256(pair).hexdigest()[:16]}"
 
     def trigger_body(self, body: LiteralString, **names: object) -> str:
-        """The source of a trigger function that serves this table and its partitions alone."""
+        """Return the source of a trigger function that fails on any other table."""
         return self.text(
             _HEAD_OF_TRIGGER + body,
             oid=str(self.oid),
@@ -458,7 +475,7 @@ class SourceTable:
         )
 
     def dims(self, column: str) -> dict[int, int]:
-        """How many rows have a vector of each dimension."""
+        """Count the rows by the dimension of their vector."""
         return dict(
             self.all(
                 "SELECT {dims}({column}::{vector}), count(*) FROM {table} "
@@ -476,7 +493,7 @@ class SourceTable:
         return self.text("CREATE INDEX CONCURRENTLY ON {here} USING ")
 
     def generated(self, column: str) -> bool:
-        """Whether PostgreSQL computes it."""
+        """Return whether PostgreSQL computes a column."""
         return bool(
             self.one(
                 "SELECT attgenerated <> '' FROM pg_attribute "
@@ -503,8 +520,12 @@ class SourceTable:
         ).format(sql.Identifier(column))
 
     def indexes(self, column: str, of: sql.Identifier | None = None) -> list[tuple[str, str]]:
-        """Operator class and expression of each index that reads a column of this table, its
-        partitions, or of another table."""
+        """Return the operator class and the expression of each index that reads a column.
+
+        Args:
+            column: Name of the column.
+            of: Another table that has it; None for this table and its partitions.
+        """
         return self.all(
             "SELECT DISTINCT opcname, pg_get_indexdef(indexrelid, 1, true) FROM pg_index "
             "JOIN pg_opclass c ON c.oid = indclass[0] "
@@ -550,7 +571,7 @@ class SourceTable:
         # A connection of its own, as a build runs outside of a transaction. The lock is of a
         # transaction: behind a pooler a session's lock would outlive this process.
         with closing(self._connections.connect()) as connection:
-            with refused(self.name):
+            with translate_errors(self.name):
                 # It must keep no snapshot, for which a concurrent build would wait: so READ
                 # COMMITTED, and a query without parameters, whose portal ends at once.
                 connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED")
@@ -564,7 +585,7 @@ class SourceTable:
             yield
 
     def on_update(self) -> list[str]:
-        """The owner's triggers that an update of a new column fires, of partitions, too."""
+        """Return the owner's triggers that an update of a new column fires, also of partitions."""
         found = self.all(
             "SELECT DISTINCT quote_ident(tgname) FROM pg_trigger JOIN pg_proc p ON p.oid = tgfoid "
             "WHERE (tgrelid = {oid} OR tgrelid IN "
@@ -629,11 +650,11 @@ class SourceTable:
         return sentences
 
     def mark(self, column: str) -> str | None:
-        """The digest in the comment of a column of ours, None for another's."""
-        return self.said(column).get("nobackfill")
+        """Return the digest of the map of a new column, from its comment; None without one."""
+        return self.comment_facts(column).get("nobackfill")
 
-    def said(self, column: str) -> dict[str, str]:
-        """What the comment of a column says to us: the map's digest, the model's fingerprint."""
+    def comment_facts(self, column: str) -> dict[str, str]:
+        """Return the facts that `note` wrote into the comment of a column; {} for none."""
         return parse_mark(self._comment(column))
 
     def _comment(self, column: str) -> str | None:
@@ -645,8 +666,8 @@ class SourceTable:
         )
         return comment
 
-    def within(self, window: Window, of: str) -> sql.Composable:
-        """The condition of a window on the key of a table that the statement calls `of`."""
+    def window_condition(self, window: Window, of: str) -> sql.Composable:
+        """Return the condition of a window on the key of a table with the alias `of`."""
         bounds = [(sql.SQL(">"), window.after), (sql.SQL("<="), window.last)]
         key = sql.Identifier(of, self.key)
         conditions = [
@@ -657,21 +678,21 @@ class SourceTable:
         return sql.SQL(" AND ").join([sql.SQL("true"), *conditions])
 
     def composed(self, query: LiteralString, **parts: object) -> sql.Composed:
-        """A statement; what is no part of SQL becomes a literal."""
+        """Compose a statement; a part that is no SQL object becomes a literal."""
         return sql.SQL(query).format(**self._known, **parts)
 
     def text(self, query: LiteralString, **parts: object) -> str:
-        """A statement for a person to run."""
+        """Compose a statement as text, for the owner to run."""
         return self.composed(query, **parts).as_string()
 
     def described(self, query: LiteralString, **parts: object) -> list[Any]:
-        """All rows, whose names have schemas, of a query whose names have them."""
+        """Return all rows of a query of the catalogue, with schemas before all names."""
         with self.connected() as changes, changes.attempt():
             changes.run("SET LOCAL search_path = pg_catalog")
             return changes.all(query, **parts)
 
     def accepts(self, statements: Sequence[str]) -> bool:
-        """Whether PostgreSQL would run statements; nothing of them stays."""
+        """Return whether PostgreSQL runs statements. They are rolled back."""
         try:
             with self.connected() as changes, changes.attempt():
                 for statement in [*self.finding_pgvector(), *statements]:
@@ -681,7 +702,7 @@ class SourceTable:
         return True
 
     def every_row_is_seen(self) -> None:
-        """Raises NotPermittedError where policies hide rows from this role."""
+        """Raise NotPermittedError if row-level security may hide rows from this role."""
         role = self.one(
             "SELECT current_user::text WHERE row_security_active({oid}::oid)", oid=self.oid
         )
@@ -695,7 +716,7 @@ class SourceTable:
     def searched(
         self, query: LiteralString, setting: LiteralString | None = None, **parts: object
     ) -> list[Any]:
-        """All rows. `setting`: a statement before it, in the same transaction."""
+        """Return all rows of a query, in the same transaction as a statement before it."""
 
         def ask(connection: Any) -> list[Any]:
             with connection.transaction():
@@ -707,11 +728,11 @@ class SourceTable:
         return self._connections.read(ask)
 
     def close(self) -> None:
-        """End the connections."""
+        """Close all connections."""
         self._connections.close()
 
     def all(self, query: LiteralString, *, binary: bool = False, **parts: object) -> list[Any]:
-        """All rows."""
+        """Return all rows of a query."""
 
         def ask(connection: Any) -> list[Any]:
             with connection.cursor(binary=binary) as cursor:
@@ -721,8 +742,7 @@ class SourceTable:
         return self._connections.read(ask)
 
     def copied(self, query: LiteralString, **parts: object) -> bytes:
-        """All rows in COPY's binary form, without its head and end: without a value of Python for
-        each field."""
+        """Return all rows in COPY's binary form, without its header and trailer."""
         statement = sql.SQL("COPY ({}) TO STDOUT (FORMAT BINARY)").format(
             self.composed(query, **parts)
         )
@@ -734,13 +754,13 @@ class SourceTable:
         return self._connections.read(ask)
 
     def one(self, query: LiteralString, **parts: object) -> Any:
-        """The first value of the first row, None where there is none."""
+        """Return the first value of the first row; None without rows."""
         rows = self.all(query, binary=False, **parts)
         return rows[0][0] if rows else None
 
     @contextmanager
     def changing(self) -> Iterator["Changes"]:
-        """One transaction. Raises BusyError where others hold the table for longer than 5 s."""
+        """Run one transaction. Raises BusyError where others hold the table longer than 5 s."""
         with self.connected() as changes, changes.transaction():
             yield changes
         self.columns = self._columns()
@@ -764,14 +784,14 @@ class SourceTable:
                 after(changes)
 
     def run_alone(self, statement: str) -> None:
-        """A statement that no transaction may hold, as it was composed."""
+        """Run a statement that PostgreSQL refuses inside a transaction."""
         with self.connected() as changes:
             changes.run_text(statement)
 
     @contextmanager
     def connected(self) -> Iterator["Changes"]:
-        """Several transactions of one connection, which touch no columns."""
-        with self._connections.held() as connection:
+        """Lend one connection for several transactions, which must not change the columns."""
+        with self._connections.lend() as connection:
             yield Changes(self, connection)
 
 
@@ -783,28 +803,32 @@ class Changes:
 
     @contextmanager
     def transaction(self, wait: str = _LOCK_WAIT) -> Iterator[None]:
-        """To the end of the block. Raises BusyError as `Table.changing`, after `wait`."""
+        """Run a transaction to the end of the block.
+
+        Raises:
+            BusyError: Others hold a lock for longer than `wait`.
+        """
         with self._connection.transaction():
             self.run("SET LOCAL lock_timeout = {wait}", wait=wait)
             yield
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """A transaction of which nothing stays."""
+        """Run a transaction and roll it back at the end of the block."""
         with self._connection.transaction(force_rollback=True):
             yield
 
     def run(self, query: LiteralString, **parts: object) -> int:
-        """How many rows it was of."""
+        """Run a statement, and return the number of its rows."""
         return int(self._connection.execute(self._table.composed(query, **parts)).rowcount)
 
     def all(self, query: LiteralString, **parts: object) -> list[Any]:
-        """All rows."""
+        """Return all rows of a query."""
         found: list[Any] = self._connection.execute(self._table.composed(query, **parts)).fetchall()
         return found
 
     def run_text(self, statement: str) -> None:
-        """A statement that was composed before."""
+        """Run a statement that is already text."""
         self._connection.execute(statement.encode())
 
     def watch(
@@ -898,16 +922,16 @@ class Changes:
             )
 
     def copy(self, into: sql.Identifier, rows: bytes) -> None:
-        """Fill a table by COPY from rows in its binary form."""
+        """Insert rows in COPY's binary form into a table."""
         statement = sql.SQL("COPY {} FROM STDIN (FORMAT BINARY)").format(into)
         with self._connection.cursor() as cursor, cursor.copy(statement) as copy:
             # At once: a call of psycopg's a row takes longer than the server does.
             copy.write(_HEAD + rows + _END)
 
 
-def note(owners: str | None = None, **said: str | None) -> str:
+def note(owners: str | None = None, **facts: str | None) -> str:
     """A comment of ours, of what is known. `owners`: the owner's comment, which precedes it."""
-    ours = json.dumps({name: one for name, one in said.items() if one is not None})
+    ours = json.dumps({name: one for name, one in facts.items() if one is not None})
     return f"{owners}\n{ours}" if owners else ours
 
 
