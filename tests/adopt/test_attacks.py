@@ -337,7 +337,7 @@ def test_metadata_of_parquet_and_natives_that_are_none_are_refused(tmp_path: Pat
                 other.execute(
                     "INSERT INTO native (id, seen, vector) VALUES ('a', x'00', ?)", [blob]
                 )
-            with pytest.raises(VerificationError, match="remove"):
+            with pytest.raises(VerificationError, match="delete"):
                 natives.get(["a"])
 
 

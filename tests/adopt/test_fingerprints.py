@@ -237,7 +237,7 @@ def test_models_that_read_queries_otherwise(
     for words in ([*fit, "new-queries"], ["sample", "old-queries"], carry):
         assert "those of queries" in refused(words, 65, monkeypatch, capsys)
     said = refused([*fit, "new-items", *both, "new-items"], 65, monkeypatch, capsys)
-    assert "--queries-new: their model reads queries otherwise" in said
+    assert "--queries-new: their model embeds queries in another way" in said
     run_command(main, ["nobackfill", *fit, "new-items", *both, "new-queries"], monkeypatch)
     facts, made_by = load_map(tmp_path / "map.npz").facts, tmp_path / "new" / "model.onnx"
     assert facts["old_model"] == open_embedder(str(tmp_path / "old" / "model.onnx")).fingerprint
@@ -283,7 +283,7 @@ def test_sides_that_name_no_model_are_told_apart_by_what_they_are(
     assert any(note.startswith("new: ") and "again" in note and "32 dims" in note for note in right)
     assert not any("wrong way round" in note for note in right)
     (warned,) = (note for note in notes(again, gallery) if "wrong way round" in note)
-    assert "60 items more than --old" in warned
+    assert "60 items that --old lacks" in warned
 
 
 def spaces(dim: int, weights: str) -> SpaceSpec:

@@ -43,7 +43,7 @@ def test_several_vectors_an_item_are_refused(store: Qdrant) -> None:
     store.client.create_collection("late", vectors_config={"v": several})
     point = models.PointStruct(id=1, vector={"v": [[1, 0, 0, 0], [0, 1, 0, 0]]})
     store.client.upsert("late", [point])
-    with pytest.raises(InvalidInputError, match="found several in 'v'"):
+    with pytest.raises(InvalidInputError, match="but 'v' has several"):
         open_source(f"qdrant:{store.folder}#late")
 
 

@@ -83,7 +83,7 @@ def test_what_does_not_pair_is_refused(
         assert words in refused(command, 65, monkeypatch, capsys)
         assert not out.exists()
     command = ["fit", "--old", paths["old"], "--new", paths["old"], "--out", str(out)]
-    assert "got those of --old themselves" in refused(command, 65, monkeypatch, capsys)
+    assert "got the vectors of --old" in refused(command, 65, monkeypatch, capsys)
     assert not out.exists()
     command = ["fit", "--old", paths["old"], "--new", str(new), "--out", f"{tmp_path}/no/map.npz"]
     assert f"there is no folder {tmp_path}/no" in refused(command, 73, monkeypatch, capsys)
