@@ -69,7 +69,7 @@ def test_a_host_that_ends_early_keeps_the_part(
     repo: Simulator, trust: Trust, tmp_path: Path
 ) -> None:
     repo.tamper[PATH] = lambda data: iter([data[: len(data) // 2]])
-    with pytest.raises(UnavailableError, match="ended after"):
+    with pytest.raises(UnavailableError, match="stopped after"):
         trust.download(PATH, tmp_path)
     part = tmp_path / f"{PATH}.part"
     assert part.read_bytes() == DATA[: len(DATA) // 2]
@@ -111,7 +111,7 @@ def test_other_content_of_the_same_length_is_refused(
     repo: Simulator, trust: Trust, tmp_path: Path
 ) -> None:
     repo.files[PATH] = DATA[:-1] + b"!"
-    with pytest.raises(VerificationError, match="another file"):
+    with pytest.raises(VerificationError, match="differs from"):
         trust.download(PATH, tmp_path)
     assert [p for p in tmp_path.rglob("*") if "model.onnx" in p.name] == []
 

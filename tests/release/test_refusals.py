@@ -91,7 +91,7 @@ def test_a_folder_that_was_tampered_with_is_not_used(spoil: str, tmp_path: Path)
         publish(repo, one)
     trust = TrustedFolder(repo, tmp_path / "state")
     trust.refresh()
-    assert trust.verified(2) == repo
+    assert trust.verify_files(2) == repo
     model = repo / "embedder_2" / "1" / "model.onnx"
     match spoil:
         case "bit":
@@ -111,8 +111,8 @@ def test_a_folder_that_was_tampered_with_is_not_used(spoil: str, tmp_path: Path)
         case _:
             (repo / "embedder_2" / "config.pbtxt").write_text('backend: "python"')
     with pytest.raises(VerificationError, match="embedder_2"):
-        trust.verified(2)
-    trust.verified(1)
+        trust.verify_files(2)
+    trust.verify_files(1)
 
 
 def test_a_manifest_that_disagrees_with_what_was_signed_is_refused(tmp_path: Path) -> None:

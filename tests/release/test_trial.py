@@ -264,7 +264,7 @@ def test_who_no_longer_wants_the_answer_ends_the_child(first: Draft) -> None:
         raise EnoughError
 
     with pytest.raises(EnoughError):
-        try_release(first.files, first.manifest, meanwhile=enough)
+        try_release(first.files, first.manifest, poll=enough)
     assert trials() == []
 
 

@@ -82,7 +82,7 @@ def seen(repo: Path, state: Path) -> dict[int, str | None]:
     trust = TrustedFolder(repo, state)
     trust.refresh()
     for number in trust.releases():
-        trust.verified(number)
+        trust.verify_files(number)
     return trust.releases()
 
 

@@ -16,7 +16,7 @@ from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundErr
 from nobackfill.gallery.connections import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.release.trust.trust import Trust, first_root, verified
+from nobackfill.release.trust.trust import Trust, first_root, verify_metadata
 
 Confirm = Callable[[bytes], None]
 
@@ -63,7 +63,7 @@ def init(
         if root is None:
             root = first_root(fetcher, base_url)
             confirm(root)
-        verified(Root, root, None, "the given root metadata")
+        verify_metadata(Root, root, None, "the given root metadata")
         trust = Trust(models, fetcher, base_url, root)
         trust.refresh()
         cohort = secrets.token_hex(16)

@@ -1,7 +1,7 @@
-"""What a release is: its manifest, its models, and the routes of upgrades between releases.
+"""Read a release: its manifest, its models, and the routes of upgrades between releases.
 
-Publishing is in `nobackfill.release.publishing`; what may be believed of a publication, in
-`nobackfill.release.trust`.
+`nobackfill.release.publishing` publishes releases; `nobackfill.release.trust` verifies a
+publication.
 
 >>> from nobackfill.release import open_route, plan_route
 >>> from nobackfill.release.trust import read_publication

@@ -1,10 +1,9 @@
-"""Calibration, applied: a distance becomes the probability that two images match.
+"""Turn distances into calibrated probabilities of a match.
 
-Fitted by training, stored in the manifest, one curve for each (query space, gallery space, origin).
-Between breakpoints the curve is a straight line. Nearer than the first and farther than the last,
-where hardly a pair was seen, it keeps the end values and the hit is flagged. Where carried and
-native vectors of one space are ranked together, a scale says where a carried one's distance stands
-among those of native ones (docs/adr/0024).
+Training fits one curve for each (query space, gallery space, origin) and stores it in the manifest.
+Between breakpoints the curve is linear. Beyond the first and the last, where the calibration hardly
+saw a pair, it keeps the end values, and the hit is flagged. Where migrated and native vectors are
+ranked together, a `Scale` converts the distances of migrated ones (docs/adr/0024).
 """
 
 from collections.abc import Sequence
@@ -16,89 +15,121 @@ from numpy.typing import ArrayLike, NDArray
 from nobackfill.vectors import Origin
 
 if TYPE_CHECKING:
-    # pydantic would take half of the time in which the edge answers a search.
+    # Importing pydantic would take half the time of a search on a device.
     from nobackfill.release.manifest import Calibration, Manifest
 
 
 class Curve(Protocol):
-    """Breakpoints, as a manifest's Calibration has them."""
+    """Breakpoints of a curve, as the `Calibration` of a manifest has them."""
 
     @property
     def distances(self) -> Sequence[float]:
-        """Strictly increasing."""
+        """Return the distances, strictly increasing."""
         ...
 
     @property
     def probabilities(self) -> Sequence[float]:
-        """Strictly decreasing, one a distance."""
+        """Return the probability at each distance, strictly decreasing."""
         ...
 
 
 class Scale(NamedTuple):
-    """The distance at which a native vector is as likely a match: slope * distance + offset.
+    """Convert a migrated vector's distance to that of a native vector that is as likely a match.
 
-    `slope` > 0, so that vectors of one origin keep their order.
+    The result is slope * distance + offset.
+
+    Attributes:
+        slope: Above 0, so that vectors of one origin keep their order.
+        offset: Added to the product.
     """
 
     slope: float
     offset: float
 
     def __call__(self, distances: ArrayLike) -> NDArray[np.float64]:
-        """Of the shape of `distances`, in float64; infinity stays infinity."""
+        """Convert distances of any shape to float64 of the same shape; infinity stays infinity."""
         values = np.asarray(distances, np.float64)
         return np.asarray(self.slope * values + self.offset, np.float64)
 
 
 class Joint(NamedTuple):
-    """The distance at which a native vector is as likely a match as what was carried: `new` * the
-    distance to its carried vector + `old` * the older model's own distance + `offset`."""
+    """Combine both models' distances to a migrated item into the distance of an equally likely
+    native one.
+
+    The result is new * (distance to the migrated vector) + old * (old model's distance) + offset.
+
+    Attributes:
+        new: Weight of the new model's distance.
+        old: Weight of the old model's distance.
+        offset: Added to the sum.
+    """
 
     new: float
     old: float
     offset: float
 
-    def __call__(self, carried: ArrayLike, stayed: ArrayLike) -> NDArray[np.float64]:
-        """Of both distances of the same items, in float64."""
-        joined = self.new * np.asarray(carried, np.float64) + self.old * np.asarray(stayed)
-        return np.asarray(joined + self.offset, np.float64)
+    def __call__(self, new_distances: ArrayLike, old_distances: ArrayLike) -> NDArray[np.float64]:
+        """Combine the distances of the same items to float64.
+
+        Args:
+            new_distances: Distances to the migrated vectors.
+            old_distances: Distances of the old model, of the same shape.
+        """
+        both = self.new * np.asarray(new_distances, np.float64) + self.old * np.asarray(
+            old_distances
+        )
+        return np.asarray(both + self.offset, np.float64)
 
 
 class Scorer:
-    """A calibration made ready to be applied many times."""
+    """A curve that is prepared for many calls."""
 
     def __init__(self, calibration: Curve) -> None:
         self._distances = np.array(calibration.distances)
         self._probabilities = np.array(calibration.probabilities)
 
     def points(self) -> tuple[list[float], list[float]]:
-        """Distances of the breakpoints, and the probabilities there."""
+        """Return the distances of the breakpoints, and the probabilities there."""
         return self._distances.tolist(), self._probabilities.tolist()
 
     def scores(self, distances: ArrayLike) -> NDArray[np.float64]:
-        """See `scores`."""
+        """Return the probability of a match for each distance, see the function `scores`."""
         values = np.asarray(distances, dtype=np.float64)
         return np.asarray(np.interp(values, self._distances, self._probabilities), dtype=np.float64)
 
     def beyond(self, distances: ArrayLike) -> NDArray[np.bool_]:
-        """See `beyond`."""
+        """Return which distances lie outside of the calibration, see the function `beyond`."""
         values = np.asarray(distances, dtype=np.float64)
         nearer, farther = values < self._distances[0], values > self._distances[-1]
         return np.asarray(nearer | farther, dtype=np.bool_)
 
 
 def scores(calibration: Curve, distances: ArrayLike) -> NDArray[np.float64]:
-    """Probabilities in [0, 1] of the shape of `distances`; nearer is never less likely.
+    """Return the probability of a match for each distance.
 
-    NaN stays NaN, so that no caller takes it for a match.
+    Args:
+        calibration: The curve.
+        distances: Any shape.
+
+    Returns:
+        float64 in [0, 1], of the same shape; a smaller distance never has a smaller score. NaN
+        stays NaN, so that no caller takes it for a match.
     """
     return Scorer(calibration).scores(distances)
 
 
 def beyond(calibration: Curve, distances: ArrayLike) -> NDArray[np.bool_]:
-    """Which distances lie outside of those that the calibration saw, of the same shape.
+    """Return which distances lie outside of those that the calibration saw.
 
-    Their scores are the curve's end values. A model that sees pictures unlike those of its
-    calibration may place them all so near to each other: such scores are no evidence of a match.
+    Their scores are the end values of the curve. A model may place all pictures that differ from
+    the calibration's close together: such scores are no evidence of a match.
+
+    Args:
+        calibration: The curve.
+        distances: Any shape.
+
+    Returns:
+        bool, of the same shape.
     """
     return Scorer(calibration).beyond(distances)
 
@@ -106,9 +137,19 @@ def beyond(calibration: Curve, distances: ArrayLike) -> NDArray[np.bool_]:
 def find(
     manifest: "Manifest", query_space: str, gallery_space: str, origin: Origin
 ) -> "Calibration | None":
-    """The curve for such a pair, or None where the release was published without one."""
-    wanted = (query_space, gallery_space, origin)
+    """Find the curve of a manifest for a pair of spaces.
+
+    Args:
+        manifest: The release.
+        query_space: Id of the query's space.
+        gallery_space: Id of the gallery's space.
+        origin: How the gallery's vectors were made.
+
+    Returns:
+        None if the release has no curve for them.
+    """
+    key = (query_space, gallery_space, origin)
     return next(
-        (c for c in manifest.calibration if (c.query_space, c.gallery_space, c.origin) == wanted),
+        (c for c in manifest.calibration if (c.query_space, c.gallery_space, c.origin) == key),
         None,
     )

@@ -1,7 +1,7 @@
-"""What embedding an image takes of a manifest.
+"""Read the parts of a manifest that embedding an image needs, without pydantic.
 
-`read` takes it from the text of a manifest that was checked when it came and whose digest was
-compared since: pydantic loads for longer than a device's whole search may take.
+`ImageModel.read` reads the text of a manifest that was verified before. Importing pydantic may take
+longer than a whole search on a device.
 """
 
 import json
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from nobackfill.release.manifest import Manifest
 
 
-# What this program knows of an embedder: a key that it does not may change what a picture becomes.
+# Keys of an embedder that this program knows; an unknown key may change the pixels.
 KEYS = frozenset(
     (
         "file", "height", "width", "dim", "metric", "unit", "fit", "shortest", "interpolation",
@@ -25,27 +25,27 @@ KEYS = frozenset(
 
 
 class File(Protocol):
-    """A file of the publication folder; nobackfill.release.manifest.PublishedFile is one."""
+    """A file of the publication folder, such as nobackfill.release.manifest.PublishedFile."""
 
     @property
     def path(self) -> str:
-        """Plain and relative."""
+        """Return the published path, plain and relative."""
         ...
 
     @property
     def sha256(self) -> str:
-        """64 hex digits."""
+        """Return the SHA-256 as 64 hex digits."""
         ...
 
     @property
     def length(self) -> int:
-        """Bytes."""
+        """Return the number of bytes."""
         ...
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A File that was read without pydantic."""
+    """A `File` that was read without pydantic."""
 
     path: str
     sha256: str
@@ -54,7 +54,15 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class ImageModel:
-    """phi_N of a release: its file, the pixels that it reads, and what its vectors are."""
+    """The image embedder of a release (phi_N).
+
+    Attributes:
+        release: Number of the release.
+        file: Its ONNX file.
+        frame: The pixels that it reads.
+        dim: Dimension of its vectors.
+        unit: Whether its vectors have norm 1.
+    """
 
     release: int
     file: ModelFile
@@ -64,7 +72,11 @@ class ImageModel:
 
     @classmethod
     def of(cls, manifest: "Manifest") -> Self:
-        """Raises NoEncoderError where the release embeds no images."""
+        """Take the image embedder from a manifest.
+
+        Raises:
+            NoEncoderError: The release embeds no images.
+        """
         spec = manifest.embedder
         if spec.file is None:
             raise manifest.no_images()
@@ -73,8 +85,15 @@ class ImageModel:
 
     @classmethod
     def read(cls, text: bytes) -> Self:
-        """The same of a manifest that passed `parse_manifest`, byte for byte. Raises
-        NoEncoderError, UnfitError where a newer program checked it."""
+        """Take the image embedder from the text of a manifest.
+
+        Args:
+            text: A manifest that passed `parse_manifest`, byte for byte.
+
+        Raises:
+            NoEncoderError: The release embeds no images.
+            UnfitError: A newer program accepted it, and this one cannot use it.
+        """
         manifest = json.loads(text)
         spec = manifest["embedder"]
         file = spec.get("file") or {}
@@ -88,8 +107,8 @@ class ImageModel:
             or manifest.get("format", 1) not in range(1, NEWEST_FORMAT + 1)
             or not spec.keys() <= KEYS
         ):
-            # It embeds no images, is newer than this program, or writes a number as pydantic alone
-            # would read it.
+            # The release embeds no images, is newer than this program, or writes a number in a way
+            # that only pydantic reads.
             from nobackfill.release.manifest import parse_manifest
 
             return cls.of(parse_manifest(text))

@@ -1,12 +1,12 @@
-"""The manifests: `release-N.json`, what a reader must know of release N, and `converter-N.json`.
+"""Define the manifests: `release-N.json` for releases, `converter-N.json` for converters.
 
-A converter is a signed map between the spaces of two models that others made. Unknown keys are
-refused at every level. Cells of the evidence are named query/gallery, as in the compatibility
-matrix. A manifest is a TUF target like the files it lists, so who holds a verified manifest holds
-verified digests.
+A manifest holds everything that a reader must know of a release. A converter is a signed map
+between the spaces of two models that others trained. Unknown keys are refused at every level. Cells
+of the evidence are named query/gallery, as in the compatibility matrix. A manifest is a TUF target
+like the files it lists, so that a verified manifest gives verified digests.
 
-Files of release N have fixed names. A model's folder is called like its Triton model and holds
-version 1 only: a release is immutable, so a new model is a new name.
+Files of release N have fixed names. The folder of a model has the name of its Triton model and
+holds only version 1: a release is immutable, so a new model gets a new name.
 """
 
 import itertools
@@ -26,101 +26,94 @@ _PLAIN = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9][a-z0-9_.-]*)*")
 
 
 def is_plain(path: str) -> bool:
-    """Whether a name can be a file of a publication: relative, nothing hidden, no way up."""
+    """Check whether a path may be that of a published file: relative, not hidden, without `..`."""
     return _PLAIN.fullmatch(path) is not None and ".." not in path
 
 
 def embedder_model(release: int) -> str:
-    """Triton's name of phi_N."""
+    """Return Triton's name of the image embedder phi_N."""
     return f"embedder_{release}"
 
 
 def side_encoder_model(release: int) -> str:
-    """Triton's name of psi_N."""
+    """Return Triton's name of the side-information encoder psi_N."""
     return f"side_encoder_{release}"
 
 
 def text_encoder_model(release: int) -> str:
-    """Triton's name of the text encoder of release N."""
+    """Return Triton's name of the text encoder."""
     return f"text_encoder_{release}"
 
 
 def query_encoder_model(release: int) -> str:
-    """Triton's name of what reads queries, where release N has a model of its own for them."""
+    """Return Triton's name of the query encoder, for releases with a separate model for queries."""
     return f"query_encoder_{release}"
 
 
 def upgrade_model(from_release: int, to_release: int) -> str:
-    """Triton's name of the upgrade M->N."""
+    """Return Triton's name of the upgrade M->N."""
     return f"upgrade_{from_release}_to_{to_release}"
 
 
 def embedder_path(release: int) -> str:
-    """phi_N's ONNX file."""
+    """Return the published path of the image embedder's ONNX file."""
     return f"{embedder_model(release)}/1/model.onnx"
 
 
 def side_encoder_path(release: int) -> str:
-    """psi_N's ONNX file."""
+    """Return the published path of the side-information encoder's ONNX file."""
     return f"{side_encoder_model(release)}/1/model.onnx"
 
 
 def text_encoder_path(release: int) -> str:
-    """The text encoder's ONNX file."""
+    """Return the published path of the text encoder's ONNX file."""
     return f"{text_encoder_model(release)}/1/model.onnx"
 
 
 def query_encoder_path(release: int) -> str:
-    """The ONNX file of what reads queries."""
+    """Return the published path of the query encoder's ONNX file."""
     return f"{query_encoder_model(release)}/1/model.onnx"
 
 
 def tokenizer_path(release: int) -> str:
-    """The text encoder's tokenizer, beside its ONNX file."""
+    """Return the published path of the tokenizer, beside the text encoder."""
     return f"{text_encoder_model(release)}/1/tokenizer.json"
 
 
 def upgrade_path(from_release: int, to_release: int) -> str:
-    """The fp32 ONNX file of the upgrade M->N."""
+    """Return the published path of the float32 ONNX file of the upgrade M->N."""
     return f"{upgrade_model(from_release, to_release)}/1/model.onnx"
 
 
 def upgrade_int8_path(from_release: int, to_release: int) -> str:
-    """The quantised twin of the upgrade M->N."""
+    """Return the published path of the quantised twin of the upgrade M->N."""
     return f"{upgrade_model(from_release, to_release)}/1/model.int8.onnx"
 
 
 def config_path(model: str) -> str:
-    """Triton's configuration of a model."""
+    """Return the published path of the Triton configuration of a model."""
     return f"{model}/config.pbtxt"
 
 
 def probes_path(release: int) -> str:
-    """The golden probes of release N."""
+    """Return the published path of the golden probes of a release."""
     return f"probes-{release}.npz"
 
 
-# The manifests: `release-N.json`, all that a reader must know of it, and `converter-N.json`.
-#
-# A converter is a signed map between the spaces of two models that others made. Unknown keys are
-# refused at every level. Cells of the evidence are named query/gallery, as in the compatibility
-# matrix. A manifest is a TUF target like the files it lists, so who holds a verified manifest holds
-# verified digests.
-
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 ReleaseNumber = Annotated[int, Field(ge=1, le=1_000_000)]
-# Who asks, and what is found: asymmetric models read them differently.
+# Asymmetric models embed queries and documents differently.
 TextRole = Literal["query", "document"]
 TEXT_ROLES: tuple[TextRole, ...] = ("query", "document")
 LARGEST_LENGTH = 8192
-# The last is NEWEST_FORMAT.
+# The last format is NEWEST_FORMAT.
 Format = Literal[1, 2, 3, 4]
-# name, dtype ("uint8", "int64" or "float32"), shape of one item (None: as long as a text); the
-# number of items stands before it.
+# Name, dtype (uint8, int64 or float32) and shape of one item; None is the length of a text. The
+# batch axis comes first.
 Tensor = tuple[str, str, tuple[int | None, ...]]
 # The inputs and outputs of a model.
 Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
-# Of Triton.
+# Triton's largest batch.
 _LARGEST_BATCH = 256
 _TRITON_TYPES = {"uint8": "TYPE_UINT8", "int64": "TYPE_INT64", "float32": "TYPE_FP32"}
 
@@ -132,9 +125,9 @@ def _plain_path(path: str) -> str:
 
 
 class Strict(BaseModel):
-    """A part of a manifest: unknown keys are refused."""
+    """A part of a manifest; unknown keys are refused."""
 
-    # A number that is none passes every comparison by which it would be refused.
+    # NaN would pass every comparison that checks a bound.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -147,10 +140,10 @@ class PublishedFile(Strict):
 
 
 class PublishedEmbedder(Strict):
-    """phi_N: the space that it embeds into, and the model of images, where there is one.
+    """The space of a release, and its image embedder phi_N if it has one.
 
-    ONNX input `image` uint8 [n,H,W,3], output `embedding` float32 [n,dim]. `file`, `height` and
-    `width` are None where no image is embedded: by texts alone, or by nothing that is published.
+    The ONNX file has the input `image` uint8 [n,H,W,3] and the output `embedding` float32 [n,dim].
+    `file`, `height` and `width` are None if the release embeds only texts, or nothing.
     """
 
     file: PublishedFile | None = None
@@ -158,25 +151,34 @@ class PublishedEmbedder(Strict):
     width: int | None = Field(None, ge=1, le=2048)
     dim: int = Field(ge=1, le=65536)
     metric: Metric
-    # True: the graph's outputs have norm 1, and every vector of the space is checked for it.
+    # True: the outputs have norm 1, and every vector of the space is checked for it.
     unit: bool
-    # How a picture of another aspect becomes height x width pixels: nobackfill.images.Frame.
+    # How a picture is resized to height x width pixels: nobackfill.framing.Frame.
     fit: Fit = Field("stretch", exclude_if=lambda fit: fit == "stretch")
-    # With `crop`: the pixels that its shortest side is brought to, before the middle is cut out.
+    # With `crop`: length of the shorter side before the crop, in pixels.
     shortest: int | None = Field(None, ge=1, le=4096, exclude_if=lambda side: side is None)
     interpolation: Interpolation = Field("bilinear", exclude_if=lambda name: name == "bilinear")
-    # What made the vectors, where no model of it is published: two names are two spaces.
+    # The name of the model of the vectors, if it is not published: two names are two spaces.
     vectors_of: str | None = Field(
         None, min_length=1, max_length=256, exclude_if=lambda name: name is None
     )
 
 
 class TextEncoder(Strict):
-    """Texts into the embedder's space. ONNX inputs `inputs` int64 [n,t], output `embedding` float32
-    [n,dim]; what makes one vector of the tokens', and its norm, are inside the graph.
+    """The text encoder of a release, into the embedder's space.
 
-    `tokenizer`: a tokenizer.json. A text is its prefix and itself, cut after `length` tokens.
-    `query_file`: reads those that ask, where that is another model of the same form.
+    The ONNX file has the inputs `inputs` int64 [n,t] and the output `embedding` float32 [n,dim];
+    pooling and normalisation are inside the graph.
+
+    Attributes:
+        file: The ONNX file.
+        query_file: The ONNX file for queries, if it differs; it has the same inputs and output.
+        tokenizer: A tokenizer.json.
+        inputs: Names of the ONNX inputs.
+        length: Tokens after which a text with its prefix is truncated.
+        query_prefix: Text before each query.
+        document_prefix: Text before each document.
+        pooling: How the graph pools tokens, for people.
     """
 
     file: PublishedFile
@@ -188,24 +190,28 @@ class TextEncoder(Strict):
     length: int = Field(ge=1, le=LARGEST_LENGTH)
     query_prefix: str = Field("", max_length=1024)
     document_prefix: str = Field("", max_length=1024)
-    # How it was made from the tokens' vectors: for people.
     pooling: Literal["mean", "cls", "none"]
 
     def prefix(self, role: TextRole) -> str:
-        """What stands before a text of that role."""
+        """Return the text that is put before each text of a role."""
         return self.query_prefix if role == "query" else self.document_prefix
 
-    def read_by(self, role: TextRole) -> PublishedFile:
-        """The model that reads texts of that role."""
+    def model_file(self, role: TextRole) -> PublishedFile:
+        """Return the ONNX file that embeds texts of a role."""
         return self.query_file if role == "query" and self.query_file else self.file
 
 
 class PublishedSideEncoder(Strict):
-    """psi_N. ONNX input `image` uint8 [n,H,W,3] at the embedder's size, output `side` float32
-    [n,dim].
+    """The side-information encoder psi_N of a release.
 
-    `origin_release` is the release that first published these weights: a release may keep its
-    predecessor's encoder (same file, same side space), then side-information is carried unchanged.
+    The ONNX file has the input `image` uint8 [n,H,W,3] of the embedder's size and the output `side`
+    float32 [n,dim].
+
+    Attributes:
+        file: The ONNX file.
+        dim: Dimension of the side-information.
+        origin_release: The release that first published these weights. A release may reuse its
+            predecessor's encoder; then side-information stays valid.
     """
 
     file: PublishedFile
@@ -214,7 +220,12 @@ class PublishedSideEncoder(Strict):
 
 
 def space_of(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> str:
-    """The id of the space that a release embeds into."""
+    """Return the id of the space of a release.
+
+    Args:
+        embedder: Its embedder.
+        text: Its text encoder, None without one.
+    """
     return space_id(
         None if embedder.file is None else embedder.file.sha256,
         height=embedder.height,
@@ -222,31 +233,38 @@ def space_of(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> st
         dim=embedder.dim,
         metric=embedder.metric,
         unit=embedder.unit,
-        more=dict(_beside(embedder, text)),
+        more=dict(_space_fields(embedder, text)),
     )
 
 
-def trouble(embedder: PublishedEmbedder, text: TextEncoder | None) -> str | None:
-    """Why the two cannot be one release's; None if they can."""
+def contradiction(embedder: PublishedEmbedder, text: TextEncoder | None) -> str | None:
+    """Explain why an embedder and a text encoder cannot belong to one release; None if they can."""
     parts = (embedder.file, embedder.height, embedder.width)
     if any(part is None for part in parts) and parts != (None, None, None):
         return "expected an embedder's file, height and width together, or none of them"
     published = embedder.file is not None or text is not None
     if published == (embedder.vectors_of is not None):
-        return "expected models, or with vectors_of the name of what made the vectors, not both"
+        return "expected models, or in vectors_of the name of an unpublished model, not both"
     if (embedder.shortest is not None) != (embedder.fit == "crop"):
-        return "expected shortest with fit crop, and with nothing else"
+        return "expected shortest with fit crop only"
     if embedder.height is None or embedder.width is None:
         plain = (embedder.fit, embedder.interpolation) == ("stretch", "bilinear")
         return None if plain else "expected no fit or interpolation without a model of images"
     if embedder.shortest is not None and embedder.shortest < max(embedder.height, embedder.width):
-        return "expected shortest to reach over the pixels that are cut out"
+        return "expected shortest to be at least as long as the crop"
     return None
 
 
 def format_of(embedder: PublishedEmbedder, text: TextEncoder | None) -> Format:
-    """The lowest format whose readers understand it: 2 has texts, another fit than stretch, or no
-    model of images; 3 has a model of its own for queries; 4 another interpolation than bilinear."""
+    """Return the lowest format whose readers understand a release.
+
+    2: texts, a fit other than stretch, or no image embedder. 3: a separate model for queries. 4: an
+    interpolation other than bilinear. 1: otherwise.
+
+    Args:
+        embedder: Its embedder.
+        text: Its text encoder, None without one.
+    """
     if embedder.interpolation != "bilinear":
         return 4
     if text is not None and text.query_file is not None:
@@ -255,11 +273,13 @@ def format_of(embedder: PublishedEmbedder, text: TextEncoder | None) -> Format:
     return 2 if new else 1
 
 
-def _beside(
+def _space_fields(
     embedder: PublishedEmbedder, text: TextEncoder | None
 ) -> Iterator[tuple[str, str | int]]:
-    """What changes a vector's meaning, beside the model of images: of releases that have none of
-    it, the space's id stays what it was."""
+    """Yield what changes the meaning of a vector, besides the image embedder.
+
+    A release without any of it keeps the space id that it had before these fields existed.
+    """
     if embedder.fit != "stretch":
         yield "fit", embedder.fit
         yield "shortest", embedder.shortest or 0
@@ -273,16 +293,19 @@ def _beside(
             yield "query_encoder", text.query_file.sha256
         yield "tokenizer", text.tokenizer.sha256
         yield "length", text.length
-        # Digests: no two prefixes can be taken for two others.
+        # Digests, so that no two pairs of prefixes are confused.
         yield "query_prefix", sha256_bytes(text.query_prefix.encode())
         yield "document_prefix", sha256_bytes(text.document_prefix.encode())
 
 
 class HealingEvidence(Strict):
-    """Quality while 0, 10 … 100 % of the items are embedded again, in a random order.
+    """Quality while 0, 10 ... 100 % of the items are re-embedded, in random order.
 
-    `map`, `cmc1`: all ranked by distance; `scaled_map`, `scaled_cmc1`: the distances of carried
-    items brought to where they mean what those of embedded ones do.
+    Attributes:
+        map: mAP, all items ranked by distance.
+        cmc1: CMC-1, all items ranked by distance.
+        scaled_map: mAP, with distances of migrated items converted to the scale of native ones.
+        scaled_cmc1: CMC-1, with converted distances.
     """
 
     map: tuple[float, ...] = Field(min_length=2)
@@ -292,25 +315,34 @@ class HealingEvidence(Strict):
 
     @property
     def valley(self) -> float:
-        """How far mAP or CMC-1 by distance falls below the lower of its ends, at most."""
-        return max(_fall(self.map), _fall(self.cmc1))
+        """Return how far mAP or CMC-1 by distance falls below the lower of its ends, at most."""
+        return max(_depth(self.map), _depth(self.cmc1))
 
     @property
     def scaled_valley(self) -> float:
-        """The same of what is brought to one scale."""
-        return max(_fall(self.scaled_map), _fall(self.scaled_cmc1))
+        """Return the same as `valley`, for converted distances."""
+        return max(_depth(self.scaled_map), _depth(self.scaled_cmc1))
 
 
-def _fall(curve: tuple[float, ...]) -> float:
+def _depth(curve: tuple[float, ...]) -> float:
     return max(0.0, min(curve[0], curve[-1]) - min(curve))
 
 
 class BothEvidence(Strict):
-    """How both models together rank what a route has carried, where that is worse than neither.
+    """Quality of rank fusion, where both models rank what a route has migrated.
 
-    Numbers of `nobackfill.release.calibration.Joint`, fitted on one half of the held-out items;
-    shares of the other, of queries by both models, with the lower bounds of the paired bootstrap of
-    what they gain over staying (old/old).
+    The weights of `nobackfill.release.calibration.Joint` are fitted on one half of the held-out
+    items. The figures are measured on the other half; rank fusion is kept only where it is worse
+    than neither model.
+
+    Attributes:
+        new: Weight of the new model's distance.
+        old: Weight of the old model's distance.
+        offset: Added to the weighted sum.
+        map: mAP of queries by both models.
+        cmc1: CMC-1 of queries by both models.
+        map_gain_low: Lower bound of the paired bootstrap of the gain in mAP over old/old.
+        cmc1_gain_low: Lower bound of the paired bootstrap of the gain in CMC-1 over old/old.
     """
 
     new: float = Field(ge=0)
@@ -323,27 +355,47 @@ class BothEvidence(Strict):
 
 
 class RouteEvidence(Strict):
-    """What a route into this release keeps, measured on the exported files."""
+    """Quality of a route into this release, measured on the exported files.
 
-    # Releases on the way, from the first one's space to this one's: [1, 3], or chained [1, 2, 3].
+    Attributes:
+        releases: Releases of the route, source first: [1, 3], or chained [1, 2, 3].
+        map: mAP with float32 files only.
+        cmc1: CMC-1 with float32 files only.
+        int8_map: mAP with int8 files, where they exist.
+        kept: mAP as served (with int8 files, where they exist) as a share of new/new mAP.
+        healing: Quality during lazy re-embedding.
+        both: Quality of rank fusion.
+    """
+
     releases: tuple[ReleaseNumber, ...] = Field(min_length=2)
-    # Of float32 files alone.
     map: float = Field(ge=0, le=1)
     cmc1: float = Field(ge=0, le=1)
-    # mAP of the same route with int8 files, where they exist.
     int8_map: float | None = None
-    # Share of new/new mAP that is left as it is served: with int8 files, where they exist.
     kept: float = Field(ge=0)
     healing: HealingEvidence | None = Field(None, exclude_if=lambda healing: healing is None)
     both: BothEvidence | None = Field(None, exclude_if=lambda both: both is None)
 
 
 class Unlabelled(Strict):
-    """A cell by what needs no labels, where there are classes, beside staying (old/old): shares.
+    """A cell of the compatibility matrix, measured without labels, beside staying with the old
+    model.
 
-    A second view of a picture, or a part of a text, asks for what it is of (`recall1`, `mrr`);
-    `agreement`: of its ten nearest with those of new/new. `similar`, `very_item`: whether the
-    verdict holds for either kind of search, too.
+    All figures are shares. A second view of a picture, or a part of a text, is the query for its
+    own item.
+
+    Attributes:
+        query: The query model.
+        gallery: How the gallery's vectors were made.
+        agreement: Share of the ten nearest items of new/new among the ten nearest here.
+        stayed_agreement: The same of old/old.
+        recall1: Share of queries whose own item is the first hit.
+        stayed_recall1: The same of old/old.
+        mrr: Mean reciprocal rank of the own item.
+        stayed_mrr: The same of old/old.
+        similar: Whether the verdict holds for a search for similar items.
+        very_item: Whether the verdict holds for known-item search.
+        queries: Number of queries.
+        items: Number of items.
     """
 
     query: str
@@ -361,12 +413,12 @@ class Unlabelled(Strict):
 
     @property
     def name(self) -> str:
-        """As in `2/1>2`."""
+        """Return the name of the cell, such as `2/1>2`."""
         return f"{self.query}/{self.gallery}"
 
 
 class Cell(Strict):
-    """One cell of the compatibility matrix, shares between 0 and 1."""
+    """A cell of the compatibility matrix; its figures are shares between 0 and 1."""
 
     query: str
     gallery: str
@@ -378,7 +430,7 @@ class Cell(Strict):
 
     @property
     def name(self) -> str:
-        """As in `2/1>2`."""
+        """Return the name of the cell, such as `2/1>2`."""
         return f"{self.query}/{self.gallery}"
 
 
@@ -389,39 +441,45 @@ SideSpaceId = Annotated[str, Field(pattern=r"^ss-[0-9a-f]{64}$")]
 class Upgrade(Strict):
     """An upgrade into this release.
 
-    ONNX inputs `embedding` float32 [n,from_dim] and, where it reads side-information, `side`
-    float32 [n,from_side_dim]; outputs `upgraded` float32 [n,dim], then `upgraded_side` float32
-    [n,side_dim] where `side` is "maps", and `uncertainty` float32 [n] (larger is less certain)
-    where `predicts_uncertainty`.
+    The ONNX file has the inputs `embedding` float32 [n,from_dim] and, if it reads side-information,
+    `side` float32 [n,from_side_dim]. Its outputs are `upgraded` float32 [n,dim], `upgraded_side`
+    float32 [n,side_dim] if `side` is maps, and `uncertainty` float32 [n] (larger is less certain)
+    if `predicts_uncertainty`.
     """
 
     from_release: ReleaseNumber
     from_space: SpaceId
     from_dim: int = Field(ge=1)
-    # None: reads no side-information.
+    # None: the upgrade reads no side-information.
     from_side_space: SideSpaceId | None
     from_side_dim: int = Field(ge=0)
     method: str
     file: PublishedFile
-    # A quantised twin, published only when its measured loss is within the release's tolerance.
+    # A quantised twin, published only if its measured loss is within the release's tolerance.
     int8_file: PublishedFile | None = None
-    # maps: writes this release's side-information; carries: the old one stays valid;
-    # drops: none is left.
+    # maps: the upgrade writes this release's side-information. carries: the old one stays valid.
+    # drops: the item has none afterwards.
     side: Literal["maps", "carries", "drops"]
     predicts_uncertainty: bool
 
     @property
     def reads_side(self) -> bool:
-        """Whether the graph has the input `side`. A route asks each of its steps."""
+        """Tell whether the graph has the input `side`; for a whole route, use Route.reads_side."""
         return self.from_side_space is not None
 
 
 class Calibration(Strict):
-    """Distance -> probability of a match, for one (query space, gallery space, origin).
+    """The curve from distance to probability of a match, for (query space, gallery space, origin).
 
-    `distances` are strictly increasing, `probabilities` strictly decreasing: nearer is likelier.
-    `scale`: slope and offset of `nobackfill.release.calibration.Scale`; None: vectors of this
-    origin are ranked by their distances beside native ones, as they are.
+    Attributes:
+        query_space: Id of the query's space.
+        gallery_space: Id of the gallery's space.
+        origin: How the gallery's vectors were made.
+        distances: Strictly increasing.
+        probabilities: Strictly decreasing: a smaller distance is a likelier match.
+        items: Size of the gallery that it was fitted on.
+        scale: Slope and offset of `nobackfill.release.calibration.Scale`; None: vectors of this
+            origin are ranked by their distances among native ones.
     """
 
     query_space: SpaceId
@@ -429,7 +487,6 @@ class Calibration(Strict):
     origin: Origin
     distances: tuple[float, ...] = Field(min_length=2)
     probabilities: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(min_length=2)
-    # Size of the gallery it was fitted on.
     items: int = Field(ge=1)
     scale: tuple[Annotated[float, Field(gt=0)], float] | None = Field(
         None, exclude_if=lambda scale: scale is None
@@ -439,35 +496,47 @@ class Calibration(Strict):
     def _monotone(self) -> Self:
         d, p = self.distances, self.probabilities
         if len(d) != len(p):
-            raise ValueError(f"expected one probability a distance, got {len(p)} for {len(d)}")
+            raise ValueError(
+                f"expected one probability for each distance, got {len(p)} for {len(d)}"
+            )
         if any(b <= a for a, b in itertools.pairwise(d)):
             raise ValueError("expected strictly increasing distances")
         if any(b >= a for a, b in itertools.pairwise(p)):
             raise ValueError("expected strictly decreasing probabilities")
         if self.scale is not None and self.origin != "upgraded":
-            raise ValueError(f"expected a scale of upgraded vectors, got one of {self.origin} ones")
+            raise ValueError(f"expected a scale only for upgraded vectors, not {self.origin} ones")
         return self
 
 
 class GateVerdict(Strict):
-    """Whether M(new, served old) > M(old, old) held (BCT Eq. 2), on the exported files."""
+    """The verdict of the gate: whether M(new, served old) > M(old, old) held (BCT Eq. 2).
 
-    # first: no predecessor to beat; not_measured and failed only with `forced`.
+    It is measured on the exported files.
+
+    Attributes:
+        verdict: first means that there is no predecessor; failed and not_measured need `forced`.
+        forced: Whether the publisher overruled the gate.
+        map_gain_low: Lower bound of the paired bootstrap of the gain in mAP over old/old.
+        cmc1_gain_low: Lower bound of the paired bootstrap of the gain in CMC-1 over old/old.
+        detail: An explanation for people.
+    """
+
     verdict: Literal["first", "passed", "failed", "not_measured"]
     forced: bool = False
-    # Lower bounds of the paired bootstrap of new/served - old/old.
     map_gain_low: float | None = None
     cmc1_gain_low: float | None = None
     detail: str = ""
 
 
 class Probes(Strict):
-    """Golden probes: `probes-N.npz` holds inputs and the outputs they must give on any machine.
+    """The golden probes of a release: inputs, and the outputs that they must give on every machine.
 
-    Arrays: `image` uint8 [p,H,W,3], `embedding` [p,dim], `side` [p,side_dim]; with a text encoder
-    `text` uint8 (JSON: p texts), `text/query` and `text/document` [p,dim]; for each upgrade from M
-    `upgrade_M/embedding`, `upgrade_M/side`, `upgrade_M/upgraded`, and `upgrade_M/upgraded_side`.
-    An output agrees when every |difference| <= tolerance * max(1, |expected|); int8 files use
+    The file is `probes-N.npz`. Its arrays: `image` uint8 [p,H,W,3], `embedding` [p,dim], `side`
+    [p,side_dim]; with a text encoder `text` uint8 (JSON: p texts), `text/query` and `text/document`
+    [p,dim]; for each upgrade from M `upgrade_M/embedding`, `upgrade_M/side`, `upgrade_M/upgraded`
+    and `upgrade_M/upgraded_side`.
+
+    An output is right if every |difference| <= tolerance * max(1, |expected|); int8 files use
     `int8_tolerance`.
     """
 
@@ -477,9 +546,13 @@ class Probes(Strict):
 
 
 class Manifest(Strict):
-    """Release N. Raises pydantic.ValidationError; files are read by `parse_manifest`."""
+    """The manifest of a release; `parse_manifest` reads its file.
 
-    # What its readers must know: encoders.format_of.
+    Raises:
+        pydantic.ValidationError: A rule is broken.
+    """
+
+    # See `format_of`.
     format: Format = 1
     release: ReleaseNumber
     space: SpaceId
@@ -488,18 +561,18 @@ class Manifest(Strict):
     side_space: SideSpaceId | None
     side_encoder: PublishedSideEncoder | None
     upgrades: tuple[Upgrade, ...] = ()
-    # Spaces of older releases whose vectors this release's queries may meet as they are.
+    # Spaces of older releases that this release's queries can search directly.
     searches_directly: tuple[SpaceId, ...] = ()
     routes: tuple[RouteEvidence, ...] = ()
     evidence: tuple[Cell, ...] = ()
-    # The same of images that are asked for by texts, where it embeds both.
+    # Evidence for text queries on images, if the release embeds both.
     evidence_by_text: tuple[Cell, ...] = Field((), exclude_if=lambda cells: not cells)
-    # What needs no labels, beside the classes of `evidence`.
+    # Evidence without labels, where `evidence` has classes.
     unlabelled: tuple[Unlabelled, ...] = Field((), exclude_if=lambda cells: not cells)
     calibration: tuple[Calibration, ...] = ()
     gate: GateVerdict
     probes: Probes
-    # How it was trained: method and the recipe as configured, for people and for reports.
+    # How it was trained, for people and reports: the method and the recipe as configured.
     method: str
     recipe: dict[str, str | int | float | bool | None] = Field(default_factory=dict)
     created: str
@@ -510,10 +583,12 @@ class Manifest(Strict):
             raise ValueError("expected side_space and side_encoder together, or neither")
         if self.side_encoder is not None and self.embedder.file is None:
             raise ValueError("expected no side encoder without an embedder of images")
-        if problem := trouble(self.embedder, self.text_encoder):
+        if problem := contradiction(self.embedder, self.text_encoder):
             raise ValueError(problem)
-        if self.format != (known := format_of(self.embedder, self.text_encoder)):
-            raise ValueError(f"expected format {known} of what it has, got {self.format}")
+        if self.format != (lowest := format_of(self.embedder, self.text_encoder)):
+            raise ValueError(
+                f"expected format {lowest}, the lowest with its features, got {self.format}"
+            )
         sources = [upgrade.from_release for upgrade in self.upgrades]
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
             raise ValueError(f"expected upgrades from distinct older releases, got {few(sources)}")
@@ -522,9 +597,11 @@ class Manifest(Strict):
         return self
 
     @model_validator(mode="after")
-    def _means_what_it_says(self) -> Self:
-        """Spaces are digests, and every file lies where its meaning is known: no two releases can
-        share a name, and none can take that of a file of ours."""
+    def _check_names(self) -> Self:
+        """Check that spaces are digests and that each file has the path of its role.
+
+        So no two releases share a name, and no file replaces one with another role.
+        """
         expected = space_of(self.embedder, self.text_encoder)
         if self.space != expected:
             raise ValueError(f"expected space {expected}, got {self.space}")
@@ -537,7 +614,7 @@ class Manifest(Strict):
         return self
 
     def _places(self) -> Iterator[tuple[str, PublishedFile]]:
-        """Where each file belongs, and what the manifest says of it."""
+        """Yield the path that each file must have, and its entry in the manifest."""
         if self.embedder.file is not None:
             yield embedder_path(self.release), self.embedder.file
         if self.text_encoder is not None:
@@ -556,7 +633,11 @@ class Manifest(Strict):
 
     @property
     def frame(self) -> Frame:
-        """The pixels that its models read of an image. Raises NoEncoderError."""
+        """Return the pixels that its models read of an image.
+
+        Raises:
+            NoEncoderError: It embeds no images.
+        """
         spec = self.embedder
         if spec.height is None or spec.width is None:
             raise self.no_images()
@@ -564,27 +645,31 @@ class Manifest(Strict):
 
     @property
     def reads_text(self) -> TextEncoder:
-        """What it says of texts. Raises NoEncoderError."""
+        """Return its text encoder.
+
+        Raises:
+            NoEncoderError: It embeds no texts.
+        """
         if self.text_encoder is None:
             raise self.no_texts()
         return self.text_encoder
 
     def no_images(self) -> NoEncoderError:
-        """The refusal of an image by a release that embeds none."""
+        """Return the error for an image that is sent to a release that embeds none."""
         return NoEncoderError(
             f"release {self.release} embeds no images; send "
             f"{'a text, or ' if self.text_encoder else ''}an embedding of its space"
         )
 
     def no_texts(self) -> NoEncoderError:
-        """The refusal of a text by a release that embeds none."""
+        """Return the error for a text that is sent to a release that embeds none."""
         return NoEncoderError(
             f"release {self.release} embeds no texts; send "
             f"{'an image, or ' if self.embedder.file else ''}an embedding of its space"
         )
 
     def embedding_files(self) -> tuple[PublishedFile, ...]:
-        """What it takes to embed in its space."""
+        """Return the files that are needed to embed in its space."""
         text, side = self.text_encoder, self.side_encoder
         files = (
             self.embedder.file,
@@ -596,40 +681,44 @@ class Manifest(Strict):
         return tuple(file for file in files if file is not None)
 
     def upgrade_from(self, release: int) -> Upgrade | None:
-        """The upgrade from `release` into this one, or None."""
+        """Return the upgrade from an older release into this one, or None."""
         return next((u for u in self.upgrades if u.from_release == release), None)
 
     def searches(self, space: SpaceId) -> bool:
-        """Whether queries of this release may meet vectors of an older `space` as they are."""
+        """Tell whether queries of this release can search vectors of an older space directly."""
         return space in self.searches_directly
 
     def kept_directly(self, release: int) -> float | None:
-        """The share of new/new mAP that this release's queries keep on the vectors of an older one
-        as they are; None where nobody measured it."""
+        """Return mAP of this release's queries on vectors of an older release, as a share of
+        new/new mAP.
+
+        Returns:
+            None if it was not measured.
+        """
         maps = {(cell.query, cell.gallery): cell.map for cell in self.evidence}
         new = str(self.release)
         old, best = maps.get((new, str(release))), maps.get((new, new))
         return None if old is None or not best else old / best
 
     def files(self) -> tuple[PublishedFile, ...]:
-        """Every ONNX and probe file that the manifest names."""
+        """Return every ONNX, tokenizer and probe file that the manifest names."""
         return tuple(file for _, file in self._places())
 
     def embedder_ends(self) -> Ends:
-        """phi_N: uint8 [n,H,W,3] to float32 [n,dim]."""
+        """Return the ONNX inputs and outputs of the image embedder."""
         return (self._image(),), (_vector("embedding", self.embedder.dim),)
 
     def text_encoder_ends(self, encoder: TextEncoder) -> Ends:
-        """The text encoder: tokens int64 [n,t] to float32 [n,dim]."""
+        """Return the ONNX inputs and outputs of the text encoder."""
         tokens = tuple((name, "int64", (None,)) for name in encoder.inputs)
         return tokens, (_vector("embedding", self.embedder.dim),)
 
     def side_encoder_ends(self, encoder: PublishedSideEncoder) -> Ends:
-        """psi_N: uint8 [n,H,W,3] to float32 [n,side_dim]."""
+        """Return the ONNX inputs and outputs of the side-information encoder."""
         return (self._image(),), (_vector("side", encoder.dim),)
 
     def upgrade_ends(self, upgrade: Upgrade) -> Ends:
-        """The upgrade M->N: embeddings, with side-information where it is read and written."""
+        """Return the ONNX inputs and outputs of an upgrade of this release."""
         inputs = [_vector("embedding", upgrade.from_dim)]
         outputs = [_vector("upgraded", self.embedder.dim)]
         if upgrade.reads_side:
@@ -641,8 +730,8 @@ class Manifest(Strict):
         return tuple(inputs), tuple(outputs)
 
     def triton_configs(self) -> dict[str, str]:
-        """Triton's `config.pbtxt` by published path, for each model that the release itself
-        publishes, with exact dimensions."""
+        """Return the Triton configuration of each model that this release publishes, by published
+        path."""
         models: dict[str, Ends] = {}
         if self.embedder.file is not None:
             models[embedder_model(self.release)] = self.embedder_ends()
@@ -667,10 +756,15 @@ def _vector(name: str, dim: int) -> Tensor:
 
 
 def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
-    """Read a manifest, of `release` where one is expected.
+    """Parse a manifest.
 
-    Raises UnfitError in one line: it needs a newer version of this program (another format, or keys
-    that this one does not know), or it breaks the rules.
+    Args:
+        text: The JSON.
+        release: The number that it must have; None for any.
+
+    Raises:
+        UnfitError: It needs a newer version of this program (another format, or unknown keys), or
+            breaks a rule. The message is one line.
     """
     name = "this release" if release is None else f"release {release}"
     try:
@@ -697,20 +791,29 @@ def _refusal(name: str, error: ValidationError) -> str:
     return f"{name}: its manifest cannot be used ({few(wrong)})"
 
 
-# The manifest `converter-N.json`: a signed map between the spaces of two models that others made.
-#
-# Neither model is in the publication: a fingerprint names each, and vectors of another one are
-# refused, as the same dimension is not the same space. The map is `converter-N.onnx`, input
-# `embedding` float32 [n, old.dim], output `upgraded` float32 [n, new.dim].
+# The manifest `converter-N.json`: a signed map between the spaces of two models that others
+# trained.
+# Neither model is in the publication. A fingerprint names each, and vectors of another model are
+# refused, since the same dimension does not mean the same space. The map is `converter-N.onnx`,
+# with the input `embedding` float32 [n, old.dim] and the output `upgraded` float32 [n, new.dim].
 
 _MANIFEST = re.compile(r"converter-([1-9][0-9]{0,6})\.json")
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ModelCard(Strict):
-    """One of the two models. `fingerprint` is the digest of all that makes its vectors: weights,
-    tokenizer, pooling, prefix, length; `weights` and `declared` say it in parts, where they are
-    known. `unit`: its vectors have norm 1."""
+    """One of the two models of a converter.
+
+    Attributes:
+        name: Its name.
+        licence: Its licence.
+        fingerprint: Digest of everything that determines its vectors: weights, tokenizer, pooling,
+            prefix, length.
+        dim: Dimension of its vectors.
+        unit: Whether its vectors have norm 1.
+        weights: SHA-256 of its weights, if known.
+        declared: The declared facts, if known.
+    """
 
     name: str = Field(min_length=1)
     licence: str = Field(min_length=1)
@@ -722,10 +825,20 @@ class ModelCard(Strict):
 
 
 class ConverterEvidence(Strict):
-    """What was measured on pairs that the map was fitted without. `ways`: figures of each way to go
-    on by its name, `stay` among them; `way` is the recommended one. `healing`: each figure
-    by name with 0, 10 … 100 % of the items embedded again, ranked by calibrated scores; `raw`: the
-    same, by distance."""
+    """Quality of a converter, measured on pairs that the map was not fitted on.
+
+    Attributes:
+        corpus: Name of the data.
+        corpus_licence: Licence of the data.
+        pairs: Number of pairs.
+        search: The kind of search: similar items, or a known item.
+        judged_by: How right hits are recognised.
+        way: The recommended option.
+        ways: The figures of each option by name, `stay` among them.
+        healing: Each figure with 0, 10 ... 100 % of the items re-embedded, ranked by calibrated
+            scores.
+        raw: The same, ranked by distance.
+    """
 
     corpus: str = Field(min_length=1)
     corpus_licence: str = Field(min_length=1)
@@ -739,7 +852,11 @@ class ConverterEvidence(Strict):
 
 
 class Converter(Strict):
-    """Converter N. Raises pydantic.ValidationError; files are read by `parse_converter`."""
+    """The manifest of a converter; `parse_converter` reads its file.
+
+    Raises:
+        pydantic.ValidationError: A rule is broken.
+    """
 
     format: Literal[1] = 1
     converter: int = Field(ge=1, le=1_000_000)
@@ -760,25 +877,34 @@ class Converter(Strict):
 
 
 def converter_path(number: int) -> str:
-    """The ONNX file of converter N."""
+    """Return the published path of a converter's ONNX file."""
     return f"converter-{number}.onnx"
 
 
 def converter_manifest_path(number: int) -> str:
-    """The manifest of converter N."""
+    """Return the published path of a converter's manifest."""
     return f"converter-{number}.json"
 
 
 def number_of_converter(path: str) -> int | None:
-    """N of `converter-N.json`, None for every other path."""
-    named = _MANIFEST.fullmatch(path)
-    return int(named[1]) if named is not None else None
+    """Return N of `converter-N.json`, None for every other path."""
+    match = _MANIFEST.fullmatch(path)
+    return int(match[1]) if match is not None else None
 
 
 def parse_converter(text: str | bytes, number: int) -> Converter:
-    """Read a manifest. Raises UnfitError in one line."""
+    """Parse the manifest of a converter.
+
+    Args:
+        text: The JSON.
+        number: The number that it must have.
+
+    Raises:
+        UnfitError: It breaks a rule, or may need a newer version of this program. The message is
+            one line.
+    """
     try:
-        found = Converter.model_validate_json(text)
+        manifest = Converter.model_validate_json(text)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
         wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in problems)
@@ -786,24 +912,25 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
             f"converter {number}: its manifest cannot be used ({few(wrong)}); it may need a newer "
             "nobackfill"
         ) from error
-    if found.converter != number:
-        raise UnfitError(f"converter {number}: its manifest says it is {found.converter}")
-    return found
+    if manifest.converter != number:
+        raise UnfitError(f"converter {number}: its manifest says it is {manifest.converter}")
+    return manifest
 
 
 def _config(name: str, ends: Ends) -> str:
     lines = [f'name: "{name}"', 'backend: "onnxruntime"', f"max_batch_size: {_LARGEST_BATCH}"]
     for direction, tensors in zip(("input", "output"), ends, strict=True):
         for tensor, dtype, shape in tensors:
-            # Triton knows no tensor without dimensions; one number an item is said by a reshape.
+            # Triton has no tensors without dimensions; `reshape` expresses one number for each
+            # item.
             dims = ", ".join(str(-1 if size is None else size) for size in shape or (1,))
             reshape = "" if shape else " reshape { shape: [ ] }"
             kind = _TRITON_TYPES[dtype]
             lines.append(
                 f'{direction} {{ name: "{tensor}" data_type: {kind} dims: [ {dims} ]{reshape} }}'
             )
-    # No queue delay: it would be half of a single client's latency (measured 500 us of 1 ms).
+    # No queue delay: it would be half of the latency of a single client (measured 500 us of 1 ms).
     lines.append("dynamic_batching { }")
-    # Triton's default on a CPU is two instances: twice the memory, and twice the time to come back.
+    # Triton's default on a CPU is two instances: twice the memory and twice the start time.
     lines.append("instance_group [ { count: 1 } ]")
     return "\n".join(lines) + "\n"

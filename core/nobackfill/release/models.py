@@ -1,4 +1,4 @@
-"""Running a release's ONNX files: digest first, then a session, then every output checked."""
+"""Run the ONNX files of a release: check the digest, open a session, check every output."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,22 +20,27 @@ from nobackfill.release.image_model import File, ImageModel
 from nobackfill.vectors import Vectors, check_vectors
 
 if TYPE_CHECKING:
-    # A device's search has no time to load pydantic: see image_model.py.
+    # Importing pydantic takes longer than a device's search: see image_model.py.
     from nobackfill.release.manifest import Manifest, Upgrade
 
-# A publication folder, or published paths with the local files that stand for them (a draft).
+# A publication folder, or for a draft the local file of each published path.
 Files = Path | Mapping[str, Path]
 
 Images = NDArray[np.uint8]
 
-# Rows that an upgrade is given at once, by a device, by a gateway and by a trial.
+# Rows of one call of an upgrade, on a device, in a gateway and in a trial.
 CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class Upgraded:
-    """What an upgrade gives: `embedding` [n,dim], `side` [n,side_dim] or None, `uncertainty` [n] or
-    None (larger is less certain)."""
+    """The output of an upgrade.
+
+    Attributes:
+        embedding: float32 [n, dim].
+        side: Side-information, float32 [n, side_dim]; None if there is none.
+        uncertainty: float32 [n], larger is less certain; None if the upgrade predicts none.
+    """
 
     embedding: Vectors
     side: Vectors | None
@@ -43,7 +48,7 @@ class Upgraded:
 
 
 class ImageEmbedder:
-    """phi_N: images to embeddings. Made by `open_embedder`."""
+    """The image embedder phi_N; opened by `open_embedder`."""
 
     def __init__(self, session: "Session", model: ImageModel) -> None:
         self._session = session
@@ -51,18 +56,26 @@ class ImageEmbedder:
         self.dim = model.dim
 
     def run(self, images: Images) -> Vectors:
-        """uint8 [n,H,W,3] of the release's size to float32 [n,dim].
+        """Embed images.
 
-        Raises InvalidInputError for other images, VerificationError for outputs that are no vectors
-        of the release's space, UnusableOutputError where only some are none.
+        Args:
+            images: uint8 [n, H, W, 3] of the release's size.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            InvalidInputError: Another shape or dtype.
+            VerificationError: The outputs are no vectors of the release's space.
+            UnusableOutputError: Some outputs are no vectors of the space.
         """
         checked = _check_images(images, self._model.frame)
         (embedding,) = self._session.run({"image": checked}, ["embedding"])
-        return checked_output(embedding, len(checked), self.dim, "embedding", unit=self._model.unit)
+        return check_output(embedding, len(checked), self.dim, "embedding", unit=self._model.unit)
 
 
 class SideEncoder:
-    """psi_N: images to side-information. Made by `open_side_encoder`."""
+    """The side-information encoder psi_N; opened by `open_side_encoder`."""
 
     def __init__(self, session: "Session", manifest: "Manifest", dim: int) -> None:
         self._session = session
@@ -70,14 +83,26 @@ class SideEncoder:
         self.dim = dim
 
     def run(self, images: Images) -> Vectors:
-        """uint8 [n,H,W,3] of the release's size to float32 [n,side_dim]. Raises as Embedder.run."""
+        """Compute the side-information of images.
+
+        Args:
+            images: uint8 [n, H, W, 3] of the release's size.
+
+        Returns:
+            float32 [n, side_dim].
+
+        Raises:
+            InvalidInputError: Another shape or dtype.
+            VerificationError: The outputs are no vectors of the side space.
+            UnusableOutputError: Some outputs are no vectors of the space.
+        """
         checked = _check_images(images, self._frame)
         (side,) = self._session.run({"image": checked}, ["side"])
-        return checked_output(side, len(checked), self.dim, "side")
+        return check_output(side, len(checked), self.dim, "side")
 
 
 class UpgradeModel:
-    """The upgrade M->N. Made by `open_upgrade`."""
+    """The model of an upgrade M->N; opened by `open_upgrade`."""
 
     def __init__(self, session: "Session", manifest: "Manifest", upgrade: "Upgrade") -> None:
         self._session = session
@@ -86,11 +111,17 @@ class UpgradeModel:
         self._outputs = [name for name, _, _ in manifest.upgrade_ends(upgrade)[1]]
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
-        """Embeddings [n,from_dim] and, where the upgrade reads it, `side` [n,from_side_dim].
+        """Upgrade embeddings into the target's space.
 
-        Where `side` is carried, the given one comes back unchanged. Raises InvalidInputError for
-        inputs of another shape or a missing `side`, VerificationError for outputs that are no
-        vectors of the target's space.
+        Args:
+            embedding: float32 [n, from_dim].
+            side: Side-information, float32 [n, from_side_dim]; None allowed if the upgrade does not
+                read it. An upgrade that carries side-information returns it unchanged.
+
+        Raises:
+            InvalidInputError: Another shape, or missing side-information.
+            VerificationError: The outputs are no vectors of the target's space.
+            UnusableOutputError: Some outputs are no vectors of the space.
         """
         upgrade = self.upgrade
         inputs = {
@@ -109,7 +140,7 @@ class UpgradeModel:
         values = dict(zip(self._outputs, self._session.run(inputs, self._outputs), strict=True))
         spec = self._manifest.embedder
         return Upgraded(
-            checked_output(values["upgraded"], count, spec.dim, "upgraded", unit=spec.unit),
+            check_output(values["upgraded"], count, spec.dim, "upgraded", unit=spec.unit),
             self._side(values, count, side),
             _check_uncertainty(values["uncertainty"], count) if "uncertainty" in values else None,
         )
@@ -119,23 +150,51 @@ class UpgradeModel:
     ) -> Vectors | None:
         encoder = self._manifest.side_encoder
         if self.upgrade.side == "maps" and encoder is not None:
-            return checked_output(values["upgraded_side"], count, encoder.dim, "upgraded_side")
+            return check_output(values["upgraded_side"], count, encoder.dim, "upgraded_side")
         return side if self.upgrade.side == "carries" else None
 
 
 def open_embedder(files: Files, manifest: "Manifest", threads: int = 1) -> ImageEmbedder:
-    """Load phi_N on the CPU. Raises VerificationError for a file other than the manifest's,
-    NoEncoderError where the release embeds no images."""
+    """Load the image embedder of a release on the CPU.
+
+    Args:
+        files: The publication folder or the draft's files.
+        manifest: The release.
+        threads: Threads of the session.
+
+    Raises:
+        VerificationError: The file differs from the manifest's, or cannot be loaded.
+        NoEncoderError: The release embeds no images.
+    """
     return open_image_model(files, ImageModel.of(manifest), threads)
 
 
 def open_image_model(files: Files, model: ImageModel, threads: int = 1) -> ImageEmbedder:
-    """The same of what was read of a manifest. Raises VerificationError."""
+    """Load an image embedder that `ImageModel` describes on the CPU.
+
+    Args:
+        files: The publication folder or the draft's files.
+        model: The embedder.
+        threads: Threads of the session.
+
+    Raises:
+        VerificationError: The file differs from the manifest's, or cannot be loaded.
+    """
     return ImageEmbedder(open_session(files, model.file, threads), model)
 
 
 def open_side_encoder(files: Files, manifest: "Manifest", threads: int = 1) -> SideEncoder:
-    """Load psi_N on the CPU. Raises VerificationError; InvalidInputError if there is none."""
+    """Load the side-information encoder of a release on the CPU.
+
+    Args:
+        files: The publication folder or the draft's files.
+        manifest: The release.
+        threads: Threads of the session.
+
+    Raises:
+        VerificationError: The file differs from the manifest's, or cannot be loaded.
+        InvalidInputError: The release has no such encoder.
+    """
     encoder = manifest.side_encoder
     if encoder is None:
         raise InvalidInputError(f"release {manifest.release} has no side-information encoder")
@@ -145,9 +204,18 @@ def open_side_encoder(files: Files, manifest: "Manifest", threads: int = 1) -> S
 def open_upgrade(
     files: Files, manifest: "Manifest", upgrade: "Upgrade", *, int8: bool = False, threads: int = 1
 ) -> UpgradeModel:
-    """Load an upgrade of `manifest` on the CPU; with `int8` its quantised twin.
+    """Load the model of an upgrade on the CPU.
 
-    Raises VerificationError; InvalidInputError where there is no quantised twin.
+    Args:
+        files: The publication folder or the draft's files.
+        manifest: The release that published the upgrade.
+        upgrade: An upgrade of this release.
+        int8: Load its quantised twin.
+        threads: Threads of the session.
+
+    Raises:
+        VerificationError: The file differs from the manifest's, or cannot be loaded.
+        InvalidInputError: The upgrade has no quantised twin.
     """
     file = upgrade.int8_file if int8 else upgrade.file
     if file is None:
@@ -158,15 +226,23 @@ def open_upgrade(
 
 
 def no_vector(manifest: "Manifest | ImageModel") -> InvalidInputError:
-    """The refusal of an image that a release's models turn into nothing that can be compared."""
+    """Return the error for an image of which the release's model makes no usable vector."""
     return InvalidInputError(
         f"image: the models of release {manifest.release} make no vector of it (zero, or not "
-        "finite); leave out pictures of a single colour"
+        "finite); leave out images of a single colour"
     )
 
 
 def locate(files: Files, path: str) -> Path:
-    """The local file of a published path. Raises VerificationError if a draft lacks it."""
+    """Return the local file of a published path.
+
+    Args:
+        files: The publication folder or the draft's files.
+        path: The published path.
+
+    Raises:
+        VerificationError: The draft has no such file.
+    """
     if isinstance(files, Path):
         return files / path
     if path not in files:
@@ -175,7 +251,15 @@ def locate(files: Files, path: str) -> Path:
 
 
 def read_verified(files: Files, file: File) -> bytes:
-    """The bytes of a published file. Raises VerificationError for another length or digest."""
+    """Read a published file and check its length and digest.
+
+    Args:
+        files: The publication folder or the draft's files.
+        file: Its entry in the manifest.
+
+    Raises:
+        VerificationError: It cannot be read, or differs from the entry.
+    """
     path = locate(files, file.path)
     try:
         with path.open("rb") as handle:
@@ -190,14 +274,14 @@ def read_verified(files: Files, file: File) -> bytes:
 
 
 class Session:
-    """An onnxruntime session on verified bytes; its own failures become ours."""
+    """An onnxruntime session on verified bytes; raises errors of this project."""
 
     def __init__(self, path: str, data: bytes, threads: int) -> None:
         from nobackfill.onnx_runtime import denormals_as_zero, state
         from nobackfill.onnx_runtime import onnxruntime as ort
 
         options = ort.SessionOptions()
-        # Of the session's own threads; `run` does the same for the calling one.
+        # For the session's own threads; `run` does the same for the calling thread.
         options.add_session_config_entry("session.set_denormal_as_zero", "1")
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
@@ -227,9 +311,18 @@ class Session:
 
 
 def open_session(files: Files, file: File, threads: int) -> Session:
-    """A session on a published file. Raises VerificationError for another than the manifest's."""
-    # A session from bytes: nobody can exchange the file between the check and the load, and a
-    # model that points to other files has no folder to find them in.
+    """Open a session on a published file.
+
+    Args:
+        files: The publication folder or the draft's files.
+        file: Its entry in the manifest.
+        threads: Threads of the session.
+
+    Raises:
+        VerificationError: The file differs from its entry, or cannot be loaded.
+    """
+    # From bytes: the file cannot be replaced between check and load, and a model that refers to
+    # other files has no folder to find them in.
     return Session(file.path, read_verified(files, file), threads)
 
 
@@ -244,11 +337,25 @@ def _check_images(images: Images, frame: Frame) -> Images:
     return np.ascontiguousarray(array)
 
 
-def checked_output(
+def check_output(
     values: NDArray[Any], count: int, dim: int, name: str, *, unit: bool = False
 ) -> Vectors:
-    """A model's output float32 [count,dim]. Raises VerificationError for no vectors of the space,
-    UnusableOutputError where only some are none."""
+    """Return a model's output as vectors, after checking it.
+
+    Args:
+        values: The output.
+        count: The expected number of rows.
+        dim: The expected dimension.
+        name: Name of the output, for messages.
+        unit: Whether each norm must be 1.
+
+    Returns:
+        float32 [count, dim].
+
+    Raises:
+        VerificationError: Another shape or dtype.
+        UnusableOutputError: Some rows are no vectors of the space.
+    """
     try:
         checked = check_vectors(values, dim, what=f"model output {name!r}", unit=unit)
     except UnusableRowsError as error:

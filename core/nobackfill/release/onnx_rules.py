@@ -1,8 +1,7 @@
-"""The rules of the ONNX check, for one file. Runs in a subprocess with limits: see onnx_check.py.
+"""Check one ONNX file against the rules for models. trial.py runs this in a child with limits.
 
-A graph may compute, and nothing else: operators of the default domain from a list, no control flow,
-no randomness, no functions, no data outside of the file, and exactly the declared inputs and
-outputs.
+A graph may only compute: listed operators of the default domain, no control flow, no randomness, no
+functions, no data outside of the file, and exactly the declared inputs and outputs.
 """
 
 import math
@@ -25,9 +24,9 @@ from onnx import (
 from nobackfill.release.manifest import Tensor
 
 LARGEST_FILE = 512 * 2**20
-# Elements of any one intermediate value for one item: 256 MiB in float32.
+# Largest number of elements of an intermediate value for one item: 256 MiB in float32.
 LARGEST_VALUE = 2**26
-# Of a tensor.
+# Largest number of axes of a tensor.
 _MOST_AXES = 16
 OPSETS = range(13, 25)
 IR_VERSIONS = range(7, 14)
@@ -58,18 +57,28 @@ _TYPES = {"uint8": TensorProto.UINT8, "int64": TensorProto.INT64, "float32": Ten
 
 
 class RefusedError(Exception):
-    """The file breaks a rule; the message names it."""
+    """The file breaks a rule; the message names the rule."""
 
 
 def inspect(
-    path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], longest: int = 1
+    path: Path, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tokens: int = 1
 ) -> None:
-    """Raises RefusedError for the first rule that the file breaks; `longest`: tokens of a text."""
+    """Check a file against all rules.
+
+    Args:
+        path: The ONNX file.
+        inputs: The inputs that it must have.
+        outputs: The outputs that it must have.
+        tokens: Length of the longest text.
+
+    Raises:
+        RefusedError: The first broken rule.
+    """
     size = path.stat().st_size
     if not path.is_file() or size > LARGEST_FILE:
         raise RefusedError(f"expected a file of at most {LARGEST_FILE} bytes, got {size}")
     try:
-        # Not onnx.load: it would choose another format by the name of the file.
+        # onnx.load would choose another format by the file's name.
         model = ModelProto.FromString(path.read_bytes())
     except (DecodeError, ValueError) as error:
         raise RefusedError(f"is no ONNX file ({error})") from error
@@ -88,9 +97,9 @@ def inspect(
         raise RefusedError("gives an input a default value")
     try:
         onnx.checker.check_model(model, full_check=True)
-        inferred = _check_values(model, longest)
+        inferred = _check_values(model, tokens)
         _check_arithmetic(inferred)
-    # ValueError: names that are no text end in a UnicodeDecodeError inside of the checker.
+    # ValueError: the checker fails with a UnicodeDecodeError on names that are no text.
     except (
         onnx.checker.ValidationError,
         onnx.shape_inference.InferenceError,
@@ -118,7 +127,7 @@ def _check_frame(model: ModelProto) -> None:
 
 
 def _constants(graph: GraphProto) -> Iterator[TensorProto]:
-    """Tensors in attributes; everything nested deeper is refused."""
+    """Yield the tensors in attributes; refuse deeper nesting."""
     for node in graph.node:
         for attribute in node.attribute:
             if attribute.ref_attr_name or attribute.type in (
@@ -140,9 +149,11 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
         if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
             raise RefusedError(f"tensor {tensor.name!r} lies in another file")
         if tensor.data_type not in _BYTES:
-            raise RefusedError(f"tensor {tensor.name!r} has a type that no model of ours needs")
+            raise RefusedError(
+                f"tensor {tensor.name!r} has the type {tensor.data_type}, which is not allowed"
+            )
         if tensor.HasField("segment") or any(size < 0 for size in tensor.dims):
-            raise RefusedError(f"tensor {tensor.name!r} has a shape that cannot be")
+            raise RefusedError(f"tensor {tensor.name!r} has an impossible shape")
         size = math.prod(tensor.dims) * _BYTES[tensor.data_type]
         total += size
         if total > LARGEST_FILE:
@@ -155,9 +166,9 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
 
 def _check_ends(what: str, values: Iterable[ValueInfoProto], expected: tuple[Tensor, ...]) -> None:
     names = [value.name for value in values]
-    wanted = [name for name, _, _ in expected]
-    if sorted(names) != sorted(wanted):
-        raise RefusedError(f"has {what} {names}, the manifest declares {wanted}")
+    expected_names = [name for name, _, _ in expected]
+    if sorted(names) != sorted(expected_names):
+        raise RefusedError(f"has {what} {names}, the manifest declares {expected_names}")
     for name, dtype, expected_shape in expected:
         value = next(value for value in values if value.name == name)
         kind = value.type.tensor_type
@@ -171,15 +182,16 @@ def _check_ends(what: str, values: Iterable[ValueInfoProto], expected: tuple[Ten
             )
 
 
-def _check_values(model: ModelProto, longest: int) -> GraphProto:
-    """No value of one item, as far as shapes are known, may be so large that it fills a device."""
+def _check_values(model: ModelProto, tokens: int) -> GraphProto:
+    """Check that no value of one item is large enough to fill a device, as far as shapes are
+    known."""
     single = ModelProto()
     single.CopyFrom(model)
     for value in single.graph.input:
         first, *others = value.type.tensor_type.shape.dim
         first.dim_value = 1
         for size in others:
-            size.dim_value = size.dim_value or longest
+            size.dim_value = size.dim_value or tokens
     inferred = onnx.shape_inference.infer_shapes(single, data_prop=True)
     for value in inferred.graph.value_info:
         sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]
@@ -189,25 +201,29 @@ def _check_values(model: ModelProto, longest: int) -> GraphProto:
 
 
 def _check_node(node: NodeProto, opset: int) -> None:
-    """What the checker lets pass and the runtime reads or writes beyond its memory for."""
+    """Refuse what onnx's checker accepts, but makes onnxruntime access memory out of bounds."""
     if not onnx.defs.has(node.op_type, opset, ""):
         return  # the checker says so
     formal = onnx.defs.get_schema(node.op_type, opset, "").inputs
     optional = onnx.defs.OpSchema.FormalParameterOption.Optional
     for place, name in enumerate(node.input):
-        left_out = place < len(formal) and formal[place].option == optional
-        # onnxruntime takes a bias that is left out by an empty name for one that is there.
-        if not name and (not left_out or node.op_type == "LayerNormalization"):
-            raise RefusedError(f"leaves out input {place} of a {node.op_type}, which needs it")
+        optional_input = place < len(formal) and formal[place].option == optional
+        # onnxruntime reads a bias that is omitted by an empty name.
+        if not name and (not optional_input or node.op_type == "LayerNormalization"):
+            raise RefusedError(f"omits input {place} of a {node.op_type}, which needs it")
     for attribute in node.attribute:
         if attribute.name == "axis" and abs(attribute.i) > _MOST_AXES:
             raise RefusedError(f"has a {node.op_type} along axis {attribute.i}")
         if attribute.name == "num_outputs" and attribute.i != len(node.output):
-            raise RefusedError(f"has a {node.op_type} into other than its {attribute.i} outputs")
+            raise RefusedError(
+                f"has a {node.op_type} with num_outputs {attribute.i}, "
+                f"but {len(node.output)} outputs"
+            )
 
 
 def _check_mode(node: NodeProto) -> None:
-    """Nothing trains here: Dropout would draw numbers, BatchNormalization return statistics."""
+    """Refuse training modes: Dropout would be random, BatchNormalization would return
+    statistics."""
     if node.op_type == "Dropout" and len([name for name in node.input if name]) > 2:
         raise RefusedError("has a Dropout with a training mode")
     training = (a.i for a in node.attribute if a.name == "training_mode")
@@ -216,7 +232,7 @@ def _check_mode(node: NodeProto) -> None:
 
 
 def _check_arithmetic(graph: GraphProto) -> None:
-    """What a runtime computes while it loads the graph is bounded, and cannot end the process."""
+    """Bound what a runtime computes while it loads the graph, and refuse divisions that kill it."""
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if (
@@ -235,13 +251,11 @@ def _check_arithmetic(graph: GraphProto) -> None:
             constant |= set(node.output)
             folded += sum(_elements(values.get(name)) for name in node.output if name)
     if folded > LARGEST_VALUE:
-        raise RefusedError(
-            f"computes {folded} elements from constants alone; fold them when it is exported"
-        )
+        raise RefusedError(f"computes {folded} elements from constants; fold them at export")
 
 
 def _elements(kind: TypeProto.Tensor | None) -> int:
-    """Elements of a value that is made of constants; one of unknown size counts as too many."""
+    """Return the number of elements of a constant value; an unknown size counts as too many."""
     if kind is None or not kind.HasField("shape"):
         return LARGEST_VALUE + 1
     if not all(d.HasField("dim_value") for d in kind.shape.dim):
@@ -252,16 +266,17 @@ def _elements(kind: TypeProto.Tensor | None) -> int:
 def _check_division(
     node: NodeProto, tensors: dict[str, TensorProto], values: dict[str, TypeProto.Tensor]
 ) -> None:
-    """Integers divided by 0, or the smallest by -1, end the process: SIGFPE."""
-    by = node.input[1]
-    kind = values[by].elem_type if by in values else None
-    if by in tensors:
-        kind = tensors[by].data_type
+    """Refuse integer divisions that may end the process (SIGFPE): by 0, or the smallest integer by
+    -1."""
+    divisor = node.input[1]
+    kind = values[divisor].elem_type if divisor in values else None
+    if divisor in tensors:
+        kind = tensors[divisor].data_type
     if kind in (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16):
         return
-    if by not in tensors or not (numpy_helper.to_array(tensors[by]) > 0).all():
+    if divisor not in tensors or not (numpy_helper.to_array(tensors[divisor]) > 0).all():
         raise RefusedError(
-            f"has a {node.op_type} of integers by {by!r}, which is not known to be more than 0"
+            f"has a {node.op_type} of integers by {divisor!r}, which is not known to be more than 0"
         )
 
 

@@ -1,20 +1,20 @@
-"""The name and the newest format of a release's manifest, for readers that load no pydantic."""
+"""Define the name and the newest format of manifests, for readers that do not import pydantic."""
 
 import re
 
-# The newest format of manifests.
+# The newest format of manifests that this program reads.
 NEWEST_FORMAT = 4
 
-# No more digits than a manifest may declare.
+# No more digits than a manifest may have in its number.
 _MANIFEST = re.compile(r"release-(0|[1-9][0-9]{0,6})\.json")
 
 
 def manifest_path(release: int) -> str:
-    """The manifest of release N in the publication folder."""
+    """Return the published path of a release's manifest."""
     return f"release-{release}.json"
 
 
 def release_of_manifest(path: str) -> int | None:
-    """N of `release-N.json`, None for every other path."""
-    named = _MANIFEST.fullmatch(path)
-    return int(named[1]) if named is not None else None
+    """Return N of `release-N.json`, None for every other path."""
+    match = _MANIFEST.fullmatch(path)
+    return int(match[1]) if match is not None else None

@@ -1,8 +1,8 @@
-"""The checks that a release's models must pass: the ONNX check and the golden probes.
+"""Check a release's models: the rules for ONNX files, and the golden probes.
 
-The ONNX check decides what a model file may be before any session is made. A crafted file may crash
-or fill whatever parses it: trial.py runs the check in a child with limits. Golden probes are inputs
-with the outputs they must give, to check a machine's own runtime.
+The ONNX check decides which files may become sessions. A crafted file may crash its parser or fill
+the memory, so trial.py runs the check in a child with limits. Golden probes are inputs with the
+outputs that they must give; they check the runtime of this machine.
 """
 
 import io
@@ -47,17 +47,18 @@ from nobackfill.text import LARGEST_BYTES as _LARGEST_TEXT
 from nobackfill.text import check_text
 from nobackfill.vectors import Vectors
 
-# Unpacked.
+# Unpacked size of a file of probes.
 LARGEST_BYTES = 256 * 2**20
 
 Arrays = dict[str, NDArray[Any]]
-# Images uint8 [n,H,W,3] of the release's size to vectors float32 [n,d].
+# Embed images uint8 [n,H,W,3] of the release's size to float32 [n,d].
 Encode = Callable[[Images], Vectors]
-# The same of texts, as queries or as documents.
+# Embed texts, as queries or as documents, to float32 [n,d].
 EncodeTexts = Callable[[Sequence[str], TextRole], Vectors]
-# Of the probes' texts.
+# Largest number of texts in the probes.
 _MOST_TEXTS = 64
-# As long as texts may be, in several scripts; and every sign of ASCII over and over.
+# Texts of the largest allowed size in several scripts; `_SIGNS`: every sign of ASCII, for
+# repetition.
 _LONG_TEXTS = [
     (piece * _LARGEST_TEXT).encode()[:_LARGEST_TEXT].decode(errors="ignore")
     for piece in (
@@ -76,15 +77,23 @@ def check_probes(
     threads: int = 1,
     rows: int = 0,
 ) -> None:
-    """Run the release's models on its probes, here and now.
+    """Run the models of a release on its golden probes, in this process.
 
-    Upgrades run on at least `rows` rows: the probes are repeated, since a model may need memory or
-    time for many rows that it does not need for a few.
+    Checks the embedder, the text encoder, the side encoder, and upgrades with their int8 twins, as
+    far as `files` has them. An output is right if every |difference| <= tolerance * max(1,
+    |expected|).
 
-    Covers the embedder, the text encoder, the side encoder, the upgrades from the releases in
-    `upgrades` (None: all) and their int8 twins, as far as `files` holds them: a device brings only
-    what it needs. An output agrees when every |difference| <= tolerance * max(1, |expected|).
-    Raises VerificationError naming the model that differs.
+    Args:
+        files: The publication folder or the draft's files. A device has only some of the files.
+        manifest: The release.
+        upgrades: Check the upgrades from these releases; None: from all.
+        threads: Threads of each session.
+        rows: Upgrades run on at least this many rows, by repeating the probes: many rows may need
+            more memory or time.
+
+    Raises:
+        VerificationError: A model differs, or cannot be loaded; the message names it.
+        ConfigurationError: The extra `text` is needed, and is not installed.
     """
     embed = side = read = None
     if manifest.embedder.file is not None and _holds(files, manifest.embedder.file):
@@ -107,27 +116,45 @@ def check_encoders(
     files: Files, manifest: Manifest, embed: Encode | None, side: Encode | None,
     read: EncodeTexts | None,
 ) -> None:  # fmt: skip
-    """Compare what `embed`, `side` and `read` give, wherever they run, with the published outputs.
+    """Compare the outputs of encoders, wherever they run, with the golden probes.
 
-    None leaves one out. Raises VerificationError naming the one that differs.
+    Args:
+        files: The publication folder or the draft's files; only the probes are read.
+        manifest: The release.
+        embed: Embeds images; None skips this check.
+        side: Computes side-information of images; None skips this check.
+        read: Embeds texts; None skips this check.
+
+    Raises:
+        VerificationError: An output differs; the message names it.
     """
     probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
     for name, encode in (("embedding", embed), ("side", side)):
         if encode is not None:
-            got = encode(_array(probes, "image"))
-            _agree(name, _array(probes, name), got, manifest.probes.tolerance)
+            output = encode(_array(probes, "image"))
+            _agree(name, _array(probes, name), output, manifest.probes.tolerance)
     if read is not None:
         texts = _texts(_array(probes, "text"))
         for role in TEXT_ROLES:
             try:
-                got = read(texts, role)
+                output = read(texts, role)
             except InvalidInputError as error:
                 raise VerificationError(f"golden probe text/{role}: {error}") from error
-            _agree(f"text/{role}", _array(probes, f"text/{role}"), got, manifest.probes.tolerance)
+            _agree(
+                f"text/{role}", _array(probes, f"text/{role}"), output, manifest.probes.tolerance
+            )
 
 
 def text_probes(texts: Sequence[str], read: EncodeTexts) -> Arrays:
-    """What probes of a text encoder hold."""
+    """Make the golden probes of a text encoder.
+
+    Args:
+        texts: The inputs.
+        read: The encoder.
+
+    Returns:
+        The arrays `text`, `text/query` and `text/document`.
+    """
     data = np.frombuffer(json.dumps(list(texts)).encode(), np.uint8)
     return {"text": data, **{f"text/{role}": read(texts, role) for role in TEXT_ROLES}}
 
@@ -146,12 +173,12 @@ def _texts(data: NDArray[Any]) -> list[str]:
 
 
 def _check_vocabulary(model: TextModel) -> None:
-    """A token that the model does not know would end, or fail, what serves it."""
+    """Check that the model accepts every token; an unknown one would crash whatever serves it."""
     for role in TEXT_ROLES:
         try:
-            model.embed(model.reader.outermost, role)
+            model.embed(model.reader.largest_token, role)
         except UnusableOutputError:
-            # It is known: that it has no vector by itself says nothing.
+            # The token is known; a token alone may have no vector.
             continue
         except VerificationError as error:
             raise VerificationError(
@@ -161,8 +188,11 @@ def _check_vocabulary(model: TextModel) -> None:
 
 
 def _check_tokenizer(model: TextModel) -> None:
-    """Have the tokenizer read what people may write: a tokenizer that takes the probes may still
-    crash, or take any memory and time, on other texts. Texts that it refuses are no fault of it."""
+    """Run the tokenizer on texts that people may write.
+
+    A tokenizer that accepts the probes may still crash on other texts, or take any memory and time.
+    It may refuse texts.
+    """
     for text in (*_LONG_TEXTS, *(sign * 2**13 for sign in _SIGNS)):
         try:
             model.reader.feed([text], "document")
@@ -179,22 +209,22 @@ def _check_upgrade(
 ) -> None:
     name = f"upgrade_{upgrade.from_release}"
 
-    def repeated(which: str) -> NDArray[Any]:
+    def repeat(which: str) -> NDArray[Any]:
         array = _array(probes, f"{name}/{which}")
         return np.resize(array, (max(rows, len(array)), *array.shape[1:]))
 
-    embedding = repeated("embedding")
-    side = repeated("side") if upgrade.reads_side else None
+    embedding = repeat("embedding")
+    side = repeat("side") if upgrade.reads_side else None
     for int8, file in ((False, upgrade.file), (True, upgrade.int8_file)):
         if file is None or not _holds(files, file):
             continue
         tolerance = manifest.probes.int8_tolerance if int8 else manifest.probes.tolerance
         label = f"{name}{' int8' if int8 else ''}"
         model = open_upgrade(files, manifest, upgrade, int8=int8, threads=threads)
-        got = model.run(embedding, side)
-        _agree(f"{label}/upgraded", repeated("upgraded"), got.embedding, tolerance)
-        if upgrade.side == "maps" and got.side is not None:
-            _agree(f"{label}/upgraded_side", repeated("upgraded_side"), got.side, tolerance)
+        output = model.run(embedding, side)
+        _agree(f"{label}/upgraded", repeat("upgraded"), output.embedding, tolerance)
+        if upgrade.side == "maps" and output.side is not None:
+            _agree(f"{label}/upgraded_side", repeat("upgraded_side"), output.side, tolerance)
 
 
 def _holds(files: Files, file: PublishedFile) -> bool:
@@ -205,7 +235,7 @@ def _load(data: bytes, path: str) -> Arrays:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = archive.infolist()
-            # What is unpacked may be a thousand times what was downloaded.
+            # The unpacked size may be a thousand times the download.
             if sum(member.file_size for member in members) > LARGEST_BYTES:
                 raise VerificationError(
                     f"{path}: expected golden probes of at most {LARGEST_BYTES >> 20} MiB"
@@ -219,7 +249,8 @@ def _load(data: bytes, path: str) -> Arrays:
 
 
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    """One array; its header must not claim more than the member holds, as numpy believes it."""
+    """Read an array, after checking that its header claims what the member holds; numpy trusts
+    it."""
     with archive.open(member) as file:
         npy = io.BytesIO(file.read(member.file_size))
     version = np.lib.format.read_magic(npy)
@@ -228,7 +259,7 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
         raise ValueError(f"{member.filename}: expected an array of version 1.0, got {version}")
     shape, _, dtype = header(npy)
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != member.file_size - npy.tell():
-        raise ValueError(f"{member.filename}: holds other than the {shape} {dtype} it declares")
+        raise ValueError(f"{member.filename}: its size differs from its header, {shape} {dtype}")
     npy.seek(0)
     return np.lib.format.read_array(npy, allow_pickle=False)
 
@@ -239,35 +270,48 @@ def _array(probes: Arrays, name: str) -> NDArray[Any]:
     return probes[name]
 
 
-def _agree(name: str, expected: NDArray[Any], got: NDArray[Any], tolerance: float) -> None:
-    if expected.shape != got.shape:
+def _agree(name: str, expected: NDArray[Any], output: NDArray[Any], tolerance: float) -> None:
+    if expected.shape != output.shape:
         raise VerificationError(
-            f"golden probe {name}: expected shape {list(expected.shape)}, got {list(got.shape)}"
+            f"golden probe {name}: expected shape {list(expected.shape)}, got {list(output.shape)}"
         )
-    difference = np.abs(got - expected) / np.maximum(1, np.abs(expected))
+    difference = np.abs(output - expected) / np.maximum(1, np.abs(expected))
     # Also refuses NaN among the expected values.
     if not (difference <= tolerance).all():
         worst = np.fmax.reduce(difference, axis=None)
         raise VerificationError(
             f"golden probe {name}: this machine's outputs differ from the published ones by "
-            f"{worst:.2g}, allowed is {tolerance:g}; the release stays unused here"
+            f"{worst:.2g}, more than {tolerance:g}; this machine does not use the release"
         )
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """A file to check, with the inputs and outputs that it must have."""
+    """An ONNX file to check.
+
+    Attributes:
+        path: The file.
+        inputs: The inputs that it must have.
+        outputs: The outputs that it must have.
+        longest: Length in tokens of the longest text, 1 without texts.
+    """
 
     path: Path
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    # Tokens of the longest text that it is given.
     longest: int = 1
 
 
 def check_onnx(files: Mapping[str, OnnxFile]) -> None:
-    """Check files, by the names to be used in messages. Raises VerificationError."""
-    # onnx takes a while to load, and most readers of this module never check a file.
+    """Check ONNX files against the rules of onnx_rules.py.
+
+    Args:
+        files: The files, by the name to use in messages.
+
+    Raises:
+        VerificationError: The first broken rule, or a file that cannot be read.
+    """
+    # Importing onnx is slow, and most users of this module check no file.
     from nobackfill.release.onnx_rules import RefusedError, inspect
 
     for name, file in files.items():
@@ -282,25 +326,33 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
 
 
 def check_release(files: Files, manifest: Manifest) -> None:
-    """Check every ONNX file of a release that `files` holds. Raises VerificationError naming it."""
-    wanted: list[tuple[PublishedFile, Ends]] = []
+    """Check every ONNX file of a release against the rules, as far as `files` has them.
+
+    Args:
+        files: The publication folder or the draft's files.
+        manifest: The release.
+
+    Raises:
+        VerificationError: A file breaks a rule; the message names it.
+    """
+    checks: list[tuple[PublishedFile, Ends]] = []
     if (images := manifest.embedder.file) is not None:
-        wanted.append((images, manifest.embedder_ends()))
+        checks.append((images, manifest.embedder_ends()))
     if (text := manifest.text_encoder) is not None:
         ends = manifest.text_encoder_ends(text)
-        wanted += [(text.read_by(role), ends) for role in TEXT_ROLES]
+        checks += [(text.model_file(role), ends) for role in TEXT_ROLES]
     if (encoder := manifest.side_encoder) is not None:
-        wanted.append((encoder.file, manifest.side_encoder_ends(encoder)))
+        checks.append((encoder.file, manifest.side_encoder_ends(encoder)))
     for upgrade in manifest.upgrades:
         ends = manifest.upgrade_ends(upgrade)
-        wanted.append((upgrade.file, ends))
+        checks.append((upgrade.file, ends))
         if upgrade.int8_file is not None:
-            wanted.append((upgrade.int8_file, ends))
+            checks.append((upgrade.int8_file, ends))
     longest = 1 if text is None else text.length
     check_onnx(
         {
             file.path: OnnxFile(locate(files, file.path), *ends, longest)
-            for file, ends in wanted
+            for file, ends in checks
             if _is_there(files, file)
         }
     )

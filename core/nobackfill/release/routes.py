@@ -1,7 +1,7 @@
-"""Routes: which upgrades lead a gallery from one release's space to another's.
+"""Find the upgrades that lead a gallery from one release's space to another's.
 
-An upgrade M->N is an edge of a graph without cycles (M < N always). A route is direct (1->3) or
-chained (1->2->3); which is better is measured when a release is published (RouteEvidence).
+Upgrades M->N are the edges of a graph without cycles, since M < N. A route is direct (1->3) or
+chained (1->2->3). Publishing measures which is better (RouteEvidence).
 """
 
 import itertools
@@ -16,16 +16,19 @@ from nobackfill.release.models import Files, Upgraded, UpgradeModel, open_upgrad
 from nobackfill.vectors import Vectors
 
 Steps = tuple[tuple[Manifest, Upgrade], ...]
-# Releases on the way, source first.
+# Releases of a route, source first.
 Chain = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Route:
-    """Upgrades in order, each with the manifest that published it; empty where nothing is to do.
+    """Upgrades in order, each with the manifest that published it.
 
-    `kept` is the share of new/new mAP that is left, None where nobody knows; `measured`: from end
-    to end, not as a product of its measured parts.
+    Attributes:
+        steps: Empty if nothing has to be done.
+        kept: The quality: share of new/new mAP that is left; None if it is unknown.
+        measured: Whether `kept` was measured end to end. Otherwise it is the product of measured
+            parts.
     """
 
     steps: Steps
@@ -34,18 +37,18 @@ class Route:
 
     @property
     def releases(self) -> Chain:
-        """Releases on the way, source first; empty for an empty route."""
+        """Return the releases of the route, source first; empty for an empty route."""
         if not self.steps:
             return ()
         return (self.steps[0][1].from_release, *(manifest.release for manifest, _ in self.steps))
 
     @property
     def reads_side(self) -> bool:
-        """Whether only items with side-information of their own can go this way: the one rule,
-        which galleries, devices, gateways and the gate ask.
+        """Tell whether only items with side-information can take this route.
 
-        A later step reads it too, where the steps before have carried it; a step that maps makes
-        new side-information for every item, and one that drops leaves none to read.
+        Galleries, devices, gateways and the gate all use this rule. A later step may read
+        side-information that earlier steps carry. A step that maps makes new side-information for
+        every item, and a step that drops leaves none.
         """
         for _, upgrade in self.steps:
             if upgrade.reads_side:
@@ -56,18 +59,23 @@ class Route:
 
     @property
     def quantised(self) -> bool:
-        """Whether a step has an int8 twin."""
+        """Tell whether a step has an int8 twin."""
         return any(upgrade.int8_file is not None for _, upgrade in self.steps)
 
 
-# Where nothing is to do.
+# The route of a gallery that stays.
 _STAY = Route((), 1.0, True)
 
 
 def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
-    """The route whose releases are named, source first; empty for one release.
+    """Return the route through given releases.
 
-    Raises NotFoundError where an upgrade on the way does not exist.
+    Args:
+        manifests: The releases that may be used.
+        releases: Source first; one release gives an empty route.
+
+    Raises:
+        NotFoundError: An upgrade of the route does not exist.
     """
     steps = []
     for source, target in itertools.pairwise(releases):
@@ -87,15 +95,25 @@ def plan_route(
     *,
     directly: SpaceId | None = None,
 ) -> Route | None:
-    """The best route, or None if there is none. A gallery can be taken over exactly where there is
-    one: devices, gateways and the report ask here.
+    """Find the best route from one release to another.
 
-    `manifests` are the releases that may be used; the source's own may be missing. Best is the
-    largest share kept, measurements and products of parts alike; routes of unknown quality
-    come last; then the fewest steps. `side` is the space of the side-information at hand, None for
-    none; `directly`, the space of vectors that may stay as they are: where no upgrade leads on and
-    the target searches it directly, the route is empty. Raises NotFoundError if `to_release` is not
-    among them.
+    The best route keeps the largest share of mAP, whether measured or a product of parts. Routes of
+    unknown quality come last; then fewer steps win. A gallery can be migrated if and only if this
+    returns a route.
+
+    Args:
+        manifests: The releases that may be used; the source may be missing.
+        from_release: The source.
+        to_release: The target.
+        side: Space of the stored side-information; None without any.
+        directly: Space of the stored vectors, if they may stay: without upgrades, the route is
+            empty if the target can search this space directly.
+
+    Returns:
+        None if there is no route.
+
+    Raises:
+        NotFoundError: `to_release` is not among the manifests.
     """
     if to_release not in manifests:
         raise NotFoundError(
@@ -105,34 +123,40 @@ def plan_route(
     if from_release == to_release:
         return _STAY
     search = _Search(manifests, from_release, to_release)
-    found = search.best(side, measured=True) or search.best(side, measured=False)
+    route = search.best(side, measured=True) or search.best(side, measured=False)
     target = manifests[to_release]
-    if found is None and directly is not None and target.searches(directly):
+    if route is None and directly is not None and target.searches(directly):
         kept = target.kept_directly(from_release)
         return Route((), kept, kept is not None)
-    return found
+    return route
 
 
 def every_route(
     manifests: Mapping[int, Manifest], from_release: int, to_release: int, side: str | None
 ) -> Iterator[Route]:
-    """All routes whose upgrades find the side-information that they read, the shortest first.
+    """Yield all routes whose upgrades have the side-information that they read, the shortest first.
 
-    There can be exponentially many: take some, and leave the choice of one to `plan_route`.
+    There can be exponentially many: take only a few. Use `plan_route` to choose one.
+
+    Args:
+        manifests: The releases that may be used.
+        from_release: The source.
+        to_release: The target.
+        side: Space of the stored side-information; None without any.
     """
     kept = kept_by_chain(manifests)
-    begun: deque[tuple[int, Steps, str | None]] = deque([(from_release, (), side)])
-    while begun:
-        at, steps, held = begun.popleft()
-        for step, then in _steps(manifests, at, to_release, held):
+    queue: deque[tuple[int, Steps, str | None]] = deque([(from_release, (), side)])
+    while queue:
+        release, steps, side_space = queue.popleft()
+        for step, next_side in _steps(manifests, release, to_release, side_space):
             if step[0].release == to_release:
                 yield _route((*steps, step), kept)
             else:
-                begun.append((step[0].release, (*steps, step), then))
+                queue.append((step[0].release, (*steps, step), next_side))
 
 
 def kept_by_chain(manifests: Mapping[int, Manifest]) -> dict[Chain, float]:
-    """The share kept that was measured for each chain of releases, direct or longer."""
+    """Return the measured share of mAP of each chain of releases, direct or longer."""
     kept: dict[Chain, float] = {}
     for manifest in manifests.values():
         for route in manifest.routes:
@@ -141,18 +165,30 @@ def kept_by_chain(manifests: Mapping[int, Manifest]) -> dict[Chain, float]:
 
 
 class RouteRunner:
-    """The models of a route, run one after the other. Made by `open_route`."""
+    """The models of a route, run one after the other; opened by `open_route`.
+
+    Attributes:
+        reads_side: See Route.reads_side.
+    """
 
     def __init__(self, models: tuple[UpgradeModel, ...], *, reads_side: bool) -> None:
         self._models = models
-        # As Route.reads_side says.
         self.reads_side = reads_side
 
     def run(self, embedding: Vectors, side: Vectors | None) -> Upgraded:
-        """Embeddings [n,from_dim] and their side-information into the target's space.
+        """Upgrade embeddings along the route.
 
-        Uncertainties of the steps add up, like the variances they stand for. Raises like
-        UpgradeModel.run.
+        Args:
+            embedding: float32 [n, from_dim].
+            side: Side-information, float32 [n, from_side_dim]; None allowed if the route does not
+                read it.
+
+        Returns:
+            The uncertainties of the steps are added, like the variances that they stand for.
+
+        Raises:
+            InvalidInputError: Another shape, or missing side-information.
+            VerificationError: Outputs of a step are no vectors of its space.
         """
         uncertainty: Vectors | None = None
         for model in self._models:
@@ -166,9 +202,17 @@ class RouteRunner:
 
 
 def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = False) -> RouteRunner:
-    """Load a route's models on the CPU, with `int8` the quantised twin of each that has one.
+    """Load the models of a route on the CPU.
 
-    Raises VerificationError; InvalidInputError for an empty route.
+    Args:
+        files: The publication folder or the draft's files.
+        route: The route.
+        threads: Threads of each session.
+        int8: Use the quantised twin of each step that has one.
+
+    Raises:
+        VerificationError: A file differs from its manifest's, or cannot be loaded.
+        InvalidInputError: The route is empty.
     """
     if not route.steps:
         raise InvalidInputError("expected a route with at least one upgrade")
@@ -182,20 +226,22 @@ def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = Fal
 
 
 def _steps(
-    manifests: Mapping[int, Manifest], at: int, to: int, side: str | None
+    manifests: Mapping[int, Manifest], release: int, last: int, side: str | None
 ) -> Iterator[tuple[tuple[Manifest, Upgrade], str | None]]:
-    """The upgrades out of release `at` that find what they read, each with the space of the
-    side-information after it, by the release they lead to."""
-    source = manifests.get(at)
+    """Yield the upgrades out of a release that have the side-information that they read.
+
+    Each comes with the space of the side-information after it. The order is by target release.
+    """
+    source = manifests.get(release)
     for number in sorted(manifests):
         manifest = manifests[number]
-        upgrade = manifest.upgrade_from(at) if at < number <= to else None
+        upgrade = manifest.upgrade_from(release) if release < number <= last else None
         if upgrade is None or (source is not None and source.space != upgrade.from_space):
             continue
         if upgrade.reads_side and upgrade.from_side_space != side:
             continue
-        after = {"maps": manifest.side_space, "carries": side, "drops": None}
-        yield (manifest, upgrade), after[upgrade.side]
+        side_after = {"maps": manifest.side_space, "carries": side, "drops": None}
+        yield (manifest, upgrade), side_after[upgrade.side]
 
 
 def _route(steps: Steps, kept: Mapping[Chain, float]) -> Route:
@@ -211,7 +257,7 @@ def _route(steps: Steps, kept: Mapping[Chain, float]) -> Route:
 
 
 class _Way(NamedTuple):
-    """The beginning of a route: what is kept so far, None where a part was not measured."""
+    """The beginning of a route; `kept` is None where a part was not measured."""
 
     chain: Chain
     steps: Steps
@@ -220,20 +266,31 @@ class _Way(NamedTuple):
 
 
 class _Search:
-    """Dynamic programming over releases: of all beginnings that lead to one release with the same
-    side-information, only the best can be part of the best route. Beginnings of chains that were
-    measured whole are kept apart, as their product says nothing of their end."""
+    """Dynamic programming over releases.
+
+    Among beginnings that reach one release with the same side-information, only the best can be
+    part of the best route. Beginnings of chains that were measured end to end are tracked
+    separately, since their product does not predict the measured end.
+    """
 
     def __init__(self, manifests: Mapping[int, Manifest], start: int, end: int) -> None:
         self._manifests = manifests
         self._start, self._end = start, end
         self._kept = kept_by_chain(manifests)
-        whole = (chain for chain in self._kept if (chain[0], chain[-1]) == (start, end))
-        self._begun = {chain[:n] for chain in whole for n in range(1, len(chain))} - {(start, end)}
+        end_to_end = (chain for chain in self._kept if (chain[0], chain[-1]) == (start, end))
+        self._prefixes = {chain[:n] for chain in end_to_end for n in range(1, len(chain))} - {
+            (start, end)
+        }
 
     def best(self, side: str | None, *, measured: bool) -> Route | None:
-        """The route that keeps most of those that were `measured`, whole or in parts; else, of all
-        routes, the shortest. Ties go to the shorter one, then to the older releases."""
+        """Return the best route.
+
+        Args:
+            side: Space of the stored side-information.
+            measured: Consider only routes that are measured, end to end or in parts, and take the
+                one that keeps most. Otherwise take the shortest. Ties go to the shorter route, then
+                to older releases.
+        """
 
         def rank(way: _Way) -> tuple[float, int, Chain]:
             return -(way.kept or 0) if measured else 0, len(way.chain), way.chain
@@ -245,13 +302,13 @@ class _Search:
             if release == self._end:
                 break
             for way in ways.pop(release, {}).values():
-                for further in self._onward(way):
-                    apart = measured and further.chain in self._begun
-                    if measured and further.kept is None and not apart:
+                for extension in self._onward(way):
+                    is_prefix = measured and extension.chain in self._prefixes
+                    if measured and extension.kept is None and not is_prefix:
                         continue
-                    rivals = ways.setdefault(further.chain[-1], {})
-                    key = (further.side, further.chain if apart else None)
-                    rivals[key] = min(further, rivals.get(key, further), key=rank)
+                    rivals = ways.setdefault(extension.chain[-1], {})
+                    key = (extension.side, extension.chain if is_prefix else None)
+                    rivals[key] = min(extension, rivals.get(key, extension), key=rank)
         best = min(ways.get(self._end, {}).values(), key=rank, default=None)
         return None if best is None else _route(best.steps, self._kept)
 
@@ -266,14 +323,18 @@ class _Search:
 
 
 def twin_of(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
-    """Why a release cannot be used beside `others`: one has its space; None if none has.
+    """Explain why a release cannot be used: an older release has the same space. None if none has.
 
-    What is stored of a space is one release's: the older keeps it.
+    Stored data of a space belong to one release; the older one wins.
+
+    Args:
+        manifest: The release.
+        others: Other releases, older or newer.
     """
     for other in others:
         if other.space == manifest.space and other.release < manifest.release:
             return (
-                f"release {manifest.release} has the space of release {other.release}; no two may "
-                "share one: publish a changed embedder"
+                f"release {manifest.release} has the space of release {other.release}; two "
+                "releases must not share one: publish a changed embedder"
             )
     return None

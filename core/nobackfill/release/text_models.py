@@ -1,4 +1,4 @@
-"""Running a release's text encoder: tokenizer, ONNX file, then every output checked."""
+"""Run the text encoder of a release: tokenizer, ONNX file, checks of every output."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -7,16 +7,22 @@ import numpy as np
 
 from nobackfill.errors import InvalidInputError, VerificationError
 from nobackfill.release.manifest import Manifest, TextRole
-from nobackfill.release.models import Files, Session, checked_output, open_session, read_verified
+from nobackfill.release.models import Files, Session, check_output, open_session, read_verified
 from nobackfill.text import Tokenizing, Tokens
 from nobackfill.vectors import Vectors
 
 
 class TextReader:
-    """Texts to what the encoder takes: prefix, tokens, and of those the inputs that it has."""
+    """Turn texts into the inputs of a release's text encoder: prefix, then tokens."""
 
     def __init__(self, files: Files, manifest: Manifest) -> None:
-        """Raises NoEncoderError, VerificationError, ConfigurationError without the extra `text`."""
+        """Load the tokenizer of a release.
+
+        Raises:
+            NoEncoderError: The release embeds no texts.
+            VerificationError: The tokenizer is invalid, or differs from the manifest's.
+            ConfigurationError: The extra `text` is not installed.
+        """
         self._spec = manifest.reads_text
         path = self._spec.tokenizer.path
         try:
@@ -27,23 +33,36 @@ class TextReader:
             raise VerificationError(f"{error}; refused") from error
 
     def feed(self, texts: Sequence[str], role: TextRole) -> Tokens:
-        """Each input int64 [n,t]. Raises InvalidInputError."""
+        """Tokenize texts for the encoder.
+
+        Args:
+            texts: n texts.
+            role: query or document; it decides the prefix.
+
+        Returns:
+            Each input of the encoder, int64 [n, t].
+
+        Raises:
+            InvalidInputError: The tokenizer refuses a text.
+        """
         prefix = self._spec.prefix(role)
-        return self._taken(self._tokenizing.tokens([prefix + text for text in texts]))
+        return self._select_inputs(self._tokenizing.tokens([prefix + text for text in texts]))
 
     @cached_property
-    def outermost(self) -> Tokens:
-        """One text of one token, that of the largest id."""
+    def largest_token(self) -> Tokens:
+        """Return the inputs for one text of one token, the one with the largest id."""
         one = np.full((1, 1), self._tokenizing.largest(), np.int64)
         mask, types = np.ones_like(one), np.zeros_like(one)
-        return self._taken({"input_ids": one, "attention_mask": mask, "token_type_ids": types})
+        return self._select_inputs(
+            {"input_ids": one, "attention_mask": mask, "token_type_ids": types}
+        )
 
-    def _taken(self, tokens: Tokens) -> Tokens:
+    def _select_inputs(self, tokens: Tokens) -> Tokens:
         return {name: tokens[name] for name in self._spec.inputs}
 
 
 class TextModel:
-    """Texts to embeddings. Made by `open_text_encoder`."""
+    """The text encoder of a release; opened by `open_text_encoder`."""
 
     def __init__(
         self, sessions: Mapping[TextRole, Session], reader: TextReader, manifest: Manifest
@@ -53,23 +72,47 @@ class TextModel:
         self._spec = manifest.embedder
 
     def run(self, texts: Sequence[str], role: TextRole) -> Vectors:
-        """Texts, at least one, to float32 [n,dim].
+        """Embed texts.
 
-        Raises InvalidInputError for texts that cannot be read, VerificationError for outputs that
-        are no vectors of the release's space, UnusableOutputError where only some are none.
+        Args:
+            texts: At least one text.
+            role: query or document.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            InvalidInputError: The tokenizer refuses a text.
+            VerificationError: The outputs are no vectors of the release's space.
+            UnusableOutputError: Some outputs are no vectors of the space.
         """
         return self.embed(self.reader.feed(texts, role), role)
 
     def embed(self, tokens: Tokens, role: TextRole) -> Vectors:
-        """The same, of tokens."""
+        """Embed tokens, see `run`.
+
+        Args:
+            tokens: The inputs of the encoder, from `TextReader.feed`.
+            role: query or document.
+        """
         (embedding,) = self._sessions[role].run(dict(tokens), ["embedding"])
         count = len(tokens["input_ids"])
-        return checked_output(embedding, count, self._spec.dim, "embedding", unit=self._spec.unit)
+        return check_output(embedding, count, self._spec.dim, "embedding", unit=self._spec.unit)
 
 
 def open_text_encoder(files: Files, manifest: Manifest, threads: int = 1) -> TextModel:
-    """Load a release's text encoder on the CPU. Raises NoEncoderError, VerificationError,
-    ConfigurationError without the extra `text`."""
+    """Load the text encoder of a release on the CPU.
+
+    Args:
+        files: The publication folder or the draft's files.
+        manifest: The release.
+        threads: Threads of each session.
+
+    Raises:
+        NoEncoderError: The release embeds no texts.
+        VerificationError: A file differs from the manifest's, or cannot be loaded.
+        ConfigurationError: The extra `text` is not installed.
+    """
     reader = TextReader(files, manifest)
     text = manifest.reads_text
     documents = open_session(files, text.file, threads)
@@ -80,7 +123,7 @@ def open_text_encoder(files: Files, manifest: Manifest, threads: int = 1) -> Tex
 
 
 def no_text_vector(manifest: Manifest) -> InvalidInputError:
-    """The refusal of a text that a release's model turns into nothing that can be compared."""
+    """Return the error for a text of which the release's model makes no usable vector."""
     return InvalidInputError(
         f"text: the model of release {manifest.release} makes no vector of it (zero, or not finite)"
     )

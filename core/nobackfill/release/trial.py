@@ -1,9 +1,9 @@
-"""A release's models, first loaded and run where they can do no harm: in a child with limits.
+"""Load and run a release's models for the first time, in a child process with limits.
 
-A graph that passes every rule may still end the process that loads it (a constant folded by zero is
-SIGFPE), fill its memory or never finish, and so may a file of golden probes. So rules, sessions and
-probes run in a subprocess first, on a device, in a gateway and at the publisher's alike; what it
-survives, the caller may load. `python -m nobackfill.release.trial` is that subprocess.
+A graph that passes every rule may still end the process that loads it (a division by zero in
+constant folding is SIGFPE), fill its memory, or never finish. So may a file of golden probes.
+Therefore devices, gateways and publishers first run rules, sessions and probes in a child. `python
+-m nobackfill.release.trial` is this child.
 """
 
 import json
@@ -25,16 +25,25 @@ from nobackfill.release.models import CHUNK, Files
 MEMORY_BYTES = 4 * 2**30
 CPU_SECONDS = 240
 WALL_SECONDS = 120
-# Sessions of many threads reserve address space that counts as memory here.
+# Each thread of a session reserves address space, which the memory limit counts.
 _MOST_THREADS = 4
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 _LOOK_SECONDS = 0.2
-# -P: a file of the folder that a command runs in is none of its modules.
+# -P: Python must not import modules from the current folder.
 _COMMAND = [sys.executable, "-P", "-m", "nobackfill.release.trial"]
 
 
 class _Request(BaseModel):
-    """`files`: a folder, or published paths with local ones. `upgrades` as in probes.py."""
+    """The request to the child, as JSON.
+
+    Attributes:
+        manifest: The release.
+        files: The publication folder, or the local file of each published path.
+        upgrades: Upgrades from these releases are probed; None: from all.
+        threads: Threads of each session.
+        memory_bytes: Limit of address space.
+        cpu_seconds: Limit of processor time.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,15 +61,23 @@ def try_release(
     *,
     upgrades: Collection[int] | None = None,
     threads: int = 1,
-    meanwhile: Callable[[], None] = lambda: None,
+    poll: Callable[[], None] = lambda: None,
 ) -> None:
-    """Check every ONNX file of a release that `files` holds by the rules of the ONNX check, load it
-    and run its golden probes, within limits of memory, processor and time. Upgrades run on a full
-    chunk, of as many rows as devices and gateways give them.
+    """Check, load and probe all models of a release, as far as `files` has them, in a child
+    process.
 
-    `upgrades`: releases whose upgrades are probed (None: all). `meanwhile` is called now and then;
-    what it raises ends the trial. Raises VerificationError, naming what is refused, or the limit
-    that was met.
+    The child has limits of memory, processor and time. Upgrades run on a full chunk of rows, as on
+    devices and gateways.
+
+    Args:
+        files: The publication folder or the draft's files.
+        manifest: The release.
+        upgrades: Probe the upgrades from these releases; None: from all.
+        threads: Threads of each session.
+        poll: Called several times a second; its error ends the trial.
+
+    Raises:
+        VerificationError: A model is refused, or met a limit; the message names it.
     """
     request = _Request(
         manifest=manifest,
@@ -70,13 +87,18 @@ def try_release(
         memory_bytes=MEMORY_BYTES,
         cpu_seconds=CPU_SECONDS,
     )
-    refused = refusal_in_child(request, meanwhile)
+    refused = refusal_in_child(request, poll)
     if refused is not None:
         raise VerificationError(refused)
 
 
-def refusal_in_child(request: _Request, meanwhile: Callable[[], None]) -> str | None:
-    """What `refusal` gives, from a child with limits; and if that dies, of what."""
+def refusal_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
+    """Run `refusal` in a child with limits; if the child dies, return the cause.
+
+    Args:
+        request: The request.
+        poll: Called several times a second; its error ends the child.
+    """
     end = time.monotonic() + WALL_SECONDS
     text: str | None = request.model_dump_json()
     with subprocess.Popen(
@@ -93,9 +115,9 @@ def refusal_in_child(request: _Request, meanwhile: Callable[[], None]) -> str | 
                     answer, _ = child.communicate(text, timeout=_LOOK_SECONDS)
                     return _refusal_of(child.returncode, answer)
                 except subprocess.TimeoutExpired:
-                    # What was to be written goes on by itself.
+                    # communicate() goes on writing the text itself.
                     text = None
-                    meanwhile()
+                    poll()
         finally:
             child.kill()
     return f"its models took more than {WALL_SECONDS} s to be loaded and probed; refused"
@@ -104,8 +126,8 @@ def refusal_in_child(request: _Request, meanwhile: Callable[[], None]) -> str | 
 def _refusal_of(status: int, answer: str) -> str | None:
     if status:
         return (
-            f"its models end the process that tries them ({_cause(status)}); refused. "
-            "Publish them again from sound files"
+            f"its models crash the process that loads them ({_cause(status)}); refused. "
+            "Publish the release again with valid models"
         )
     refused: str | None = json.loads(answer)["refused"]
     return refused
@@ -113,14 +135,15 @@ def _refusal_of(status: int, answer: str) -> str | None:
 
 def _cause(status: int) -> str:
     if status == -signal.SIGXCPU:
-        return f"more than {CPU_SECONDS} s of processor"
+        return f"more than {CPU_SECONDS} s of processor time"
     if status < 0:
         return f"{signal.Signals(-status).name}, within {MEMORY_BYTES >> 30} GiB of memory"
     return f"exit status {status}, within {MEMORY_BYTES >> 30} GiB of memory"
 
 
 def refusal(request: _Request) -> str | None:
-    """Why a release is refused; None if it is good. Runs its models in this process."""
+    """Run the models of a release in this process, and explain why it is refused; None if it is
+    valid."""
     from nobackfill.release.probes import check_probes, check_release
 
     try:
@@ -133,10 +156,10 @@ def refusal(request: _Request) -> str | None:
             rows=CHUNK,
         )
     except (VerificationError, ConfigurationError) as error:
-        # The latter: what reads its tokenizer is not installed here.
+        # ConfigurationError: the library for its tokenizer is not installed here.
         return str(error)
     except MemoryError:
-        return f"its models take more than {MEMORY_BYTES >> 30} GiB of memory; refused"
+        return f"its models need more than {MEMORY_BYTES >> 30} GiB of memory; refused"
     return None
 
 
@@ -148,7 +171,7 @@ def _limit(memory_bytes: int, cpu_seconds: int) -> None:
 
 
 def main() -> None:
-    """Read a request from stdin, write the refusal or null to stdout, both JSON."""
+    """Read a request from stdin, and write the refusal or null to stdout, both as JSON."""
     request = _Request.model_validate_json(sys.stdin.read())
     _limit(request.memory_bytes, request.cpu_seconds)
     print(json.dumps({"refused": refusal(request)}))

@@ -372,7 +372,7 @@ def upgrade_page(
         if images is not None and old is not None:
             pictures, total = read_folder(images, SEED)
             for number in {old, *range(old + 1, release + 1)} & set(manifests):
-                trusted.verified(number)
+                trusted.verify_files(number)
             comparison = compare(model_repo, manifests, old, release, pictures)
             basis = (
                 f"Measured on {len(pictures)} of {total} images of {images.resolve().name}: each "

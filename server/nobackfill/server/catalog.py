@@ -214,7 +214,7 @@ class Catalog:
         with self._lock:
             if self._trust is None:
                 raise NotFoundError("nothing is published yet; run training/export.py")
-            return self._trust.verified(release)
+            return self._trust.verify_files(release)
 
     def signed(self, path: str) -> bool:
         """Tell whether signed metadata names a file, also one that was published a moment ago."""

@@ -17,7 +17,7 @@ from nobackfill.release.trust.trust import (
     converter_numbers,
     read_converter,
     share_of,
-    withdrawn,
+    withdrawal_reason,
 )
 
 
@@ -95,7 +95,7 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
         trust.refresh()
         numbers = tuple(trust.releases()) if release is None else (release,)
         for number in numbers:
-            folder = trust.verified(number)
+            folder = trust.verify_files(number)
             manifest = trust.manifest(number)
             try:
                 try_release(folder, manifest)
@@ -119,7 +119,7 @@ def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | 
     except UnfitError as error:
         return PublicationEntry(
             number,
-            withdrawn=withdrawn(target),
+            withdrawn=withdrawal_reason(target),
             size=target.length,
             unfit=str(error),
             share=share_of(target),
@@ -133,7 +133,7 @@ def _entry(repo: Path, ledger: MetadataLedger, path: str) -> PublicationEntry | 
         created=manifest.created,
         method=manifest.method,
         gate=f"{manifest.gate.verdict}{' (forced)' if manifest.gate.forced else ''}",
-        withdrawn=withdrawn(target),
+        withdrawn=withdrawal_reason(target),
         upgrades_from=tuple(upgrade.from_release for upgrade in manifest.upgrades),
         space=manifest.space,
         size=sum(own.values()) + target.length,

@@ -25,7 +25,7 @@ from tuf.api.metadata import (
 
 from nobackfill import durable
 from nobackfill.errors import ConfigurationError, NotFoundError, VerificationError
-from nobackfill.release.trust.trust import verified
+from nobackfill.release.trust.trust import verify_metadata
 
 # Signing keys: ed25519, one PEM file for each role, in `<publication folder>.keys/` or where their
 # owner stores them.
@@ -203,13 +203,13 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
     data = _read(repo / "1.root.json")
     if data is None:
         return None
-    root = verified(Root, data, None, "1.root.json")
+    root = verify_metadata(Root, data, None, "1.root.json")
     while (following := _read(repo / f"{root.version + 1}.root.json")) is not None:
         name = f"{root.version + 1}.root.json"
-        successor = verified(Root, following, root, name)
+        successor = verify_metadata(Root, following, root, name)
         if successor.version != root.version + 1:
             raise VerificationError(f"{name}: says it is version {successor.version}")
-        root, data = verified(Root, following, successor, name), following
+        root, data = verify_metadata(Root, following, successor, name), following
     return root, data
 
 
@@ -233,13 +233,13 @@ def read_ledger(repo: Path) -> MetadataLedger | None:
     if newest is None or timestamp_data is None:
         return None
     root, root_bytes = newest
-    timestamp = verified(Timestamp, timestamp_data, root, "timestamp.json")
+    timestamp = verify_metadata(Timestamp, timestamp_data, root, "timestamp.json")
     name = f"{timestamp.snapshot_meta.version}.snapshot.json"
     snapshot_data = _read_matching(repo, name, timestamp.snapshot_meta)
-    snapshot = verified(Snapshot, snapshot_data, root, name)
+    snapshot = verify_metadata(Snapshot, snapshot_data, root, name)
     name = f"{snapshot.meta['targets.json'].version}.targets.json"
     targets_data = _read_matching(repo, name, snapshot.meta["targets.json"])
-    targets = verified(Targets, targets_data, root, name)
+    targets = verify_metadata(Targets, targets_data, root, name)
     return MetadataLedger(root, root_bytes, timestamp, snapshot, targets)
 
 

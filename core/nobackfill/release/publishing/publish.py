@@ -44,7 +44,7 @@ from nobackfill.release.publishing.metadata import (
     read_ledger,
     read_root,
 )
-from nobackfill.release.trust.trust import for_share, verified
+from nobackfill.release.trust.trust import verify_metadata, with_share
 
 # Drafts lie beside the publication folder, because Triton fails on any other folder in it. They lie
 # on its file system, so that finished ones can be renamed into it.
@@ -173,7 +173,7 @@ def publish(
             targets[path] = TargetFile.from_data(path, data, ["sha256"])
         if share < 1:
             path = manifest_path(report.release)
-            targets[path] = for_share(targets[path], path, share)
+            targets[path] = with_share(targets[path], path, share)
         put_files(repo, files)
         put_metadata(repo, next_metadata(ledger, targets, signers))
         return report
@@ -343,7 +343,7 @@ def begin(repo: Path, keys: Keys) -> Root:
     if newest is None:
         first = new_root(dict(keys.create()))
         put_metadata(repo, [("1.root.json", first)])
-        return verified(Root, first, None, "1.root.json")
+        return verify_metadata(Root, first, None, "1.root.json")
     return newest[0]
 
 

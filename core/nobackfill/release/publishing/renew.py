@@ -32,7 +32,7 @@ from nobackfill.release.publishing.publish import (
     put_metadata,
     signers_of,
 )
-from nobackfill.release.trust.trust import for_share, share_of, withdrawn
+from nobackfill.release.trust.trust import share_of, with_share, withdrawal_reason
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def withdraw(
         raise PreconditionError(f"expected a reason that devices can show, got {reason!r}")
 
     def mark(path: str, target: TargetFile) -> TargetFile | None:
-        if withdrawn(target) == reason:
+        if withdrawal_reason(target) == reason:
             return None
         return TargetFile.from_dict({**target.to_dict(), "custom": {"withdrawn": reason}}, path)
 
@@ -249,7 +249,7 @@ def roll_out(
         raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")
 
     def mark(path: str, target: TargetFile) -> TargetFile | None:
-        return for_share(target, path, share) if _grows(target, release, share) else None
+        return with_share(target, path, share) if _grows(target, release, share) else None
 
     return _mark(repo, manifest_path(release), mark, keys, dry_run)
 
@@ -291,7 +291,7 @@ def _target(ledger: MetadataLedger, path: str) -> TargetFile:
 def _grows(target: TargetFile, release: int, share: float) -> bool:
     """Tell whether a share differs from the present one. Raises PreconditionError where it may not
     change."""
-    reason = withdrawn(target)
+    reason = withdrawal_reason(target)
     if reason is not None:
         raise PreconditionError(f"release {release} was withdrawn ({reason}); publish another")
     present, share = share_of(target), round(share, 6)

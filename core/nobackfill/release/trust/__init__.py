@@ -1,4 +1,4 @@
-"""The reader's side: what may be believed of a publication, wherever its files come from.
+"""Verify a publication as a reader, wherever its files come from.
 
 >>> from nobackfill.release.trust import Trust, fetcher_for, first_root
 >>> fetcher, url = fetcher_for(str(model_repo))

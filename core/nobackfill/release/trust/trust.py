@@ -1,9 +1,9 @@
-"""What may be believed of a publication, and where its files come from, on gateway and device.
+"""Verify a publication as a reader, and fetch its files, on gateway and device.
 
-A fetcher reads a folder or a static HTTP host; what it gives is untrusted. TUF metadata is fetched
-and verified by python-tuf (ngclient) in a temporary folder. Only a whole, verified set replaces the
-trusted one, in one durable write (trusted.json), so that an attack or a kill leaves the trusted
-state byte for byte as it was.
+A fetcher reads a folder or a static HTTP host; its bytes are untrusted. python-tuf (ngclient)
+fetches and verifies TUF metadata in a temporary folder. Only a complete, verified set replaces the
+trusted one, in one durable write (trusted.json). An attack or a kill therefore leaves the trusted
+state unchanged, byte for byte.
 """
 
 import contextlib
@@ -62,27 +62,34 @@ from nobackfill.release.paths import manifest_path, release_of_manifest
 from nobackfill.release.routes import twin_of
 
 _CHUNK = 2**16
-# A source that sends nothing for so long has gone, or means harm.
+# A source that is silent for so long is gone or malicious.
 SILENCE_SECONDS = 10.0
 _REDIRECTS = 3
-# What a host can make the libraries raise: urllib3 lets some of theirs through.
-_TROUBLE = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
+# Errors that a host can cause in the libraries: urllib3 does not translate all of them.
+_LIBRARY_ERRORS = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError, OSError)
 
 
 class Fetcher(Protocol):
-    """Reads a file of a publication."""
+    """A source of a publication's files."""
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
-        """The bytes of `url` from `offset` on, in pieces.
+        """Yield the bytes of a file in pieces.
 
-        Raises, at once or at any piece, tuf's DownloadHTTPError (404: not there, 416: shorter than
-        `offset`), SlowRetrievalError when nothing comes, DownloadError for other trouble.
+        Args:
+            url: The base URL and the published path.
+            offset: The first byte.
+
+        Raises:
+            tuf.api.exceptions.DownloadHTTPError: At once or at any piece: 404 for no such file, 416
+            for a file shorter than `offset`.
+            tuf.api.exceptions.SlowRetrievalError: Nothing came in time.
+            tuf.api.exceptions.DownloadError: Any other failure.
         """
         ...
 
 
 class FolderFetcher:
-    """A publication folder of this machine."""
+    """Read a publication folder on this machine."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -102,16 +109,16 @@ class FolderFetcher:
 
 
 class HttpFetcher:
-    """Any static HTTP(S) host, with ranges where it serves them.
+    """Read a static HTTP(S) host, with ranges if it serves them.
 
-    $NOBACKFILL_CA_FILE may name its authority's certificate (PEM, else the system's).
+    $NOBACKFILL_CA_FILE may name the certificate of its authority (PEM, by default the system's).
     """
 
     def __init__(self) -> None:
         self._pool = pool_manager(
             timeout=urllib3.Timeout(SILENCE_SECONDS),
             ca_certs=os.environ.get("NOBACKFILL_CA_FILE") or None,
-            # A host's Retry-After would be slept through, however long it is.
+            # urllib3 would sleep for a host's Retry-After, however long it is.
             retries=urllib3.Retry(2, respect_retry_after_header=False),
         )
         weakref.finalize(self, self._pool.clear)
@@ -119,15 +126,15 @@ class HttpFetcher:
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
         try:
             response = self._answer(quote(url, safe=":/@%?=&[]"), offset)
-        except _TROUBLE as error:
+        except _LIBRARY_ERRORS as error:
             raise DownloadError(f"{url}: {_sentence(error)}") from error
         complete = False
         try:
             if response.status not in (200, 206):
                 raise DownloadHTTPError(f"{url}: HTTP {response.status}", response.status)
-            # A host that ignores Range sends everything: pass by what is here already.
+            # A host that ignores Range sends everything: skip the bytes that are here already.
             skip = offset if response.status == 200 else 0
-            # read1 gives what has come, so that the caller notices a host that drips.
+            # read1 returns the bytes that have arrived, so that the caller notices a slow host.
             while piece := response.read1(_CHUNK):
                 if len(piece) > skip:
                     yield piece[skip:]
@@ -135,16 +142,17 @@ class HttpFetcher:
             complete = True
         except urllib3.exceptions.TimeoutError as error:
             raise SlowRetrievalError(f"{url}: nothing came for {SILENCE_SECONDS:g} s") from error
-        except _TROUBLE as error:
+        except _LIBRARY_ERRORS as error:
             raise DownloadError(f"{url}: {error}") from error
         finally:
-            # After a complete file its connection is used again; else the rest is in the way.
+            # The connection is reused only after a complete file; otherwise unread bytes would
+            # follow.
             if not complete:
                 response.close()
             response.release_conn()
 
     def _answer(self, url: str, offset: int) -> urllib3.BaseHTTPResponse:
-        # What was signed are the bytes as they lie there: nothing is unpacked.
+        # The signature covers the bytes as they are stored: do not decompress.
         headers = {"Accept-Encoding": "identity"}
         if offset:
             headers["Range"] = f"bytes={offset}-"
@@ -162,48 +170,48 @@ class HttpFetcher:
                 return response
             response.close()
             response.release_conn()
-            before, url = url, urljoin(url, location)
-            if not url.startswith(("https://", before.partition("//")[0] + "//")):
-                raise DownloadError(f"{before}: redirects to {url}; expected https there")
+            origin, url = url, urljoin(url, location)
+            if not url.startswith(("https://", origin.partition("//")[0] + "//")):
+                raise DownloadError(f"{origin}: redirects to {url}; expected https there")
         raise DownloadError(f"{url}: redirects more than {_REDIRECTS} times")
 
 
 def _sentence(error: Exception) -> str:
-    """What a person can use of a failed request, without the pools and retries of the library."""
+    """Explain a failed request to a person, without the pools and retries of the library."""
     reason = getattr(error, "reason", None)
     cause = reason if isinstance(reason, Exception) else error
     text = str(cause)
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return (
-            "its certificate is of no authority that is known here; name the authority's "
-            "certificate (PEM) in NOBACKFILL_CA_FILE"
+            "its certificate comes from an unknown authority; set NOBACKFILL_CA_FILE to the "
+            "authority's certificate (PEM)"
         )
     if isinstance(cause, urllib3.exceptions.NameResolutionError):
-        return "no host of that name is known; check the address"
+        return "no host of that name; check the address"
     if isinstance(cause, urllib3.exceptions.NewConnectionError):
-        return "nothing answers there; check the address, and that the host runs"
-    # What follows the last colon is what happened; before it stand objects of the library.
+        return "nothing answers there; check the address and that the server runs"
+    # The event follows the last colon; objects of the library stand before it.
     return text.rpartition(": ")[2] if "object at 0x" in text or "Pool(" in text else text
 
 
 def fetcher_for(source: str) -> tuple[Fetcher, str]:
-    """The fetcher and base URL of a folder, `http://` or `https://` source."""
+    """Return the fetcher and the base URL of a source.
+
+    Args:
+        source: A folder, or an address with http:// or https://.
+    """
     if source.startswith(("http://", "https://")):
         return HttpFetcher(), source.rstrip("/") + "/"
     folder = FolderFetcher(Path(source))
     return folder, folder.base_url
 
 
-# What may be believed of a publication: the view that gateway and device share.
-#
-# TUF metadata is fetched and verified by python-tuf (ngclient) in a temporary folder. Only a whole,
-# verified set replaces the trusted one, in one durable write (trusted.json), so that an attack or a
-# kill leaves the trusted state byte for byte as it was.
+# The verified view of a publication, the same on gateway and device.
 
 Version = Annotated[int, Field(ge=0)]
 
 
-# A share is signed as a number of millionths: canonical JSON has no fractions.
+# A share is signed in millionths: canonical JSON has no fractions.
 MILLION = 1_000_000
 _SHARE = "share_in_a_million"
 
@@ -211,13 +219,19 @@ _Signed = TypeVar("_Signed", Root, Targets, Snapshot, Timestamp)
 
 
 class Floor(BaseModel):
-    """Versions below which nothing is accepted: small JSON, kept with the installed release.
+    """Versions below which no metadata is accepted.
 
-    A client keeps it in the same database transaction as the release it installs, so that neither a
-    lost state folder nor metadata that never reached the disk lets an attacker go back. `keys` are
-    digests of the keys of each role: the counters of a role start anew when the root metadata
-    gives it other keys, else one stolen online key could end all publishing (fast-forward attack,
-    TUF 5.3.11).
+    A client stores it as small JSON in the database transaction that installs a release. So an
+    attacker cannot go back, even if the state folder was lost or metadata never reached the disk.
+
+    Attributes:
+        root: Version of the root metadata.
+        timestamp: Version of the timestamp metadata.
+        snapshot: Version of the snapshot metadata.
+        targets: Version of the targets metadata.
+        keys: Digest of the keys of each role. The counter of a role restarts when root metadata
+            gives it other keys; otherwise one stolen online key could block all publishing
+            (fast-forward attack, TUF 5.3.11).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -247,19 +261,33 @@ class _Stored(BaseModel):
 class TrustedState:
     """Root, timestamp, snapshot and targets metadata that were verified together.
 
-    `anchor` is the digest of the root metadata that was trusted first, `seen` the latest time of a
-    refresh that succeeded: a clock that is set back does not make expired metadata fresh.
+    Attributes:
+        anchor: SHA-256 of the root metadata that was trusted first.
+        seen: Time of the latest successful refresh; a clock that is set back does not revive
+            expired metadata.
+        texts: The metadata of each role, in bytes.
     """
 
     def __init__(self, anchor: str, seen: datetime, texts: dict[str, bytes]) -> None:
-        """Raises VerificationError unless the metadata is signed and fits together."""
+        """Check the signatures, and that the metadata fits together.
+
+        Args:
+            anchor: SHA-256 of the root metadata that was trusted first.
+            seen: Time of the latest successful refresh, UTC.
+            texts: The metadata of each role.
+
+        Raises:
+            VerificationError: A signature is wrong, or a digest differs.
+        """
         self.anchor = anchor
         self.seen = seen
         self.texts = texts
-        self.root = verified(Root, texts["root"], None, "trusted root metadata")
-        self.timestamp = verified(Timestamp, texts["timestamp"], self.root, "trusted timestamp")
-        self.snapshot = verified(Snapshot, texts["snapshot"], self.root, "trusted snapshot")
-        self.targets = verified(Targets, texts["targets"], self.root, "trusted targets")
+        self.root = verify_metadata(Root, texts["root"], None, "trusted root metadata")
+        self.timestamp = verify_metadata(
+            Timestamp, texts["timestamp"], self.root, "trusted timestamp"
+        )
+        self.snapshot = verify_metadata(Snapshot, texts["snapshot"], self.root, "trusted snapshot")
+        self.targets = verify_metadata(Targets, texts["targets"], self.root, "trusted targets")
         try:
             self.timestamp.snapshot_meta.verify_length_and_hashes(texts["snapshot"])
             self.snapshot.meta["targets.json"].verify_length_and_hashes(texts["targets"])
@@ -268,28 +296,39 @@ class TrustedState:
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """None if there is none. Raises VerificationError for a damaged one."""
+        """Read the state from a file.
+
+        Returns:
+            None if the file does not exist.
+
+        Raises:
+            VerificationError: The file is damaged.
+        """
         try:
             stored = _Stored.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValidationError, UnicodeDecodeError) as error:
             raise VerificationError(
-                f"{path}: is damaged ({error}); remove it to begin anew from the root metadata"
+                f"{path}: is damaged ({error}); remove it to start again from the root metadata"
             ) from error
         roles = ("root", *ROLE_FILES)
-        # What is no text was not written by us; it fails its signature.
+        # Invalid text was not written by this program; its signature fails.
         texts = {role: str(getattr(stored, role)).encode(errors="replace") for role in roles}
         return cls(stored.anchor, stored.seen, texts)
 
     def save(self, path: Path) -> None:
-        """Replace the file durably. Raises CannotWriteError."""
+        """Replace the file durably.
+
+        Raises:
+            CannotWriteError: The file cannot be written.
+        """
         texts = {role: data.decode() for role, data in self.texts.items()}
         stored = {"format": 1, "anchor": self.anchor, "seen": self.seen.isoformat(), **texts}
         durable.write_file(path, json.dumps(stored, indent=1).encode())
 
     def expiries(self) -> dict[str, datetime]:
-        """When the metadata of each role expires."""
+        """Return when the metadata of each role expires, UTC."""
         return {
             "root": self.root.expires,
             "timestamp": self.timestamp.expires,
@@ -298,7 +337,7 @@ class TrustedState:
         }
 
     def floor(self) -> Floor:
-        """The versions of this state, with the keys that they were signed by."""
+        """Return the versions of this state, with the digests of the keys that signed it."""
         return Floor(
             root=self.root.version,
             timestamp=self.timestamp.version,
@@ -311,45 +350,56 @@ class TrustedState:
         )
 
     def check_floor(self, floor: Floor) -> None:
-        """Raises VerificationError if anything is older than `floor`."""
+        """Check that no metadata is older than a floor.
+
+        Raises:
+            VerificationError: The publication was rolled back.
+        """
         own = self.floor()
-        kept = {role for role in ROLE_FILES if own.keys[role] == floor.keys.get(role)}
+        unchanged = {role for role in ROLE_FILES if own.keys[role] == floor.keys.get(role)}
         compared = [("root", own.root, floor.root)]
-        if "timestamp" in kept:
+        if "timestamp" in unchanged:
             compared.append(("timestamp", own.timestamp, floor.timestamp))
-        if "snapshot" in kept:
+        if "snapshot" in unchanged:
             compared.append(("snapshot", own.snapshot, floor.snapshot))
-        # The snapshot is what pins the targets' version, so new keys for it free that, too.
-        if {"snapshot", "targets"} <= kept:
+        # The snapshot pins the version of the targets: new keys of either role free it.
+        if {"snapshot", "targets"} <= unchanged:
             compared.append(("targets", own.targets, floor.targets))
-        for role, got, least in compared:
-            if got < least:
+        for role, version, least in compared:
+            if version < least:
                 raise VerificationError(
-                    f"expected {role} metadata of version {least} or later, got {got}: this "
+                    f"expected {role} metadata of version {least} or later, got {version}: this "
                     "publication was rolled back; nothing was changed"
                 )
 
-    def check_expiry(self, now: datetime) -> None:
-        """Raises VerificationError if any of the metadata has expired by `now`."""
+    def check_expiry(self, time: datetime) -> None:
+        """Check that no metadata has expired.
+
+        Args:
+            now: The time to compare with, UTC.
+
+        Raises:
+            VerificationError: Some has expired.
+        """
         for name, signed in (
             ("root", self.root), ("timestamp", self.timestamp),
             ("snapshot", self.snapshot), ("targets", self.targets),
         ):  # fmt: skip
-            if signed.is_expired(now):
+            if signed.is_expired(time):
                 raise VerificationError(
-                    expired(f"{name} metadata expired on {signed.expires:%Y-%m-%d}")
+                    expiry_message(f"{name} metadata expired on {signed.expires:%Y-%m-%d}")
                 )
 
 
-def expired(what: str) -> str:
-    """What to do about expired metadata."""
+def expiry_message(what: str) -> str:
+    """Append to a message about expired metadata what to do about it."""
     return (
         f"{what}; this machine's clock says {datetime.now(UTC):%Y-%m-%d}. If the clock is and was "
-        "right, the publisher has to run `publication resign`; nothing was changed"
+        "right, the publisher must run `publication resign`; nothing was changed"
     )
 
 
-# For all metadata of one refresh together.
+# Longest time for all metadata of one refresh.
 METADATA_SECONDS = 30.0
 
 _CONFIG = UpdaterConfig(prefix_targets_with_hash=False)
@@ -358,15 +408,27 @@ _CONFIG = UpdaterConfig(prefix_targets_with_hash=False)
 def fetch_metadata(
     fetcher: Fetcher, base_url: str, root: bytes, trusted: dict[str, bytes]
 ) -> dict[str, bytes]:
-    """The newest verified root, timestamp, snapshot and targets metadata, by role.
+    """Fetch and verify the newest root, timestamp, snapshot and targets metadata.
 
-    `root` is the trusted root metadata, `trusted` the timestamp, snapshot and targets metadata seen
-    last, or nothing: what comes must not be older. Raises VerificationError, UnavailableError,
-    NotFoundError, CannotWriteError.
+    Args:
+        fetcher: The source.
+        base_url: The base URL of the source.
+        root: The trusted root metadata.
+        trusted: The last timestamp, snapshot and targets metadata, by role, or nothing; older
+            metadata is refused.
+
+    Returns:
+        The metadata by role.
+
+    Raises:
+        VerificationError: A signature, digest or version is wrong, or it has expired.
+        UnavailableError: The source does not answer, or is too slow.
+        NotFoundError: A file is missing.
+        CannotWriteError: The temporary folder cannot be written.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
-            return _refreshed(Path(temporary), fetcher, base_url, root, trusted)
+            return _refresh_in(Path(temporary), fetcher, base_url, root, trusted)
     except (DownloadError, RepositoryError) as error:
         raise translate_tuf_errors(error, base_url) from error
     except OSError as error:
@@ -376,25 +438,32 @@ def fetch_metadata(
         ) from error
 
 
-def _refreshed(
+def _refresh_in(
     folder: Path, fetcher: Fetcher, base_url: str, root: bytes, trusted: dict[str, bytes]
 ) -> dict[str, bytes]:
     for role in ROLE_FILES:
         if role in trusted:
             (folder / f"{role}.json").write_bytes(trusted[role])
-    paced = Paced(fetcher)
+    paced = DeadlineFetcher(fetcher)
     Updater(str(folder), base_url, fetcher=paced, config=_CONFIG, bootstrap=root).refresh()
     return {role: (folder / f"{role}.json").read_bytes() for role in ("root", *ROLE_FILES)}
 
 
 def translate_tuf_errors(error: DownloadError | RepositoryError, source: str) -> NobackfillError:
-    """An error of python-tuf as one of ours."""
+    """Return an error of python-tuf as one of this project.
+
+    Args:
+        error: The error.
+        source: The address or file, for the message.
+    """
     unchanged = "nothing was changed"
     match error:
         case DownloadLengthMismatchError():
-            return VerificationError(f"{source}: sends more than was signed ({error}); {unchanged}")
+            return VerificationError(
+                f"{source}: sends more bytes than were signed ({error}); {unchanged}"
+            )
         case DownloadHTTPError(status_code=404):
-            return NotFoundError(f"{source}: is not there or not complete ({error}); {unchanged}")
+            return NotFoundError(f"{source}: is missing or incomplete ({error}); {unchanged}")
         case SlowRetrievalError():
             return UnavailableError(f"{source}: is too slow ({error}); {unchanged}, try again")
         case DownloadError():
@@ -402,16 +471,17 @@ def translate_tuf_errors(error: DownloadError | RepositoryError, source: str) ->
                 f"{source}: cannot be reached ({error}); {unchanged}, try again"
             )
         case ExpiredMetadataError():
-            return VerificationError(expired(f"{source}: {error}"))
+            return VerificationError(expiry_message(f"{source}: {error}"))
         case _:
             return VerificationError(
-                f"{source}: its metadata is not what was signed, or older than what was seen here "
+                f"{source}: its metadata has no valid signature, or is older than the trusted one "
                 f"({error}); {unchanged}"
             )
 
 
-class Paced(FetcherInterface):
-    """A fetcher for python-tuf; all that it fetches has one deadline, from when it is made."""
+class DeadlineFetcher(FetcherInterface):
+    """A fetcher for python-tuf with one deadline for all files, METADATA_SECONDS after its
+    creation."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
@@ -428,12 +498,21 @@ _BLOCK = 2**20
 
 
 def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: Path) -> None:
-    """Bring a signed file to `destination`, going on from a part that is there.
+    """Download a signed file, resuming a partial download.
 
-    Raises VerificationError (the host sends something else), UnavailableError (gone, too slow or
-    ended early: the part is kept), CannotWriteError.
+    Args:
+        fetcher: The source.
+        base_url: The base URL of the source.
+        target: The signed entry of the file.
+        destination: Where to put it; its folder is made. Nothing is done if the right file is
+            there.
+
+    Raises:
+        VerificationError: The host sends another file.
+        UnavailableError: The host is gone, too slow or stopped early; the partial download stays.
+        CannotWriteError: The file cannot be written.
     """
-    if destination.is_file() and _is_whole(destination, target):
+    if destination.is_file() and _is_complete(destination, target):
         return
     durable.make_dir(destination.parent)
     part = destination.parent / f"{destination.name}{PART}"
@@ -441,30 +520,30 @@ def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: P
     if not resumed:
         durable.remove_tree(part)
     _fetch(fetcher, base_url, target, part)
-    if not _is_whole(part, target):
+    if not _is_complete(part, target):
         durable.remove_tree(part)
         if resumed:
-            # The part may have been the bad half: once more, from the beginning.
+            # The old part may have been wrong: try once more from the beginning.
             _fetch(fetcher, base_url, target, part)
-        if not part.exists() or not _is_whole(part, target):
+        if not part.exists() or not _is_complete(part, target):
             durable.remove_tree(part)
             raise VerificationError(
-                f"{target.path}: the host sends another file than the one that was signed; "
+                f"{target.path}: the host sends a file that differs from the signed one; "
                 "nothing was changed"
             )
     durable.replace(part, destination)
 
 
 def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> None:
-    have = part.stat().st_size if part.exists() else 0
-    if have == target.length:
+    size = part.stat().st_size if part.exists() else 0
+    if size == target.length:
         return
     block = bytearray()
-    url, offset = base_url + target.path, have
+    url, offset = base_url + target.path, size
     try:
         for piece in read_paced(lambda: fetcher.fetch_from(url, offset), slow=SlowRetrievalError):
             block += piece
-            if have + len(block) > target.length:
+            if size + len(block) > target.length:
                 durable.remove_tree(part)
                 raise VerificationError(
                     f"{target.path}: the host sends more than the {target.length} bytes that were "
@@ -472,51 +551,59 @@ def _fetch(fetcher: Fetcher, base_url: str, target: TargetFile, part: Path) -> N
                 )
             if len(block) >= _BLOCK:
                 durable.append(part, bytes(block))
-                have += len(block)
+                size += len(block)
                 block.clear()
     except DownloadError as error:
         raise translate_tuf_errors(error, target.path) from error
     finally:
-        if block and have + len(block) <= target.length:
+        if block and size + len(block) <= target.length:
             durable.append(part, bytes(block))
-            have += len(block)
-    if have < target.length:
+            size += len(block)
+    if size < target.length:
         raise UnavailableError(
-            f"{target.path}: the host ended after {have} of {target.length} bytes; they are kept, "
-            "try again"
+            f"{target.path}: the host stopped after {size} of {target.length} bytes; try again, "
+            "which resumes there"
         )
 
 
-def _is_whole(path: Path, target: TargetFile) -> bool:
+def _is_complete(path: Path, target: TargetFile) -> bool:
     return path.stat().st_size == target.length and sha256_file(path) == target.hashes.get("sha256")
 
 
 _ROOT_BYTES = 512_000
 _LOCK_SECONDS = 60.0
-# How old the remembered time may get before it is worth a write.
+# The stored time is written again once it is this old.
 _SEEN_AGE = timedelta(days=1)
 
 
 def first_root(fetcher: Fetcher, base_url: str) -> bytes:
-    """The publication's first root metadata, to be shown to a person before it is trusted.
+    """Fetch the first root metadata of a publication; show its fingerprint to a person before
+    trusting it.
 
-    Raises NotFoundError if nothing is published there, UnavailableError, VerificationError.
+    Args:
+        fetcher: The source.
+        base_url: The base URL of the source.
+
+    Raises:
+        NotFoundError: Nothing is published there.
+        UnavailableError: The source does not answer.
+        VerificationError: It is too long, or not signed by itself.
     """
     url = f"{base_url}1.root.json"
     data = bytearray()
     try:
-        for piece in Paced(fetcher).fetch(url):
+        for piece in DeadlineFetcher(fetcher).fetch(url):
             data += piece
             if len(data) > _ROOT_BYTES:
                 raise VerificationError(f"{url}: is longer than {_ROOT_BYTES} bytes")
     except DownloadError as error:
         raise translate_tuf_errors(error, url) from error
-    verified(Root, bytes(data), None, url)
+    verify_metadata(Root, bytes(data), None, url)
     return bytes(data)
 
 
 def fingerprint(root: bytes) -> str:
-    """Root metadata as a person compares it: the SHA-256 in groups of four hex digits."""
+    """Format the SHA-256 of root metadata for a person, in groups of four hex digits."""
     digest = sha256_bytes(root)
     return " ".join(digest[i : i + 4] for i in range(0, len(digest), 4))
 
@@ -524,8 +611,8 @@ def fingerprint(root: bytes) -> str:
 class Trust:
     """The verified view of a remote publication.
 
-    Everything but `refresh` and downloads works offline, on what the last refresh has verified,
-    also after its expiry: expiry stops news, not use.
+    Only `refresh` and downloads need the source. Everything else works offline on the last verified
+    metadata, even after it expired: expiry stops updates, not use.
     """
 
     def __init__(
@@ -536,12 +623,19 @@ class Trust:
         root: bytes | None = None,
         floor: Floor | None = None,
     ) -> None:
-        """`state_dir` holds the trusted state (made if missing).
+        """Open the trusted state.
 
-        `root` is the root metadata trusted first; None: what the state holds already. `floor` is
-        the newest that was ever seen, kept by the caller elsewhere: nothing older is accepted, even
-        if the state folder was lost. Raises NotFoundError when there is neither root nor state,
-        VerificationError for a damaged state, or one that began with another root.
+        Args:
+            state_dir: Folder of the trusted state, made if missing.
+            fetcher: The source.
+            base_url: The base URL of the source.
+            root: The root metadata to trust first; None: the one in the state.
+            floor: The newest versions ever seen, which the caller stores elsewhere: nothing older
+                is accepted, even if the state folder was lost.
+
+        Raises:
+            NotFoundError: Neither root metadata nor a state.
+            VerificationError: The state is damaged, or began with another root.
         """
         self._folder = state_dir
         self._fetcher = fetcher
@@ -553,62 +647,90 @@ class Trust:
             raise NotFoundError(f"{state_dir}: nothing is trusted yet; expected root metadata")
 
     def refresh(self) -> bool:
-        """Fetch and verify what is published now; True if it is news.
+        """Fetch and verify the published metadata.
 
-        Raises VerificationError (signature, expiry, rollback, mix-and-match …; nothing changes),
-        UnavailableError, NotFoundError if nothing is published there, CannotWriteError, BusyError.
+        Returns:
+            Whether it changed.
+
+        Raises:
+            VerificationError: An invalid signature, expired metadata, a rollback or a mix of
+                versions; nothing changes.
+            UnavailableError: The source does not answer.
+            NotFoundError: Nothing is published there.
+            CannotWriteError: The state cannot be written.
+            BusyError: Another process refreshes.
         """
         durable.make_dir(self._folder, mode=0o700)
         with durable.lock(self._folder / "lock", _LOCK_SECONDS):
             durable.sweep(self._folder)
-            before = self._load()
-            trusted = before.texts if before else {}
+            old = self._load()
+            trusted = old.texts if old else {}
             root = trusted.get("root", self._root or b"")
             texts = fetch_metadata(self._fetcher, self._base_url, root, trusted)
-            now = datetime.now(UTC)
-            seen = max(now, before.seen) if before else now
-            anchor = before.anchor if before else sha256_bytes(root)
-            after = TrustedState(anchor, seen, texts)
-            after.check_expiry(seen)
+            time = datetime.now(UTC)
+            seen = max(time, old.seen) if old else time
+            anchor = old.anchor if old else sha256_bytes(root)
+            new = TrustedState(anchor, seen, texts)
+            new.check_expiry(seen)
             if self._floor is not None:
-                after.check_floor(self._floor)
-            news = before is None or before.texts != texts
-            if news or (before is not None and seen - before.seen > _SEEN_AGE):
-                after.save(self._folder / "trusted.json")
-            self._state = after
+                new.check_floor(self._floor)
+            news = old is None or old.texts != texts
+            if news or (old is not None and seen - old.seen > _SEEN_AGE):
+                new.save(self._folder / "trusted.json")
+            self._state = new
             return news
 
     def floor(self) -> Floor:
-        """The versions seen, for the caller to keep with its installed release."""
+        """Return the trusted versions, for the caller to store with its installed release."""
         return self._trusted().floor()
 
     def expiries(self) -> dict[str, datetime]:
-        """When the trusted metadata of each role expires. Raises NotFoundError before any."""
+        """Return when the trusted metadata of each role expires, UTC.
+
+        Raises:
+            NotFoundError: Nothing was fetched yet.
+        """
         return self._trusted().expiries()
 
     def root(self) -> bytes:
-        """The trusted root metadata of today, for the caller to keep in case the state is lost."""
+        """Return the trusted root metadata, for the caller to store in case the state is lost."""
         return self._trusted().texts["root"]
 
     def releases(self) -> dict[int, str | None]:
-        """Release numbers, ascending, each with the reason why it was withdrawn, or None."""
+        """Return the numbers of all releases, ascending, each with the reason of its withdrawal or
+        None."""
         targets = self._trusted().targets.targets
         numbers = {release_of_manifest(path): path for path in targets}
-        return {n: withdrawn(targets[path]) for n, path in sorted(_known(numbers).items())}
+        return {
+            n: withdrawal_reason(targets[path])
+            for n, path in sorted(_without_none(numbers).items())
+        }
 
     def belongs(self, release: int, device: str) -> bool:
-        """Whether a release is for the device that made itself this id, by its signed share."""
+        """Tell whether a release is offered to a device.
+
+        Args:
+            release: Number of the release.
+            device: The random id of the device.
+        """
         return in_share(share_digest(release, device), self.share(release))
 
     def share(self, release: int) -> float:
-        """The share of devices that a release is for, 0 to 1."""
+        """Return the share of devices that a release is offered to, 0 to 1."""
         return share_of(self.target(manifest_path(release)))
 
     def newest(self, device: str | None = None) -> int | None:
-        """The newest release that is neither withdrawn nor unfit, None where nothing is published;
-        where `device` belongs to the share of one, the newest of those.
+        """Return the newest usable release: neither withdrawn nor unfit.
 
-        Raises UnfitError if all are unfit; else like `manifest`.
+        Args:
+            device: Prefer the newest release that is offered to the device with this id.
+
+        Returns:
+            None if nothing is published.
+
+        Raises:
+            UnfitError: All releases are unfit.
+            NobackfillError: As `manifest` does.
         """
         unfit: UnfitError | None = None
         good = [n for n, reason in self.releases().items() if reason is None]
@@ -623,10 +745,14 @@ class Trust:
         return None
 
     def manifest(self, release: int) -> Manifest:
-        """A release's manifest, fetched once, then read offline.
+        """Return the manifest of a release; it is fetched once and then read offline.
 
-        Raises NotFoundError, VerificationError, UnfitError for one that is as it was signed and
-        cannot be used, UnavailableError, CannotWriteError.
+        Raises:
+            NotFoundError: No such release.
+            VerificationError: The host sends another file.
+            UnfitError: This program cannot use the release.
+            UnavailableError: The source does not answer.
+            CannotWriteError: The file cannot be written.
         """
         path = manifest_path(release)
         manifest = parse_manifest(self.download(path, self._folder).read_bytes(), release)
@@ -639,7 +765,10 @@ class Trust:
         return manifest
 
     def manifests(self) -> dict[int, Manifest]:
-        """The manifests of every release that is neither withdrawn nor unfit, to plan routes."""
+        """Return the manifest of every usable release, by number, for planning routes.
+
+        Withdrawn and unfit releases are left out, and releases with the space of an older one.
+        """
         manifests: dict[int, Manifest] = {}
         for release, reason in self.releases().items():
             if reason is None:
@@ -650,22 +779,40 @@ class Trust:
         return manifests
 
     def paths(self) -> list[str]:
-        """Of every signed file. Raises NotFoundError before anything was fetched."""
+        """Return the published paths of all signed files, sorted.
+
+        Raises:
+            NotFoundError: Nothing was fetched yet.
+        """
         return sorted(self._trusted().targets.targets)
 
     def target(self, path: str) -> TargetFile:
-        """The signed length and digest of a published file. Raises NotFoundError."""
+        """Return the signed length and digest of a published file.
+
+        Raises:
+            NotFoundError: No such file.
+        """
         target = self._trusted().targets.targets.get(path) if is_plain(path) else None
         if target is None:
             raise NotFoundError(f"{path}: is not published")
         return target
 
     def download(self, path: str, folder: Path) -> Path:
-        """Bring a published file to `folder`/`path`; a part that is there is not read again.
+        """Download a published file to `folder`/`path`, resuming a partial download.
 
-        Never more than the signed length is read; the file appears under its name only once its
-        digest is right, and is then durable. Raises NotFoundError, VerificationError,
-        UnavailableError (host gone, too slow, incomplete; the part is kept), CannotWriteError.
+        Never reads more than the signed length. The file gets its name only after its digest was
+        checked, and is then durable.
+
+        Args:
+            path: The published path.
+            folder: The folder.
+
+        Raises:
+            NotFoundError: No such file.
+            VerificationError: The host sends another file, or the path leads out of the folder.
+            UnavailableError: The host is gone, too slow or stopped early; the partial download
+                stays.
+            CannotWriteError: The file cannot be written.
         """
         destination = folder / path
         if not destination.resolve().is_relative_to(folder.resolve()):
@@ -681,23 +828,33 @@ class Trust:
     def _load(self) -> TrustedState | None:
         state = TrustedState.load(self._folder / "trusted.json")
         if state is not None and self._root is not None:
-            given = verified(Root, self._root, None, "given root metadata")
-            if given.version <= state.root.version and sha256_bytes(self._root) not in (
+            root = verify_metadata(Root, self._root, None, "given root metadata")
+            if root.version <= state.root.version and sha256_bytes(self._root) not in (
                 state.anchor, sha256_bytes(state.texts["root"]),
             ):  # fmt: skip
                 raise VerificationError(
-                    f"{self._folder}: trusts another root than the one given; remove the folder if "
-                    "you mean to begin anew"
+                    f"{self._folder}: trusts root metadata that differs from the given one; remove "
+                    "the folder to start again with the given one"
                 )
         return state
 
 
 class TrustedFolder(Trust):
-    """The verified view of a publication folder of this machine, for the gateway."""
+    """The verified view of a publication folder on this machine, for a gateway."""
 
     def __init__(self, repo: Path, state_dir: Path, root: bytes | None = None) -> None:
-        """`root` None: what the state holds, else the folder's own 1.root.json, trusted on first
-        use. Raises like Trust."""
+        """Open the trusted state.
+
+        Args:
+            repo: The publication folder.
+            state_dir: Folder of the trusted state, made if missing.
+            root: The root metadata to trust first; None: the one in the state, otherwise the
+                folder's own 1.root.json (trust on first use).
+
+        Raises:
+            NotFoundError: Nothing is published there.
+            VerificationError: The state is damaged, or began with another root.
+        """
         self.repo = repo
         fetcher = FolderFetcher(repo)
         if root is None and not (state_dir / "trusted.json").exists():
@@ -705,15 +862,23 @@ class TrustedFolder(Trust):
         super().__init__(state_dir, fetcher, fetcher.base_url, root)
 
     def manifest(self, release: int) -> Manifest:
-        """A release's manifest, which must be complete in its place. Raises like Trust.manifest."""
+        """Return the manifest of a release, which must be unchanged in the folder. Raises as
+        Trust.manifest."""
         self._check_in_place(manifest_path(release))
         return super().manifest(release)
 
-    def verified(self, release: int) -> Path:
-        """The publication folder, once every file of the release in it has the signed digest.
+    def verify_files(self, release: int) -> Path:
+        """Check that every file of a release in the folder has its signed digest.
 
-        Also refuses links, and files that nobody signed in the release's model folders. Raises
-        NotFoundError, VerificationError.
+        Also refuses links, and unsigned files in the release's model folders.
+
+        Returns:
+            The publication folder.
+
+        Raises:
+            NotFoundError: No such release.
+            VerificationError: A file is missing or differs, or an unsigned file is there.
+            UnfitError: This program cannot use the release.
         """
         manifest = self.manifest(release)
         paths = {file.path for file in manifest.files()} | manifest.triton_configs().keys()
@@ -722,12 +887,10 @@ class TrustedFolder(Trust):
             self._check_in_place(path)
         for model in sorted({path.split("/")[0] for path in paths if "/" in path}):
             signed = self._trusted().targets.targets
-            for found in (self.repo / model).rglob("*"):
-                name = found.relative_to(self.repo).as_posix()
-                if found.is_symlink() or (not found.is_dir() and name not in signed):
-                    raise VerificationError(
-                        f"{name}: is in a release's folder, but nobody signed it"
-                    )
+            for member in (self.repo / model).rglob("*"):
+                name = member.relative_to(self.repo).as_posix()
+                if member.is_symlink() or (not member.is_dir() and name not in signed):
+                    raise VerificationError(f"{name}: is in a release's folder, but is not signed")
         return self.repo
 
     def _check_in_place(self, path: str) -> None:
@@ -740,22 +903,22 @@ class TrustedFolder(Trust):
             raise VerificationError(f"{path}: cannot be read ({error.strerror})") from error
         if not good:
             raise VerificationError(
-                f"{path}: is not the file that was signed; publish the release anew or restore it"
+                f"{path}: differs from the signed file; restore it, or publish the release again"
             )
 
 
-def _known(numbers: dict[int | None, str]) -> dict[int, str]:
+def _without_none(numbers: dict[int | None, str]) -> dict[int, str]:
     return {number: path for number, path in numbers.items() if number is not None}
 
 
 def converter_numbers(trust: Trust) -> list[int]:
-    """Of those that the trusted metadata name, ascending."""
-    found = (number_of_converter(path) for path in trust.paths())
-    return sorted(number for number in found if number is not None)
+    """Return the numbers of the published converters, ascending."""
+    numbers = (number_of_converter(path) for path in trust.paths())
+    return sorted(number for number in numbers if number is not None)
 
 
 def known_converters(trust: Trust) -> str:
-    """Which there are, in words; of releases it says what carries by them."""
+    """List the published converters in words, for an error; without any, point to the releases."""
     if numbers := converter_numbers(trust):
         return ", ".join(map(str, numbers))
     releases = ", ".join(map(str, trust.releases()))
@@ -763,23 +926,42 @@ def known_converters(trust: Trust) -> str:
         "none"
         if not releases
         else (
-            f"releases ({releases}), whose upgrades read what a gallery keeps beside its vectors: "
-            "`gateway upgrade` and `edge-client sync` carry by them"
+            f"releases ({releases}), whose upgrades migrate galleries: use `gateway upgrade` or "
+            "`edge-client sync`"
         )
     )
 
 
 def refuse_withdrawn(trust: Trust, number: int) -> None:
-    """Raises PreconditionError for one that its publisher has taken back."""
-    reason = withdrawn(trust.target(converter_manifest_path(number)))
+    """Refuse a converter that its publisher has withdrawn.
+
+    Args:
+        trust: The publication.
+        number: Number of the converter.
+
+    Raises:
+        PreconditionError: It is withdrawn.
+        NotFoundError: No such converter.
+    """
+    reason = withdrawal_reason(trust.target(converter_manifest_path(number)))
     if reason is not None:
         raise PreconditionError(f"converter {number} was withdrawn by its publisher: {reason}")
 
 
 def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
-    """Its manifest, downloaded into `folder`, as it was signed.
+    """Download and parse the manifest of a converter.
 
-    Raises NotFoundError, VerificationError, UnfitError, UnavailableError, CannotWriteError.
+    Args:
+        trust: The publication.
+        number: Number of the converter.
+        folder: Where to put the file.
+
+    Raises:
+        NotFoundError: No such converter.
+        VerificationError: The host sends another file.
+        UnfitError: This program cannot use it.
+        UnavailableError: The source does not answer.
+        CannotWriteError: The file cannot be written.
     """
     path = converter_manifest_path(number)
     try:
@@ -792,7 +974,20 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
 
 
 def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
-    """Its ONNX file, downloaded into `folder`. Raises as `read_converter`."""
+    """Download the ONNX file of a converter.
+
+    Args:
+        trust: The publication.
+        manifest: Manifest of the converter.
+        folder: Where to put the file.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UnfitError: The manifest and the signed entry differ.
+        NobackfillError: As `read_converter` does.
+    """
     file, target = manifest.file, trust.target(manifest.file.path)
     if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
         path = converter_manifest_path(manifest.converter)
@@ -802,16 +997,21 @@ def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Publication:
-    """Verified manifests of every release, and which of them were withdrawn."""
+    """The verified manifests of all releases, and the numbers of the withdrawn ones."""
 
     manifests: Mapping[int, Manifest]
     withdrawn: frozenset[int]
 
 
 def read_publication(model_repo: Path, state: Path | None = None) -> Publication:
-    """What is published, every file checked in place; empty where nothing is.
+    """Read the manifests of a publication folder, after checking every file.
 
-    `state` holds what is found trustworthy; None: a temporary folder. Raises VerificationError.
+    Args:
+        model_repo: The publication folder; without a publication the result is empty.
+        state: Folder of the trusted state; None: a temporary one.
+
+    Raises:
+        VerificationError: A file or signature is wrong.
     """
     if not (model_repo / "timestamp.json").is_file():
         return Publication({}, frozenset())
@@ -820,13 +1020,17 @@ def read_publication(model_repo: Path, state: Path | None = None) -> Publication
         folder.refresh()
         reasons = folder.releases()
         for release in reasons:
-            folder.verified(release)
+            folder.verify_files(release)
         manifests = {release: folder.manifest(release) for release in reasons}
     return Publication(manifests, frozenset(n for n, why in reasons.items() if why is not None))
 
 
 def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
-    """A published release by number. Raises ConfigurationError naming those there are."""
+    """Return the manifest of a published release.
+
+    Raises:
+        ConfigurationError: No such release; the message lists those that exist.
+    """
     if number not in published:
         raise ConfigurationError(
             f"release {number} is not published; published: "
@@ -835,32 +1039,46 @@ def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
     return published[number]
 
 
-def withdrawn(target: TargetFile) -> str | None:
-    """The reason why a manifest's release was withdrawn, or None."""
+def withdrawal_reason(target: TargetFile) -> str | None:
+    """Return the reason of a withdrawal from the signed entry of a manifest, or None."""
     custom = target.custom
     reason = custom.get("withdrawn") if isinstance(custom, dict) else None
     return None if reason is None else str(reason)
 
 
 def share_of(target: TargetFile) -> float:
-    """The share of devices that a manifest's release is for, 0 to 1; 1 where none is signed."""
+    """Return the share of devices from the signed entry of a manifest, 0 to 1; 1 if it has none."""
     custom = target.custom
     parts = custom.get(_SHARE, MILLION) if isinstance(custom, dict) else MILLION
-    # What is no share is for nobody: a publisher meant to hold it back.
+    # An invalid share counts as 0: the publisher meant to hold the release back.
     good = isinstance(parts, int) and not isinstance(parts, bool) and 0 < parts <= MILLION
     return parts / MILLION if good else 0.0
 
 
-def for_share(target: TargetFile, path: str, share: float) -> TargetFile:
-    """The same manifest, its release for a share of the devices, told to the millionth."""
+def with_share(target: TargetFile, path: str, share: float) -> TargetFile:
+    """Return the entry of a manifest with a share of the devices, in millionths.
+
+    Args:
+        target: The entry.
+        path: The published path of the manifest.
+        share: Above 0, at most 1.
+    """
     custom = {_SHARE: max(1, round(share * MILLION))}
     return TargetFile.from_dict({**target.to_dict(), "custom": custom}, path)
 
 
-def verified(kind: type[_Signed], data: bytes, root: Root | None, name: str) -> _Signed:
-    """Metadata of a kind, signed as `root` demands (None: root metadata, by itself).
+def verify_metadata(kind: type[_Signed], data: bytes, root: Root | None, name: str) -> _Signed:
+    """Parse metadata and check its signature.
 
-    Raises VerificationError, which names it `name`.
+    Args:
+        kind: The expected class.
+        data: The metadata.
+        root: The root metadata whose keys must have signed it; None: root metadata that signs
+            itself.
+        name: The name of the metadata, for the message.
+
+    Raises:
+        VerificationError: It has another type or no valid signature.
     """
     try:
         metadata = Metadata[_Signed].from_bytes(data)

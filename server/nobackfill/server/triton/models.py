@@ -117,7 +117,7 @@ def probes(manifest: Manifest, reader: TextReader | None) -> dict[str, Inputs]:
         shape = (1, manifest.frame.height, manifest.frame.width, 3)
         inputs[embedder_model(manifest.release)] = {"image": np.zeros(shape, np.uint8)}
     if reader is not None:
-        inputs |= dict.fromkeys(text_models(manifest), reader.outermost)
+        inputs |= dict.fromkeys(text_models(manifest), reader.largest_token)
     return inputs
 
 

@@ -256,7 +256,7 @@ class Trials:
             if needed <= self._passed:
                 return
             folder = self._catalog.verified(manifest.release)
-            try_release(folder, manifest, upgrades=sources, meanwhile=check_stop)
+            try_release(folder, manifest, upgrades=sources, poll=check_stop)
             self._passed |= needed
 
     def steps(self, steps: Iterable[tuple[Manifest, Upgrade]]) -> None:
