@@ -71,7 +71,10 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client push": (f"{_CLIENT}.vault.transfer:PushReport",),
     "edge-client remove": (f"{_CLIENT}.maintenance:remove",),
     "edge-client report": (f"{_CLIENT}.sync:remember", f"{_CLIENT}.cli.releases:report"),
-    "edge-client rescue": (f"{_CLIENT}.maintenance:rescue", "nobackfill.gallery.rescue:Rescued"),
+    "edge-client rescue": (
+        f"{_CLIENT}.maintenance:rescue",
+        "nobackfill.gallery.rescue:RescueReport",
+    ),
     "edge-client rollback": (f"{_CLIENT}.cli.releases:rollback",),
     "edge-client search": (
         f"{_CLIENT}.cli.galleries:search",

@@ -82,9 +82,9 @@ def test_what_is_no_token_is_refused(token: str) -> None:
 def test_items_are_deleted_by_filter(store: SqliteGallery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edits, "PIECE", 4)
     filtering = FilterEngine(store)
-    chosen = edits.chosen_by_filter(filtering, Range("n", at_least=10, less_than=20))
+    chosen = edits.select_matches(filtering, Range("n", at_least=10, less_than=20))
     # What ceases to pass before its turn stays.
-    edits.describe(store, edits.chosen_by_ids(store, ["item-12"]), {"n": 99}, ())
+    edits.describe(store, edits.select_ids(store, ["item-12"]), {"n": 99}, ())
     assert edits.delete(store, chosen) == 9
     left = [n for n in range(COUNT) if not 10 <= n < 20 or n == 12]
     assert passing_labels(store, Exists("n")).tolist() == [n + 1 for n in left]
@@ -97,7 +97,7 @@ def test_metadata_is_set_and_removed(store: SqliteGallery, monkeypatch: pytest.M
     filtering = FilterEngine(store)
     told: list[Change] = []
     store.subscribe(told.append)
-    chosen = edits.chosen_by_filter(filtering, Range("n", less_than=10))
+    chosen = edits.select_matches(filtering, Range("n", less_than=10))
     assert edits.describe(store, chosen, {"tags": ["a", "b"], "n": 2**60}, ("odd", "none")) == 10
     assert sorted(label for one in told for label in one.described.tolist()) == [*range(1, 11)]
     assert not any(one.added or len(one.deleted) for one in told)
@@ -109,9 +109,9 @@ def test_metadata_is_set_and_removed(store: SqliteGallery, monkeypatch: pytest.M
 
 
 def test_what_would_become_too_large_stays_as_it_is(store: SqliteGallery) -> None:
-    many = edits.chosen_by_ids(store, ids(COUNT))
+    many = edits.select_ids(store, ids(COUNT))
     text = "x" * (MOST_METADATA_BYTES - 30)
-    edits.describe(store, edits.chosen_by_ids(store, ["item-3"]), {"text": text}, ())
+    edits.describe(store, edits.select_ids(store, ["item-3"]), {"text": text}, ())
     with pytest.raises(InvalidInputError, match='item "item-3": metadata: expected at most 65536'):
         edits.describe(store, many, {"more": "y" * 20}, ())
     assert not len(passing_labels(store, Exists("more")))
@@ -127,7 +127,7 @@ def test_giving_up_leaves_whole_pieces(
     def stop() -> None:
         raise TimeoutError
 
-    chosen = edits.chosen_by_filter(FilterEngine(store), Exists("n"))
+    chosen = edits.select_matches(FilterEngine(store), Exists("n"))
     with pytest.raises(TimeoutError):
         edits.delete(store, chosen, stop)
     assert store.count() == COUNT - 4

@@ -149,12 +149,12 @@ def test_items_are_described_and_deleted_by_filter(
     monkeypatch.setattr(edits, "PIECE", 4)
     store = filled(engine, 30)
     filtering = engine.filtering(store)
-    chosen = edits.chosen_by_filter(filtering, Range("n", at_least=10, less_than=20))
+    chosen = edits.select_matches(filtering, Range("n", at_least=10, less_than=20))
     # What ceases to pass before its turn stays.
-    edits.describe(store, edits.chosen_by_ids(store, ["item-12"]), {"n": 99}, ())
+    edits.describe(store, edits.select_ids(store, ["item-12"]), {"n": 99}, ())
     assert edits.delete(store, chosen) == 9
     assert store.count() == store.count(ONE) == 21
-    rest = edits.chosen_by_filter(filtering, Range("n", less_than=10))
+    rest = edits.select_matches(filtering, Range("n", less_than=10))
     assert edits.describe(store, rest, {"tags": ["a", "b"], "n": 2**60}, ("odd", "none")) == 10
     item = store.get("item-3")
     assert item is not None and item.metadata == {"tags": ["a", "b"], "n": 2**60}
@@ -166,8 +166,8 @@ def test_items_are_described_and_deleted_by_filter(
     assert len(filtering.passing(Exists("x"))) == 0
 
 
-def rest_of(engine: Engine, store: GalleryStore) -> edits.Chosen:
-    return edits.chosen_by_filter(engine.filtering(store), OneOf("n", (2**60,)))
+def rest_of(engine: Engine, store: GalleryStore) -> edits.Selection:
+    return edits.select_matches(engine.filtering(store), OneOf("n", (2**60,)))
 
 
 def test_groups_of_a_key(engine: Engine) -> None:

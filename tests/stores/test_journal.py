@@ -47,12 +47,12 @@ def test_every_change_that_a_filter_may_see_is_noted(store: PostgresqlGallery) -
     assert noted(store) == {one: [1, 2, 3]}
     begin(store)
     assert noted(store) == {}
-    edits.describe(store, edits.chosen_by_ids(store, ["item-1"]), {"n": 1}, ())
+    edits.describe(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
     # A search without a filter has no use for that.
     assert (pending(store, described=False), pending(store, described=True)) == ([], [2])
     assert noted(store) == {one: [2], two: [2]}
     # What is as it was is not written.
-    edits.describe(store, edits.chosen_by_ids(store, ["item-1"]), {"n": 1}, ())
+    edits.describe(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
     assert noted(store) == {}
     # The same content with other metadata keeps its vector and its label.
     put = NewVectors(ONE, vectors(3, 1)[:1])
@@ -68,7 +68,7 @@ def test_what_is_told_anew_is_pending_for_every_search(store: PostgresqlGallery)
     """Though its metadata is to be told, too: its collection has nothing."""
     begin(store)
     noted(store)
-    edits.describe(store, edits.chosen_by_ids(store, ["item-1"]), {"n": 1}, ())
+    edits.describe(store, edits.select_ids(store, ["item-1"]), {"n": 1}, ())
     info = store.space(ONE)
     store.database.write(lambda connection: journal.note_all(connection, store.schema, info))
     assert sorted(pending(store, described=False)) == [1, 2, 3]

@@ -85,7 +85,7 @@ class Carried:
         labels, old = self.store.load(self.source.space)
         carried, new = self.store.load(self.target.space)
         assert carried.tolist() == labels.tolist() and len(labels) == self.store.count()
-        rows = self.store.stored(labels, self.source.space)
+        rows = self.store.stored_vectors(labels, self.source.space)
         sides = np.frombuffer(b"".join(side or b"" for side in rows.sides), "<f4")
         expected = self.runner.run(old, sides.reshape(len(labels), -1).astype(np.float32))
         np.testing.assert_allclose(new, expected.embedding, atol=1e-5)

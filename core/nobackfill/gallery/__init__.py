@@ -1,7 +1,6 @@
-"""What a gallery is: one SQLite file of items, with a table of vectors for each space.
+"""Store a gallery: one SQLite file of items, with a table of vectors for each space.
 
-`nobackfill.gallery.search` finds the nearest; `staging` is the life of a second space beside the
-active one.
+`nobackfill.gallery.search` searches it; `staging` fills and activates a second space.
 
 >>> import numpy as np
 >>> from nobackfill.gallery import NewVectors, SpaceSpec, SqliteGallery

@@ -1,7 +1,7 @@
-"""A gallery file from outside: how it is made, opened, locked, read and written.
+"""Create, open, lock, read and write a gallery file.
 
-A lock file beside the gallery is held shared while it is open. A process that finds nobody else
-there and a write-ahead log left over knows that the last one died. It checks the pages before use.
+A lock file beside the gallery is held in shared mode while the gallery is open. A process that is
+alone and finds a write-ahead log knows that the last process died, and checks the pages before use.
 """
 
 import contextlib
@@ -36,25 +36,30 @@ from nobackfill.gallery.tables import (
     not_a_gallery,
 )
 
-# What a gallery file can be opened for: all that is said here is found out without writing.
-#
-# shared: read and written beside other processes, through SQLite's shared memory (-shm);
-# sole: no room for the shared memory, so by one process at a time, through one connection;
-# reading: the file or its folder cannot be written, so it is read as it is.
+# Ways to open a gallery file; they are tried without writing.
+# shared: read and write beside other processes, through SQLite's shared memory (-shm). sole: no
+# space for the shared memory, so only one process with one connection. reading: the file or its
+# folder cannot be written.
 
-# SQLite maps 32 KiB beside the gallery before it reads a row; where blocks are smaller than its
-# pages it finds out by SIGBUS that there is no room. The rest is for the log's first pages.
+# SQLite maps 32 KiB beside the gallery before it reads a row. Where blocks are smaller than its
+# pages, a lack of space ends the process by SIGBUS. The rest is for the first pages of the log.
 LEAST_ROOM = 256 << 10
-# How long a writer waits for another process before BusyError.
+# How long a writer waits for another process before BusyError, in milliseconds.
 BUSY_TIMEOUT_MS = 5000
-_BESIDE = ("-wal", "-shm", ".lock")
+_SUFFIXES = ("-wal", "-shm", ".lock")
 _EFFECTIVE = os.access in os.supports_effective_ids
 
 
 @dataclass(frozen=True)
 class Access:
-    """How one process opens a file. `query`: of the URI that SQLite is given; `refusal`: why
-    nothing can be written; `unlocked`: size and time of a file that no lock protects."""
+    """A way to open a file.
+
+    Attributes:
+        query: Query of the URI for SQLite.
+        sole: Whether one connection has the file to itself.
+        refusal: Why nothing can be written; None if it can.
+        unlocked: Size and time of a file that no lock protects.
+    """
 
     query: str = ""
     sole: bool = False
@@ -62,7 +67,11 @@ class Access:
     unlocked: tuple[int, int] | None = None
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """A connection of this kind. Raises sqlite3.Error."""
+        """Open a connection.
+
+        Raises:
+            sqlite3.Error: It cannot be opened.
+        """
         connection = sqlite3.connect(
             f"{path.absolute().as_uri()}?{self.query}", uri=True, isolation_level=None,
             check_same_thread=False, cached_statements=256,
@@ -72,12 +81,20 @@ class Access:
         return connection
 
     def check_unchanged(self, path: Path) -> None:
-        """Raises BusyError if a file that is read without locks was written meanwhile."""
+        """Check that a file without a lock did not change while it was read.
+
+        Raises:
+            BusyError: It changed.
+        """
         if self.unlocked is not None and self.unlocked != _stamp(path):
             raise BusyError(f"{path}: its owner changed it while it was read; try again")
 
     def check_writable(self) -> None:
-        """Raises CannotWriteError, with the reason, where nothing can be written."""
+        """Check that the file can be written.
+
+        Raises:
+            CannotWriteError: It cannot; the message has the reason.
+        """
         if self.refusal is not None:
             raise CannotWriteError(self.refusal)
 
@@ -86,23 +103,30 @@ SHARED = Access()
 
 
 def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
-    """A connection as every one of ours is set up: explicit transactions, full durability."""
+    """Open a connection with the settings of this project: explicit transactions, full
+    durability."""
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(access.connect(path)))
         connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
-        # Sorted rows hold ids; they stay out of files that outlive them.
+        # Sorted rows contain ids, which must not end up in files that outlive them.
         connection.execute("PRAGMA temp_store = MEMORY")
         undo.pop_all()
     return connection
 
 
 def accesses(path: Path, alone: bool) -> Iterator[Access]:
-    """The ways to open a gallery file, the best first; the next is for whoever finds no room.
+    """Yield the ways to open a gallery file, the best first; take the next one if there is no
+    space.
 
-    `alone`: no other process has it open. Raises CannotWriteError if it cannot even be read.
+    Args:
+        path: The file.
+        alone: No other process has it open.
+
+    Raises:
+        CannotWriteError: It cannot even be read.
     """
     refusal = unwritable(path)
     if refusal is None:
@@ -110,12 +134,20 @@ def accesses(path: Path, alone: bool) -> Iterator[Access]:
             yield SHARED
         if alone:
             yield Access(sole=True)
-        refusal = f"{path}: cannot be written, no space is left; free some space"
+        refusal = f"{path}: cannot be written, the disk is full; free some space"
     yield reading(path, refusal)
 
 
 def reading(path: Path, refusal: str) -> Access:
-    """Access that makes no file. Raises CannotWriteError where that cannot be."""
+    """Return a way to read a file without creating another.
+
+    Args:
+        path: The file.
+        refusal: Why it cannot be written.
+
+    Raises:
+        CannotWriteError: It cannot be read, or only after its log was written into it.
+    """
     if not os.access(path, os.R_OK, effective_ids=_EFFECTIVE):
         raise CannotWriteError(f"{path}: this user may not read it; run it as its owner")
     log, shared = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
@@ -123,24 +155,24 @@ def reading(path: Path, refusal: str) -> Access:
         return Access("mode=ro&readonly_shm=1", refusal=refusal)
     if log.exists() and log.stat().st_size:
         raise CannotWriteError(
-            f"{path}: {log.name} holds its last changes and can be read only where files can be "
-            "made; copy both to a folder that you can write to"
+            f"{path}: {log.name} holds its last changes, and reading it needs a writable folder; "
+            "copy both files to a folder that you can write to"
         )
     return Access("mode=ro&immutable=1", refusal=refusal, unlocked=_stamp(path))
 
 
 def unwritable(path: Path) -> str | None:
-    """Why a gallery file, what SQLite keeps beside it, or its folder cannot be written, and what to
-    do; None if it can be."""
-    beside = [path.with_name(path.name + end) for end in _BESIDE]
-    for name in (path, *(p for p in beside if p.exists()), path.parent):
+    """Explain why a gallery file, a file beside it or its folder cannot be written; None if they
+    can."""
+    companions = [path.with_name(path.name + end) for end in _SUFFIXES]
+    for name in (path, *(p for p in companions if p.exists()), path.parent):
         mode = os.W_OK | (os.X_OK if name.is_dir() else os.R_OK)
         if os.access(name, mode, effective_ids=_EFFECTIVE):
             continue
         try:
             read_only = os.statvfs(name).f_flag & os.ST_RDONLY
         except FileNotFoundError:
-            # Another process that closed the gallery took away what lay beside it.
+            # Another process closed the gallery and removed the file.
             continue
         if read_only:
             return (
@@ -155,32 +187,38 @@ def unwritable(path: Path) -> str | None:
 
 
 def has_room(folder: Path, least: int = LEAST_ROOM) -> bool:
-    """Whether the file system has `least` bytes free for this user."""
+    """Tell whether the file system has at least `least` bytes free for this user."""
     return room(folder) >= least
 
 
 def room(folder: Path) -> int:
-    """Bytes that the file system has free for this user."""
-    found = os.statvfs(folder)
-    return (found.f_bavail if os.geteuid() else found.f_bfree) * found.f_frsize
+    """Return the number of bytes that the file system has free for this user."""
+    status = os.statvfs(folder)
+    return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
-# The lock file beside a gallery: held shared while it is open, alone by who must be alone.
+# The lock file beside a gallery: shared while the gallery is open, exclusive for a process that
+# must be alone.
 
 
 def lock_path(path: Path) -> Path:
-    """The lock file beside a gallery file."""
+    """Return the lock file beside a gallery file."""
     return path.with_name(path.name + ".lock")
 
 
 def open_lock(path: Path, gallery: Path) -> int:
-    """A handle of the lock file, -1 where there is none to be had; made beside a gallery only that
-    this user may write, as it would be in its owner's way."""
+    """Open the lock file of a gallery, and create it if this user may write the gallery.
+
+    A lock file of another user would block the gallery's owner.
+
+    Returns:
+        A handle, -1 if there is no lock file.
+    """
     ways = [os.O_RDONLY] if unwritable(gallery) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
     for flags in ways:
         with contextlib.suppress(OSError):
@@ -189,9 +227,18 @@ def open_lock(path: Path, gallery: Path) -> int:
 
 
 def share(handle: int, path: Path, timeout_s: float) -> bool:
-    """Lock exclusively if nobody else has the gallery open, else shared; whether alone.
+    """Lock a gallery exclusively if no other process has it open, otherwise in shared mode.
 
-    Raises BusyError when another process holds it exclusively for longer than `timeout_s`.
+    Args:
+        handle: The lock file.
+        path: The gallery, for the message.
+        timeout_s: How long to wait for an exclusive holder, in seconds.
+
+    Returns:
+        Whether this process is alone.
+
+    Raises:
+        BusyError: Another process holds it exclusively for longer.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -204,63 +251,76 @@ def share(handle: int, path: Path, timeout_s: float) -> bool:
         time.sleep(0.02)
 
 
-# Which gallery files of a process are open: a bound, as each takes about six file descriptors.
+# A bound on open gallery files: each takes about six file descriptors.
 
 
 class Resident(Protocol):
-    """What can be closed for a while; nobackfill.gallery.connections.FileConnections is one."""
+    """Something that can be closed for a while, such as FileConnections."""
 
     recent: bool
 
-    def rest(self) -> bool:
-        """Close it until it is asked for again; False if it is in use just now. Never waits."""
+    def suspend(self) -> bool:
+        """Close it until it is needed; return False if it is in use. Never waits."""
         ...
 
 
 class Residents:
-    """Keeps about `most` of them open; what was not used for long is closed first."""
+    """Keep about `most` of them open, and close those that are unused for longest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
         self._open: deque[Resident] = deque()
 
-    def opened(self, resident: Resident) -> None:
-        """Tell that one more is open. Closes others, twice round at most: what was used since it
-        was last looked at is passed over once."""
+    def register(self, resident: Resident) -> None:
+        """Record that one more is open, and close others.
+
+        Goes round at most twice: one that was used since the last look is skipped once.
+        """
         with self._lock:
             self._open.append(resident)
             for _ in range(2 * len(self._open)):
                 if len(self._open) <= self._most:
                     return
                 oldest = self._open.popleft()
-                if oldest.recent or not oldest.rest():
+                if oldest.recent or not oldest.suspend():
                     oldest.recent = False
                     self._open.append(oldest)
 
 
-# How long closing waits for the statements under way.
+# How long closing waits for running statements, in seconds.
 _CLOSE_S = 60.0
-# Where shared memory or the log's file could not be made after all.
+# Errors of SQLite if the shared memory or the log cannot be created.
 _NO_ROOM = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 
 
 class _NoRoomError(Exception):
-    """What SQLite makes beside the gallery could not be made."""
+    """SQLite could not create its files beside the gallery."""
 
 
 class FileConnections:
-    """Every connection that this process has to one gallery file.
+    """Every connection of this process to one gallery file.
 
-    None is closed while a thread works with it: SQLite would read freed memory. After `rest` they
-    are opened again when somebody asks for one; `recent` is set whenever somebody does.
+    No connection is closed while a thread uses it: SQLite would read freed memory. After `suspend`,
+    they are opened again on demand.
+
+    Attributes:
+        path: The file.
+        recent: Set whenever a connection is used.
     """
 
     def __init__(self, path: Path, residents: Residents | None = None) -> None:
-        """Raises NotFoundError, VerificationError (damaged, or no gallery), BusyError,
-        CannotWriteError (cannot even be read).
+        """Open the file.
 
-        `residents` may close them while nobody uses them.
+        Args:
+            path: The file.
+            residents: May close the connections while nobody uses them.
+
+        Raises:
+            NotFoundError: No such file.
+            VerificationError: The file is damaged, no gallery, or has a newer format.
+            BusyError: Another process has it for itself.
+            CannotWriteError: It cannot even be read.
         """
         if not path.is_file():
             raise NotFoundError(f"{path}: no gallery there; create or initialise one first")
@@ -289,19 +349,19 @@ class FileConnections:
             for access in accesses(self.path, alone):
                 self._access = access
                 try:
-                    self._writer = self._checked(unclean)
+                    self._writer = self._open_writer(unclean)
                     break
                 except _NoRoomError:
                     while self._all:
                         self._all.pop().close()
             else:
                 raise CannotWriteError(f"{self.path}: cannot be opened; free some space")
-            # Who is sole keeps all others out: they would need the shared memory.
+            # A sole process locks others out: they would need the shared memory.
             if self._lock >= 0 and not self._access.sole:
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
             undo.pop_all()
 
-    def _checked(self, unclean: bool) -> sqlite3.Connection:
+    def _open_writer(self, unclean: bool) -> sqlite3.Connection:
         try:
             connection = self._connect()
             if unclean:
@@ -319,10 +379,10 @@ class FileConnections:
                 raise _NoRoomError from error
             if code == sqlite3.SQLITE_NOTADB:
                 raise not_a_gallery(self.path, "a file of another kind") from error
-            found = refusal(self.path, error)
-            if found is None:
+            translation = refusal(self.path, error)
+            if translation is None:
                 raise
-            raise found from error
+            raise translation from error
         return connection
 
     def _connect(self) -> sqlite3.Connection:
@@ -332,27 +392,30 @@ class FileConnections:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """Keep all open to the end of the block, opened and checked where they are not.
+        """Keep the connections open during the block; open and check them if they are closed.
 
-        Raises NotFoundError once they are closed, VerificationError, BusyError.
+        Raises:
+            NotFoundError: They were closed for good.
+            VerificationError: The file is damaged.
+            BusyError: Another process has it for itself.
         """
         with self._users:
             if self._closed:
                 raise NotFoundError(f"{self.path}: the gallery was closed or deleted")
-            fresh = self._writer is None
-            if fresh:
+            opens = self._writer is None
+            if opens:
                 self._open()
             self._using += 1
         self.recent = True
         try:
-            if fresh and self._residents is not None:
-                self._residents.opened(self)
+            if opens and self._residents is not None:
+                self._residents.register(self)
             yield
         except sqlite3.DatabaseError as error:
-            found = refusal(self.path, error)
-            if found is None:
+            translation = refusal(self.path, error)
+            if translation is None:
                 raise
-            raise found from error
+            raise translation from error
         finally:
             with self._users:
                 self._using -= 1
@@ -360,7 +423,12 @@ class FileConnections:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """The writer, in a transaction of its own. Raises BusyError, CannotWriteError."""
+        """Run the block in a transaction of the writer.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The file cannot be written.
+        """
         with self.writer() as writer:
             self._access.check_writable()
             with durable.transaction(writer) as connection:
@@ -368,18 +436,23 @@ class FileConnections:
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[sqlite3.Connection]:
-        """The writer, held but in no transaction."""
+        """Hold the writer during the block, without a transaction."""
         with self.using(), self._writing:
             assert self._writer is not None, "open while it is used"
             yield self._writer
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A reader that sees one snapshot. Raises BusyError, DamagedError for a damaged file,
-        NotFoundError once all are closed."""
+        """Provide a connection that reads one snapshot.
+
+        Raises:
+            BusyError: Another process has the file for itself.
+            DamagedError: The file is damaged.
+            NotFoundError: The connections were closed for good.
+        """
         with self.using():
             if self._access.sole:
-                # There is no other connection to be had.
+                # A sole process has no other connection.
                 with self.writer() as connection, _snapshot(connection):
                     yield connection
                 return
@@ -396,9 +469,13 @@ class FileConnections:
                 self._idle.append(connection)
 
     def scrub(self) -> bool:
-        """Empty the write-ahead log into the file, so that no deleted byte stays in it.
+        """Move the write-ahead log into the file, so that no deleted byte stays in it.
 
-        False if a reader prevents it just now. Raises CannotWriteError.
+        Returns:
+            False if a reader prevents it.
+
+        Raises:
+            CannotWriteError: The file cannot be written.
         """
         with self.writer() as writer:
             self._access.check_writable()
@@ -412,19 +489,28 @@ class FileConnections:
         return not busy
 
     def compact(self, pages: int) -> None:
-        """Give free pages back to the file system, so many a transaction. Raises BusyError,
-        CannotWriteError."""
+        """Return free pages to the file system.
+
+        Args:
+            pages: Pages of a transaction.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The file cannot be written.
+        """
         with self.writer() as writer, translate_sqlite_errors(self.path):
             self._access.check_writable()
             free = writer.execute("PRAGMA freelist_count").fetchone()[0]
             for _ in range(0, free, pages):
-                # executescript runs the statement to its end; execute would free a single page.
+                # executescript runs the statement to its end; execute would free only one page.
                 writer.executescript(f"PRAGMA incremental_vacuum({pages})")
             writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close them all, once nobody works with one; the last process to close leaves no
-        write-ahead log. Raises BusyError when a statement does not end; they then stay open.
+        """Close all connections, once no thread uses one. The last process to close leaves no log.
+
+        Raises:
+            BusyError: A statement does not end; the connections stay open.
         """
         with self._users:
             if not self._users.wait_for(lambda: not self._using, _CLOSE_S):
@@ -432,8 +518,8 @@ class FileConnections:
             self._closed = True
             self._shut()
 
-    def rest(self) -> bool:
-        """Close them until one is asked for again; False if somebody works with one just now."""
+    def suspend(self) -> bool:
+        """Close them until one is needed; return False if a thread uses one."""
         if not self._users.acquire(blocking=False):
             return False
         try:
@@ -454,7 +540,11 @@ class FileConnections:
 
 
 def check_pages(connection: sqlite3.Connection, path: Path) -> None:
-    """Read every page. Raises DamagedError."""
+    """Read every page of a file.
+
+    Raises:
+        DamagedError: A page is damaged.
+    """
     verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if verdict != "ok":
         raise DamagedError(path, verdict.splitlines()[-1])
@@ -463,7 +553,7 @@ def check_pages(connection: sqlite3.Connection, path: Path) -> None:
 @contextlib.contextmanager
 def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
     if connection.in_transaction:
-        # The sole connection, asked for by who has it already.
+        # The thread that holds the sole connection asks for it again.
         yield
         return
     connection.execute("BEGIN")
@@ -474,12 +564,19 @@ def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
             connection.execute("ROLLBACK")
 
 
-# Bulk writes are twice as fast as with SQLite's 4 KiB, of which a vector row leaves much empty.
+# Bulk writes are twice as fast as with SQLite's pages of 4 KiB, of which a vector leaves much
+# empty.
 PAGE_BYTES = 16384
 
 
 def create_file(path: Path, spec: SpaceSpec) -> None:
-    """Make an empty gallery, which appears as the last step. Raises like `Store.create`."""
+    """Create an empty gallery file; it appears in its place as the last step.
+
+    Raises:
+        AlreadyExistsError: The file exists, or a log of an earlier gallery lies beside it.
+        CannotWriteError: The file cannot be written.
+        BusyError: Another process creates it.
+    """
     durable.make_dir(path.parent, mode=0o700)
     with durable.lock(lock_path(path)):
         if path.exists():
@@ -496,24 +593,33 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
 
 
 def refuse_leftovers(path: Path) -> None:
-    """Raises AlreadyExistsError where a log lies beside `path` and its gallery does not: SQLite
-    would write that gallery's last changes into whatever is put there.
+    """Refuse a path beside which the log of a missing gallery lies.
+
+    SQLite would write that gallery's last changes into the new file.
+
+    Raises:
+        AlreadyExistsError: There is such a log.
     """
     for end in ("-wal", "-journal"):
         log = path.with_name(path.name + end)
         if log.exists() and log.stat().st_size:
             raise AlreadyExistsError(
-                f"{log}: holds the last changes of a gallery that was called {path.name}; put it "
-                "back beside that gallery, remove it, or choose another name"
+                f"{log}: holds the last changes of a gallery named {path.name}; move it back "
+                "beside that gallery, remove it, or choose another name"
             )
 
 
 def make_empty(path: Path, spec: SpaceSpec | None) -> None:
-    """Make a gallery file whose active space is `spec`; without, it has none yet.
+    """Create a gallery file in place; after an error, its parts stay.
 
-    Raises CannotWriteError, and leaves what there is of it.
+    Args:
+        path: The file.
+        spec: Its active space; None for no space yet.
+
+    Raises:
+        CannotWriteError: The file cannot be written.
     """
-    # Imported here because it costs the edge a large part of a search's start.
+    # Imported here: the import takes a large part of the time of a search on a device.
     from nobackfill.gallery.schema import migrate
 
     try:
@@ -524,7 +630,7 @@ def make_empty(path: Path, spec: SpaceSpec | None) -> None:
         raise CannotWriteError(f"{path.parent}: no room for a gallery; free some space")
     with translate_sqlite_errors(path), contextlib.closing(connect(path)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        # Free pages can be given back a few at a time, where VACUUM would copy the file.
+        # So that free pages can be returned a few at a time; VACUUM would copy the file.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":

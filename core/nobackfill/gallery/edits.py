@@ -1,4 +1,4 @@
-"""Changes to many items at once: by a filter, a piece a transaction."""
+"""Delete or describe many items, in pieces of one transaction each."""
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,114 +16,180 @@ from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import Change, Store, metadata_text
 
-# Items a transaction: other writers come in between.
+# Items of a transaction; other writers may commit between two.
 PIECE = 1000
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Items of a gallery at one moment. What ceases to pass before its turn is left alone."""
+class Selection:
+    """Items that were chosen at one moment, by their labels.
+
+    Attributes:
+        labels: The items.
+        condition: Items that no longer pass it are skipped; None for no filter.
+    """
 
     labels: Labels
-    filtered: Filter | None = None
+    condition: Filter | None = None
 
-    def pieces(self) -> Sequence["Chosen"]:
-        """The same, PIECE items each."""
+    def pieces(self) -> Sequence["Selection"]:
+        """Split the selection into selections of PIECE items."""
         cuts = range(PIECE, len(self.labels), PIECE)
-        return [Chosen(labels, self.filtered) for labels in np.split(self.labels, cuts)]
+        return [Selection(labels, self.condition) for labels in np.split(self.labels, cuts)]
 
-    def now(self, connection: Connection) -> dict[int, tuple[str, Metadata]]:
-        """Ids and metadata, by label, of those that are still there and pass."""
+    def read(self, connection: Connection) -> dict[int, tuple[str, Metadata]]:
+        """Return id and metadata, by label, of the items that exist and pass the filter now."""
         items = [item for item in reading.items(connection, self.labels) if item is not None]
-        if self.filtered is not None:
+        if self.condition is not None:
             labels = np.array([item.label for item in items], np.int64)
-            mask = Segment(labels, [item.metadata for item in items]).passing(self.filtered)
+            mask = Segment(labels, [item.metadata for item in items]).passing(self.condition)
             items = [items[row] for row in np.flatnonzero(mask).tolist()]
         return {item.label: (item.id, item.metadata) for item in items}
 
 
 class Editing(Protocol):
-    """What these changes need of a store; each is one transaction."""
+    """The operations of a store that these changes need; each is one transaction."""
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
-        """Labels of those ids that exist, increasing."""
+        """Return the labels of existing ids, increasing."""
         ...
 
-    def delete_some(self, labels: Labels, filtered: Filter | None) -> int:
-        """Remove those of `labels` that are there and pass now."""
+    def delete_some(self, labels: Labels, condition: Filter | None) -> int:
+        """Delete those of `labels` that exist and pass the filter now.
+
+        Returns:
+            Number of deleted items.
+        """
         ...
 
     def describe_some(
-        self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
+        self, labels: Labels, condition: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
-        """Remove keys from the metadata of those of `labels` that are there and pass now, then set
-        `values`. Raises InvalidInputError where an item's would become too large."""
+        """Change the metadata of those of `labels` that exist and pass the filter now.
+
+        Args:
+            labels: The items.
+            condition: The filter; None for none.
+            values: Values to set, by key.
+            remove: Keys to remove first.
+
+        Returns:
+            Number of changed items.
+
+        Raises:
+            InvalidInputError: The metadata of an item would become too large.
+        """
         ...
 
 
-def chosen_by_ids(store: Editing, ids: Sequence[str]) -> Chosen:
-    """Those that exist."""
-    return Chosen(store.labels_of(ids))
+def select_ids(store: Editing, ids: Sequence[str]) -> Selection:
+    """Select the items that have one of these ids."""
+    return Selection(store.labels_of(ids))
 
 
-def chosen_by_filter(filtering: Filtering, filtered: Filter) -> Chosen:
-    """Those that pass. Raises InvalidInputError for a filter that `filters.check` refuses."""
-    return Chosen(filtering.passing(filtered).labels(), filtered)
+def select_matches(filtering: Filtering, condition: Filter) -> Selection:
+    """Select the items that pass a filter now.
+
+    Raises:
+        InvalidInputError: `filters.check` refuses the filter.
+    """
+    return Selection(filtering.passing(condition).labels(), condition)
 
 
-def delete(store: Editing, chosen: Chosen, between: Callable[[], None] = lambda: None) -> int:
-    """Remove items; returns how many. `between` is called after each piece, and may raise to give
-    up: what is gone until then stays gone. Raises BusyError, CannotWriteError."""
+def delete(
+    store: Editing, selection: Selection, after_piece: Callable[[], None] = lambda: None
+) -> int:
+    """Delete the selected items.
+
+    Args:
+        store: The gallery.
+        selection: The items.
+        after_piece: Called after each piece; its error ends the deletion, and earlier pieces stay
+            deleted.
+
+    Returns:
+        Number of deleted items.
+
+    Raises:
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
+    """
     count = 0
-    for piece in chosen.pieces():
-        count += store.delete_some(piece.labels, piece.filtered)
-        between()
+    for piece in selection.pieces():
+        count += store.delete_some(piece.labels, piece.condition)
+        after_piece()
     return count
 
 
 def describe(
     store: Editing,
-    chosen: Chosen,
+    selection: Selection,
     values: Metadata,
     remove: Collection[str],
-    between: Callable[[], None] = lambda: None,
+    after_piece: Callable[[], None] = lambda: None,
 ) -> int:
-    """Remove keys from items' metadata, then set `values`; returns of how many. `between` as in
-    `delete`. Raises InvalidInputError for what is no metadata, or where an item's would become too
-    large: its piece is then left as it is. BusyError, CannotWriteError."""
+    """Change the metadata of the selected items.
+
+    Args:
+        store: The gallery.
+        selection: The items.
+        values: Values to set, by key.
+        remove: Keys to remove first.
+        after_piece: Called after each piece; its error ends the change, and earlier pieces stay
+            changed.
+
+    Returns:
+        Number of changed items.
+
+    Raises:
+        InvalidInputError: Invalid metadata, or the metadata of an item would become too large: its
+            piece is then unchanged.
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
+    """
     metadata_text(values)
     count = 0
-    for piece in chosen.pieces():
-        count += store.describe_some(piece.labels, piece.filtered, values, remove)
-        between()
+    for piece in selection.pieces():
+        count += store.describe_some(piece.labels, piece.condition, values, remove)
+        after_piece()
     return count
 
 
-def described(
-    now: Mapping[int, tuple[str, Metadata]], values: Metadata, remove: Collection[str]
+def changed_metadata(
+    items: Mapping[int, tuple[str, Metadata]], values: Metadata, remove: Collection[str]
 ) -> list[tuple[int, str]]:
-    """The metadata, as JSON texts by label, that items with these ids and metadata have then.
-    Raises InvalidInputError."""
+    """Compute the new metadata of items, as JSON texts by label.
+
+    Args:
+        items: Id and metadata of each item, by label.
+        values: Values to set, by key.
+        remove: Keys to remove first.
+
+    Raises:
+        InvalidInputError: The metadata of an item would become too large.
+    """
     texts = []
-    for label, (name, metadata) in now.items():
-        kept = {key: value for key, value in metadata.items() if key not in remove}
+    for label, (name, metadata) in items.items():
+        others = {key: value for key, value in metadata.items() if key not in remove}
         try:
-            texts.append((label, metadata_text({**kept, **values})))
+            texts.append((label, metadata_text({**others, **values})))
         except InvalidInputError as error:
             raise InvalidInputError(f"item {json.dumps(name)}: {error}") from error
     return texts
 
 
-def delete_in_file(store: Store, piece: Chosen) -> int:
-    """One piece of `delete`."""
-    return store.delete_chosen(lambda connection: np.array([*piece.now(connection)], np.int64))
+def delete_in_file(store: Store, piece: Selection) -> int:
+    """Delete one piece in a gallery file; return the number of items."""
+    return store.delete_chosen(lambda connection: np.array([*piece.read(connection)], np.int64))
 
 
-def describe_in_file(store: Store, piece: Chosen, values: Metadata, remove: Collection[str]) -> int:
-    """One piece of `describe`."""
+def describe_in_file(
+    store: Store, piece: Selection, values: Metadata, remove: Collection[str]
+) -> int:
+    """Describe one piece in a gallery file; return the number of items."""
     with store.changing() as (connection, changes):
-        now = piece.now(connection)
-        tables.describe(connection, described(now, values, remove))
-        labels = np.array([*now], np.int64)
+        items = piece.read(connection)
+        tables.describe(connection, changed_metadata(items, values, remove))
+        labels = np.array([*items], np.int64)
         changes.append(Change({}, np.empty(0, np.int64), described=labels))
-    return len(now)
+    return len(items)

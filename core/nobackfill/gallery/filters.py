@@ -1,9 +1,9 @@
-"""The filter language: what must hold for an item's metadata (docs/operations/filters.md).
+"""Define the filter language for the metadata of items (docs/operations/filters.md).
 
-A test holds for an item that has the key with a value, or a list with an element, that passes: an
-item without the key passes no test, and `Not` of a test lets it through. An empty list is as no
-key. Kinds never equal one another: True is not 1, "1" is not 1; numbers compare by value, exactly,
-so that 1 is 1.0. Times are texts in RFC 3339, for metadata is JSON.
+A test passes for an item that has the key with a passing value, or a list with a passing element.
+An item without the key passes no test, so `Not` of a test accepts it. An empty list counts as no
+key. Values of different kinds never equal one another: True is not 1, and "1" is not 1. Numbers
+compare exactly by value, so that 1 equals 1.0. Times are texts in RFC 3339, since metadata is JSON.
 """
 
 import math
@@ -18,9 +18,9 @@ from nobackfill.gallery.search.index import Labels, Mask
 
 Scalar = str | int | float | bool
 
-# Integers have 64 bits.
+# Bounds of integers, which have 64 bits.
 LEAST_INTEGER, LARGEST_INTEGER = -(2**63), 2**63 - 1
-# Of a filter: tests, values of all OneOf together, and how deep All, AnyOf and Not may nest.
+# Limits of a filter: tests, values of all OneOf together, nesting of All, AnyOf and Not.
 MOST_TESTS = 500
 MOST_VALUES = 10_000
 MOST_DEPTH = 32
@@ -33,7 +33,7 @@ _TIME = re.compile(
 
 @dataclass(frozen=True)
 class OneOf:
-    """The item has `key` with one of `values` (one value: equality)."""
+    """Pass items whose `key` has one of `values`; one value means equality."""
 
     key: str
     values: tuple[Scalar, ...]
@@ -41,7 +41,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Range:
-    """The item's `key` is a number within the bounds; None leaves a side open."""
+    """Pass items whose `key` is a number within the bounds; None leaves a side open."""
 
     key: str
     at_least: int | float | None = None
@@ -52,7 +52,8 @@ class Range:
 
 @dataclass(frozen=True)
 class TimeRange:
-    """The item's `key` is a date or a time within the bounds: microseconds since 1970, UTC."""
+    """Pass items whose `key` is a date or time within the bounds, in microseconds since 1970,
+    UTC."""
 
     key: str
     at_least: int | None = None
@@ -63,28 +64,28 @@ class TimeRange:
 
 @dataclass(frozen=True)
 class Exists:
-    """The item has `key`, with any value."""
+    """Pass items that have `key`, with any value."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class All:
-    """Every one of `of` holds; of none: everything passes."""
+    """Pass items that pass every part; without parts, all items pass."""
 
     of: tuple["Filter", ...]
 
 
 @dataclass(frozen=True)
 class AnyOf:
-    """At least one of `of` holds; of none: nothing passes."""
+    """Pass items that pass at least one part; without parts, no item passes."""
 
     of: tuple["Filter", ...]
 
 
 @dataclass(frozen=True)
 class Not:
-    """`of` does not hold."""
+    """Pass items that do not pass `of`."""
 
     of: "Filter"
 
@@ -94,28 +95,33 @@ Filter = Test | All | AnyOf | Not
 
 
 def every(where: Mapping[str, Scalar] | Filter) -> Filter | None:
-    """A filter, or that each of these keys has its value; None: everything passes."""
+    """Return a filter for a mapping of keys to required values; return a filter as it is.
+
+    Returns:
+        None if everything passes.
+    """
     if not isinstance(where, Mapping):
         return where
     return All(tuple(OneOf(key, (value,)) for key, value in where.items())) if where else None
 
 
-def check(filtered: Filter) -> frozenset[str]:
-    """The keys that a filter asks for.
+def check(condition: Filter) -> frozenset[str]:
+    """Check a filter against the limits, and return the keys that it reads.
 
-    Raises InvalidInputError for more than MOST_TESTS tests, MOST_VALUES values, MOST_DEPTH levels,
-    or a bound that is NaN.
+    Raises:
+        InvalidInputError: More than MOST_TESTS tests, MOST_VALUES values or MOST_DEPTH levels; NaN;
+            an integer of more than 64 bits.
     """
-    tests = list(_tests(filtered, 0))
+    tests = list(_tests(condition, 0))
     if len(tests) > MOST_TESTS:
         raise InvalidInputError(
-            f"filter: expected at most {MOST_TESTS} conditions, got {len(tests)}; ask with one_of, "
-            "or keep in the metadata what the filter puts together"
+            f"filter: expected at most {MOST_TESTS} conditions, got {len(tests)}; use one_of, "
+            "or store the combined result in the metadata"
         )
     values = sum(len(test.values) for test in tests if isinstance(test, OneOf))
     if values > MOST_VALUES:
         raise InvalidInputError(
-            f"filter: expected at most {MOST_VALUES} values, got {values}; keep in the metadata "
+            f"filter: expected at most {MOST_VALUES} values, got {values}; store in the metadata "
             "what these items have in common"
         )
     for test in tests:
@@ -124,8 +130,8 @@ def check(filtered: Filter) -> frozenset[str]:
 
 
 def _check_numbers(test: Test) -> None:
-    given = (getattr(test, field.name) for field in fields(test) if field.name != "key")
-    for number in test.values if isinstance(test, OneOf) else given:
+    bounds = (getattr(test, field.name) for field in fields(test) if field.name != "key")
+    for number in test.values if isinstance(test, OneOf) else bounds:
         if isinstance(number, float) and math.isnan(number):
             raise InvalidInputError(f"filter on {test.key[:64]!r}: expected a number, got NaN")
         if isinstance(number, int) and not LEAST_INTEGER <= number <= LARGEST_INTEGER:
@@ -134,29 +140,33 @@ def _check_numbers(test: Test) -> None:
             )
 
 
-def _tests(filtered: Filter, depth: int) -> Iterator[Test]:
+def _tests(condition: Filter, depth: int) -> Iterator[Test]:
     if depth > MOST_DEPTH:
         raise InvalidInputError(f"filter: expected at most {MOST_DEPTH} levels, got more")
-    if isinstance(filtered, Not):
-        yield from _tests(filtered.of, depth + 1)
-    elif isinstance(filtered, All | AnyOf):
-        for part in filtered.of:
+    if isinstance(condition, Not):
+        yield from _tests(condition.of, depth + 1)
+    elif isinstance(condition, All | AnyOf):
+        for part in condition.of:
             yield from _tests(part, depth + 1)
     else:
-        yield filtered
+        yield condition
 
 
 def microseconds(text: str) -> int | None:
-    """A date (midnight), or a date and time, without an offset UTC; None for any other text."""
+    """Parse a date (at midnight), or a date and time; UTC without an offset.
+
+    Returns:
+        Microseconds since 1970, UTC; None for any other text.
+    """
     if _TIME.fullmatch(text) is None:
         return None
     try:
-        found = datetime.fromisoformat(text.upper())
-        if found.tzinfo is None:
-            found = found.replace(tzinfo=UTC)
-        return (found - _EPOCH) // timedelta(microseconds=1)
+        time = datetime.fromisoformat(text.upper())
+        if time.tzinfo is None:
+            time = time.replace(tzinfo=UTC)
+        return (time - _EPOCH) // timedelta(microseconds=1)
     except (ValueError, OverflowError):
-        # The 30th of February, the year 0, an offset of a hundred hours.
+        # Such as the 30th of February, the year 0, or an offset of a hundred hours.
         return None
 
 
@@ -164,21 +174,25 @@ class Matches(Protocol):
     """The items that passed a filter."""
 
     def labels(self) -> Labels:
-        """All of them, increasing."""
+        """Return the labels of all matches, increasing."""
         ...
 
     def __len__(self) -> int: ...
 
     def mask(self, labels: Labels) -> Mask:
-        """Which of `labels` (increasing) passed."""
+        """Return which of `labels` (increasing) match, bool of the same length."""
         ...
 
 
 class Filtering(Protocol):
-    """Answers filters on one store."""
+    """A filter engine for one store."""
 
-    def passing(self, filtered: Filter) -> Matches:
-        """Items that pass now. Raises InvalidInputError for what filters.check refuses."""
+    def passing(self, condition: Filter) -> Matches:
+        """Return the items that pass now.
+
+        Raises:
+            InvalidInputError: `filters.check` refuses the filter.
+        """
         ...
 
     def close(self) -> None: ...

@@ -1,9 +1,9 @@
-"""What a gallery's store does, whatever engine keeps it: SQLite in one file, or PostgreSQL.
+"""Define the store of a gallery for every engine: SQLite in one file, or PostgreSQL.
 
-Each method that changes something is one transaction, and what it returns from is durable. A label
-is never used twice. Once a space is staged, puts write both; an upgrade goes by windows, which may
-be repeated anywhere. Besides what each says, all raise BusyError for what may be tried again,
-UnavailableError for an engine that does not answer, CannotWriteError, NotFoundError once closed.
+Each method that changes something is one durable transaction. A label is never reused. While a
+space is staged, puts write to both spaces. An upgrade works in windows, which may be repeated on
+any machine. In addition to their own errors, all methods raise BusyError (try again),
+UnavailableError (the engine does not answer), CannotWriteError, and NotFoundError after `close`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,26 +22,32 @@ from nobackfill.vectors import Vectors
 
 
 class Searcher(Protocol):
-    """The nearest items of one space."""
+    """A search in one space."""
 
     def search(
-        self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
+        self, queries: Vectors, k: int, condition: Filter | None = None, ef: int = 0
     ) -> Neighbours:
-        """The `k` nearest to each of `queries` (float32 [q, dim]) among the items that pass.
+        """Find the nearest items to each query.
 
-        `ef`: candidates that are looked at, at least; index.EVERY: an exact search. Raises
-        InvalidInputError for queries that are not finite, or a filter that filters.check refuses.
+        Args:
+            queries: float32 [q, dim].
+            k: Number of items for each query.
+            condition: Only items that pass this filter.
+            ef: Minimum number of candidates; index.EVERY for an exact search.
+
+        Raises:
+            InvalidInputError: Queries that are not finite, or a filter that filters.check refuses.
         """
         ...
 
 
 class GalleryStore(Carrying, Editing, Protocol):
-    """One gallery."""
+    """A gallery."""
 
     def close(self) -> None: ...
 
-    def rest(self) -> bool:
-        """Let go of what is open until it is needed; False if it is in use just now."""
+    def suspend(self) -> bool:
+        """Close files and connections until they are needed; return False if they are in use."""
         ...
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
@@ -51,11 +57,15 @@ class GalleryStore(Carrying, Editing, Protocol):
     def unsubscribe(self, listener: Callable[[Change], None]) -> None: ...
 
     def spaces(self) -> list[SpaceInfo]:
-        """All spaces, oldest first; exactly one is active."""
+        """Return all spaces, oldest first; exactly one is active."""
         ...
 
     def space(self, space: str) -> SpaceInfo:
-        """One space by its id. Raises IncompatibleSpaceError if the gallery does not have it."""
+        """Return a space.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have it.
+        """
         ...
 
     def put(
@@ -67,11 +77,11 @@ class GalleryStore(Carrying, Editing, Protocol):
         ...
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items from every space. Returns how many."""
+        """Remove items from every space; return how many existed."""
         ...
 
     def get(self, item_id: str) -> StoredItem | None:
-        """One item by its id."""
+        """Return an item; None if it does not exist."""
         ...
 
     def page(
@@ -83,69 +93,102 @@ class GalleryStore(Carrying, Editing, Protocol):
         allowed: Matches | None = None,
         least_certain: bool = False,
     ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-        """Items by page; see listing.page."""
+        """Return a page of items; see listing.page."""
         ...
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
-        """All vectors of a space in one snapshot: labels int64 [n] increasing, float32 [n, dim]."""
+        """Return all vectors of a space in one snapshot: labels int64 [n] increasing, float32 [n,
+        dim]."""
         ...
 
     def vector(self, label: int, space: str) -> Vectors | None:
-        """One item's vector in a space, [1, dim]; None if it has none there."""
+        """Return an item's vector in a space, [1, dim]; None if it has none there."""
         ...
 
-    def stored(self, labels: Labels, space: str) -> StoredVectors:
-        """The vectors of those of `labels` that have one in a space, with all beside them."""
+    def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
+        """Return the rows of a space for those of `labels` that have one."""
         ...
 
     def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
-        """Every item by increasing label with its vectors in `spaces`, `size` at a time, all of one
-        snapshot; it is held until the iterator ends or is closed. Raises IncompatibleSpaceError."""
+        """Yield every item by increasing label, with its vectors in some spaces, from one snapshot.
+
+        The snapshot is held until the iterator ends or is closed.
+
+        Args:
+            spaces: Ids of the spaces.
+            size: Items of a window.
+
+        Raises:
+            IncompatibleSpaceError: The gallery lacks a space.
+        """
         ...
 
     def groups(self, key: str, space: str) -> list[MetadataGroup]:
-        """The groups that metadata `key` makes; see groups.by_value."""
+        """Group the items by a metadata key; see listing.groups_by_value."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """All the small JSON values kept with the gallery."""
+        """Return all small JSON values that are stored with the gallery."""
         ...
 
     def state_set(self, values: Mapping[str, Any]) -> None:
-        """Keep small JSON values, all in one transaction; None removes."""
+        """Store small JSON values in one transaction; None removes a value."""
         ...
 
     def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[StoredItem]:
-        """Those items by increasing label, after label `after`: a page."""
+        """Return a page of the items without a vector in a space, by increasing label.
+
+        Args:
+            space: The space.
+            after: The last label of the page before.
+            limit: Largest number of items.
+        """
         ...
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Make `space` the active one; see staging.flip. Raises PreconditionError."""
+        """Make a space the active one; see staging.flip.
+
+        Raises:
+            PreconditionError: Items lack a vector there, and `leave_behind` is False.
+        """
         ...
 
     def rollback(
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> str:
-        """Return to the space before; see staging.rollback. Raises NotFoundError,
-        PreconditionError."""
+        """Return to the previous space; see staging.rollback.
+
+        Raises:
+            NotFoundError: No previous space.
+            PreconditionError: Items lack a vector there, and `leave_behind` is False.
+        """
         ...
 
     def drop(self, space: str) -> None:
-        """Remove a space that is not active. Raises PreconditionError for the active one."""
+        """Remove a space that is not active.
+
+        Raises:
+            PreconditionError: It is the active one.
+        """
         ...
 
     def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
-        """Those of `ids` that an upgrade carried into the space, by falling uncertainty; those of
-        unknown uncertainty last."""
+        """Return those of `ids` whose vector in a space was migrated, by falling uncertainty.
+
+        Items of unknown uncertainty come last.
+        """
         ...
 
     def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
-        """About `count` items at random that have a vector in both spaces: labels [n], increasing,
-        and their vectors [n, dim] in each."""
+        """Draw about `count` items that have a vector in both spaces, at random.
+
+        Returns:
+            Labels [n], increasing, and their vectors [n, dim] in each space.
+        """
         ...
 
     def estimate(self, runner: Runner, target: SpaceSpec) -> Estimate:
-        """Cost of an upgrade from the active space, measured on a few items; nothing is changed."""
+        """Estimate the cost of an upgrade from the active space on a few items; change nothing."""
         ...

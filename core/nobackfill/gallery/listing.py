@@ -1,4 +1,4 @@
-"""Lists of a gallery's items: pages, groups by metadata, and those that were carried."""
+"""List a gallery's items: pages, groups by metadata, and migrated items."""
 
 import threading
 from collections.abc import Iterator
@@ -16,24 +16,32 @@ from nobackfill.gallery.spec import MetadataValue, Origin
 from nobackfill.gallery.store import Change, Store, storable
 from nobackfill.gallery.tables import find_space, label_column, vector_table
 
-# Rows looked at together for those that pass.
+# Rows that are compared with the allowed labels at a time.
 _ROWS = 1000
 
 
 @dataclass(frozen=True)
 class ListingPlace:
-    """An item's place in an order; `uncertainty` is None in the order of labels."""
+    """An item's position in a listing; `uncertainty` is None in the order of labels."""
 
     label: int
     uncertainty: float | None = None
 
     def token(self) -> str:
-        """As a text that `read` reads."""
+        """Return the position as a text for `read`."""
         return f"{self.label}" if self.uncertainty is None else f"{self.label}:{self.uncertainty!r}"
 
     @classmethod
     def read(cls, token: str, *, least_certain: bool) -> Self:
-        """Raises InvalidInputError for what was no token of that order."""
+        """Parse a token.
+
+        Args:
+            token: The text.
+            least_certain: Whether the listing is ordered by uncertainty.
+
+        Raises:
+            InvalidInputError: The text is no token of such a listing.
+        """
         label, colon, uncertainty = token.partition(":")
         try:
             if not token.isascii() or bool(colon) is not least_certain:
@@ -43,8 +51,8 @@ class ListingPlace:
                 raise ValueError(token)
         except ValueError as error:
             raise InvalidInputError(
-                "page_token: expected next_page_token of the page before, everything else being "
-                "the same; begin again without it"
+                "page_token: expected next_page_token of the previous page, with the other fields "
+                "unchanged; start again without it"
             ) from error
         return place
 
@@ -58,19 +66,29 @@ def page(
     allowed: Labels | None = None,
     least_certain: bool = False,
 ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-    """At most `limit` items after a place, as `space` shows them, and the last place looked at,
-    where more may come after it.
+    """Return a page of items.
 
-    `allowed`: increasing labels of which they have to be; None: all. `least_certain`: only items
-    with an uncertainty in the space, the largest first, then by label.
+    Args:
+        store: The gallery.
+        space: Origin and uncertainty of the items are those of this space.
+        limit: Largest number of items.
+        after: Position of the last item of the page before; None for the first page.
+        allowed: Only items with these labels, increasing; None for all.
+        least_certain: Only items with an uncertainty in the space, the largest first, then by
+            label.
+
+    Returns:
+        The items with their positions, and the position for the next page; None at the end.
     """
     if least_certain:
         places = _least_certain(store, space, limit, after, allowed)
     else:
         places = _by_label(store, limit, 0 if after is None else after.label, allowed)
     items = store.items([place.label for place in places], space)
-    found = [(item, place) for item, place in zip(items, places, strict=True) if item is not None]
-    return found, places[-1] if len(places) == limit else None
+    existing = [
+        (item, place) for item, place in zip(items, places, strict=True) if item is not None
+    ]
+    return existing, places[-1] if len(places) == limit else None
 
 
 def _by_label(store: Store, limit: int, after: int, allowed: Labels | None) -> list[ListingPlace]:
@@ -90,7 +108,7 @@ def _by_label(store: Store, limit: int, after: int, allowed: Labels | None) -> l
 def _least_certain(
     store: Store, space: str, limit: int, after: ListingPlace | None, allowed: Labels | None
 ) -> list[ListingPlace]:
-    found: list[ListingPlace] = []
+    places: list[ListingPlace] = []
     # Without a filter the first ones are enough: SQLite then keeps no more while it sorts.
     most = limit if allowed is None else -1
     for labels, uncertainties in _uncertain(store, space, after, most):
@@ -99,10 +117,10 @@ def _least_certain(
         else:
             passing = np.isin(np.array(labels, np.int64), allowed, assume_unique=True)
         for row in np.flatnonzero(passing).tolist():
-            found.append(ListingPlace(labels[row], uncertainties[row]))
-            if len(found) == limit:
-                return found
-    return found
+            places.append(ListingPlace(labels[row], uncertainties[row]))
+            if len(places) == limit:
+                return places
+    return places
 
 
 def _uncertain(
@@ -124,8 +142,14 @@ def _uncertain(
 
 @dataclass(frozen=True)
 class MetadataGroup:
-    """`items` have `value`. `labels`, int64, increasing: those with a vector in the space; of them
-    `re_embedded` were embedded again from their images."""
+    """The items with one value of a metadata key.
+
+    Attributes:
+        value: The value.
+        items: Number of items.
+        labels: int64, increasing: the items that have a vector in the space.
+        re_embedded: Number of items whose vector was re-embedded.
+    """
 
     value: MetadataValue
     items: int
@@ -134,14 +158,23 @@ class MetadataGroup:
 
 
 def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
-    """The groups that metadata `key` makes, by kind and value; items without it are in none.
+    """Group the items by the value of a metadata key.
 
-    Raises IncompatibleSpaceError if the gallery does not have the space.
+    Args:
+        store: The gallery.
+        key: The key; items without it are in no group.
+        space: The space of the groups' labels.
+
+    Returns:
+        The groups, by kind and value.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
     """
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
         if not storable(key):
-            # No item has it, and no statement can ask for it.
+            # No item can have such a key, and no statement can contain it.
             return []
         rows = connection.execute(
             f"SELECT a.kind, a.value, v.label, v.origin FROM attributes a LEFT JOIN {table} v"
@@ -157,20 +190,24 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
 def group_of(
     kind: str, value: Any, members: list[tuple[int | None, Origin | None]]
 ) -> MetadataGroup:
+    """Build a group from a kind, a value, and the label and origin of each item's vector."""
     labels = [label for label, _ in members if label is not None]
-    again = sum(origin == "re-embedded" for _, origin in members)
+    re_embedded = sum(origin == "re-embedded" for _, origin in members)
     value = bool(value) if kind == "flag" else value
-    return MetadataGroup(value, len(members), np.array(labels, np.int64), again)
+    return MetadataGroup(value, len(members), np.array(labels, np.int64), re_embedded)
 
 
-# Which items of a space an upgrade has carried there, kept up to date in memory: a byte a label.
-#
-# The others' vectors were made of their images, by the space's own model.
+# The migrated items of a space, in memory: a byte for each label. The other vectors were made by
+# the space's own model.
 
 
 def carried_labels(store: Store, space: str) -> Labels:
-    """Labels of the vectors that an upgrade has carried into a space, increasing. Raises
-    IncompatibleSpaceError, BusyError."""
+    """Return the labels of the migrated vectors of a space, increasing.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        BusyError: The file is locked.
+    """
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
         rows = connection.execute(
@@ -180,80 +217,87 @@ def carried_labels(store: Store, space: str) -> Labels:
 
 
 class CarriedLabels:
-    """Follows a store from `load` on. Threads may share it."""
+    """The migrated items of a space, kept up to date from `load` on; usable from several
+    threads."""
 
     def __init__(self, store: Store, space: str) -> None:
         self._store, self._space = store, space
         self._lock = threading.Lock()
         self._carried: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._count = 0
-        # What came or went while the file was read, and whether carried; None: all is read.
-        self._meanwhile: list[tuple[Labels, bool]] | None = []
+        # Changes during `load`: labels, and whether they are migrated; None after it.
+        self._pending: list[tuple[Labels, bool]] | None = []
         self._masks: list[tuple[Labels, tuple[Mask, Mask]]] = []
         store.subscribe(self._on_change)
 
     @property
     def loaded(self) -> bool:
-        """Whether it knows."""
-        return self._meanwhile is None
+        """Tell whether `load` has finished."""
+        return self._pending is None
 
     def __len__(self) -> int:
-        """Carried items, 0 before they are loaded."""
+        """Return the number of migrated items, 0 before `load`."""
         return self._count
 
     def load(self) -> None:
-        """Read all origins, once. Raises IncompatibleSpaceError, BusyError."""
+        """Read all origins, once.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            BusyError: The file is locked.
+        """
         labels = carried_labels(self._store, self._space)
         with self._lock:
             carried = np.zeros(int(labels.max(initial=-1)) + 1, np.bool_)
             carried[labels] = True
             self._carried, self._count = carried, len(labels)
-            meanwhile, self._meanwhile = self._meanwhile or [], None
-            for some, kept in meanwhile:
-                self._mark(some, carried=kept)
+            pending, self._pending = self._pending or [], None
+            for labels_of_change, is_carried in pending:
+                self._mark(labels_of_change, carried=is_carried)
 
     def native(self, labels: Labels) -> Mask:
-        """Which of `labels` (increasing) were not carried; not to be written."""
+        """Return which of `labels` (increasing) are not migrated; do not write to it."""
         return self.origins(labels)[1]
 
     def origins(self, labels: Labels) -> tuple[Mask, Mask]:
-        """Which of `labels` (increasing) were carried, and which were not; not to be written."""
+        """Return which of `labels` (increasing) are migrated, and which are not; do not write to
+        them."""
         with self._lock:
-            for known, masks in self._masks:
-                if known is labels:
+            for cached, masks in self._masks:
+                if cached is labels:
                     return masks
             carried = np.zeros(len(labels), np.bool_)
-            known_here = labels < len(self._carried)
-            carried[known_here] = self._carried[labels[known_here]]
-            found = carried, ~carried
-            # Those of the last two indexes that asked: a graph, and what lies beside it.
-            self._masks = [*self._masks[-1:], (labels, found)]
-            return found
+            inside = labels < len(self._carried)
+            carried[inside] = self._carried[labels[inside]]
+            masks_of_labels = carried, ~carried
+            # Cached for the last two indexes: a graph, and the items beside it.
+            self._masks = [*self._masks[-1:], (labels, masks_of_labels)]
+            return masks_of_labels
 
     def close(self) -> None:
-        """Follow no longer."""
+        """Stop following the store."""
         self._store.unsubscribe(self._on_change)
 
     def _on_change(self, change: Change) -> None:
-        told = [(change.deleted, False)]
+        changes = [(change.deleted, False)]
         if self._space in change.added:
-            told.append((change.added[self._space][0], self._space in change.carried))
+            changes.append((change.added[self._space][0], self._space in change.carried))
         with self._lock:
-            for labels, carried in told:
-                if self._meanwhile is not None:
-                    self._meanwhile.append((labels, carried))
+            for labels, carried in changes:
+                if self._pending is not None:
+                    self._pending.append((labels, carried))
                 else:
                     self._mark(labels, carried=carried)
 
     def _mark(self, labels: Labels, *, carried: bool) -> None:
-        """Under the lock."""
+        """Update the mask. Call it under the lock."""
         last = int(labels.max(initial=-1))
         if carried and last >= len(self._carried):
             room = np.zeros(2 * (last + 1), np.bool_)
             room[: len(self._carried)] = self._carried
             self._carried = room
-        known = labels[labels < len(self._carried)]
-        other = known[self._carried[known] != carried]
+        inside = labels[labels < len(self._carried)]
+        other = inside[self._carried[inside] != carried]
         if len(other):
             self._carried[other] = carried
             self._count += len(other) if carried else -len(other)

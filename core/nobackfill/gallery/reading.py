@@ -1,6 +1,6 @@
-"""Items and vectors of a gallery as objects, and their reading from a file.
+"""Read items and vectors from a gallery file.
 
-Each function that reads works on one snapshot.
+Each function reads one snapshot.
 """
 
 import json
@@ -29,7 +29,8 @@ from nobackfill.vectors import Vectors
 
 @dataclass(frozen=True)
 class StoredItem:
-    """`origin` and `uncertainty` are those of its vector in the space asked for, if any."""
+    """An item; `origin` and `uncertainty` are those of its vector in the requested space, if
+    any."""
 
     label: int
     id: str
@@ -41,8 +42,15 @@ class StoredItem:
 
 @dataclass(frozen=True)
 class StoredVectors:
-    """Rows by increasing label: `embedding` [n, dim]; None where there is no side-information, or
-    no uncertainty."""
+    """Rows of a space by increasing label.
+
+    Attributes:
+        labels: int64 [n].
+        origins: How each vector was made.
+        uncertainties: None where a row has no uncertainty.
+        embedding: float32 [n, dim].
+        sides: Side-information as bytes; None where a row has none.
+    """
 
     labels: Labels
     origins: list[Origin]
@@ -50,9 +58,12 @@ class StoredVectors:
     embedding: Vectors
     sides: list[bytes | None]
 
-    def alike(self, rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
-        """Those of `rows` that can be written together: of one origin, all or none of them with
-        side-information, and so with uncertainty."""
+    def groups(self, rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+        """Split rows into groups that can be written together.
+
+        The rows of a group have the same origin; all or none have side-information, and all or none
+        an uncertainty.
+        """
         kinds = [
             (self.origins[row], self.sides[row] is None, self.uncertainties[row] is None)
             for row in rows.tolist()
@@ -61,7 +72,7 @@ class StoredVectors:
             yield rows[[place for place, one in enumerate(kinds) if one == kind]]
 
     def row(self, row: int) -> tuple[object, ...]:
-        """One of them, to be compared bit for bit."""
+        """Return a row for a comparison bit for bit."""
         return (
             self.origins[row], self.uncertainties[row], self.embedding[row].tobytes(),
             self.sides[row],
@@ -70,7 +81,8 @@ class StoredVectors:
 
 @dataclass(frozen=True)
 class StoredWindow:
-    """Items by increasing label, and for each space asked for the rows of those that have one."""
+    """Items by increasing label, and for each requested space the rows of the items that have
+    one."""
 
     items: list[StoredItem]
     stored: list[StoredVectors]
@@ -82,36 +94,43 @@ def draw_labels(
     following: Callable[[list[int]], Labels],
     shuffled: Callable[[], Labels],
 ) -> Labels:
-    """Labels at random, increasing: about `count`, at least half as many where there are that many,
-    never more.
+    """Draw about `count` labels at random, without reading a whole table.
 
-    `bounds`: the least and the largest, None where there is none. `following`: of each number the
-    first label from it on, each label once, increasing; so no table is read through, and a label
-    behind a gap of deleted ones is drawn somewhat more often. `shuffled`: `count` of all in any
-    order, by reading them all.
+    Labels after a gap of deleted ones are drawn somewhat more often.
+
+    Args:
+        bounds: The smallest and the largest label; None if there is none.
+        count: The largest number of labels.
+        following: Returns for each number the first label from it on, each label once, increasing.
+        shuffled: Draws `count` labels by reading all of them; used where gaps would bias the draw.
+
+    Returns:
+        int64, increasing: at least half of `count`, if there are that many.
     """
     first, last = bounds
     if first is None or last is None:
         return np.empty(0, np.int64)
-    few, generator = last - first < 2 * count, np.random.default_rng()
-    drawn = np.arange(first, last + 1) if few else generator.integers(first, last + 1, count)
-    found = following(drawn.tolist())
-    if not few and len(found) < count // 2:
-        # Most draws fell into one gap, and a few labels would stand for all.
+    dense, generator = last - first < 2 * count, np.random.default_rng()
+    numbers = np.arange(first, last + 1) if dense else generator.integers(first, last + 1, count)
+    labels = following(numbers.tolist())
+    if not dense and len(labels) < count // 2:
+        # Most numbers fell into one gap, so that a few labels would stand for all.
         return np.sort(shuffled())
-    return found if len(found) <= count else np.sort(generator.choice(found, count, replace=False))
+    return (
+        labels if len(labels) <= count else np.sort(generator.choice(labels, count, replace=False))
+    )
 
 
 _ORIGINS = (None, *get_args(Origin))
-# Rows fetched at once: their Python objects stay small beside the array they end in.
+# Rows fetched at a time: their Python objects stay small beside the resulting array.
 FETCH_ROWS = 4096
 
 
 def items(
     connection: sqlite3.Connection, labels: Sequence[int] | Labels, space: str | None = None
 ) -> list[StoredItem | None]:
-    """Items in the order of `labels`; None where there is none."""
-    wanted = [int(label) for label in labels]
+    """Return items in the order of `labels`; None where an item does not exist."""
+    numbers = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
     if space is not None:
         table = vector_table(find_space(connection, space).number)
@@ -119,19 +138,23 @@ def items(
     rows = connection.execute(
         f"SELECT i.label, i.id, i.digest, i.metadata, {of_vector} FROM items i {join}"
         " WHERE i.label IN (SELECT value FROM json_each(?))",
-        (json.dumps(wanted),),
+        (json.dumps(numbers),),
     )
-    found = {item.label: item for item in map(item_of, rows)}
-    return [found.get(label) for label in wanted]
+    by_label = {item.label: item for item in map(item_of, rows)}
+    return [by_label.get(label) for label in numbers]
 
 
 def item_of(row: tuple[Any, ...]) -> StoredItem:
-    """A row (label, id, digest, metadata, origin, uncertainty). Raises DamagedError for none."""
+    """Build an item from a row (label, id, digest, metadata, origin, uncertainty).
+
+    Raises:
+        DamagedError: The row is invalid.
+    """
     label, item_id, digest, metadata, origin, uncertainty = row
     fields = _json(metadata, f"item {label}")
     sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
     if not (sound and isinstance(fields, dict) and isinstance(uncertainty, float | None)):
-        raise DamagedError("the gallery file", f"item {label} is not as it was written")
+        raise DamagedError("the gallery file", f"item {label} has invalid values")
     return StoredItem(label, item_id, digest, fields, origin, uncertainty)
 
 
@@ -139,17 +162,17 @@ def _json(text: Any, what: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedError("the gallery file", f"{what} is not as it was written") from error
+        raise DamagedError("the gallery file", f"{what} is no valid JSON") from error
 
 
 def state(connection: sqlite3.Connection, key: str) -> Any:
-    """A value of the state; None if there is none."""
+    """Return a value of the state; None if there is none."""
     row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
     return _json(row[0], f"state {key}") if row else None
 
 
 def states(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Every value of the state."""
+    """Return every value of the state."""
     rows = connection.execute("SELECT key, value FROM state").fetchall()
     return {key: _json(value, f"state {key}") for key, value in rows}
 
@@ -157,7 +180,7 @@ def states(connection: sqlite3.Connection) -> dict[str, Any]:
 def page(
     connection: sqlite3.Connection, after: int, limit: int, where: str = "TRUE"
 ) -> list[StoredItem]:
-    """Items `i` with label > after for which `where` holds, by label."""
+    """Return items with a label above `after` that pass an SQL condition on `i`, by label."""
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
         f" WHERE i.label > ? AND {where} ORDER BY i.label LIMIT ?",
@@ -167,7 +190,7 @@ def page(
 
 
 def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> list[StoredItem]:
-    """Items whose vector in the space carries an uncertainty, largest first, then by label."""
+    """Return items whose vector in a space has an uncertainty, the largest first, then by label."""
     table = vector_table(find_space(connection, space).number)
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
@@ -179,7 +202,8 @@ def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> lis
 
 
 def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> list[StoredItem]:
-    """Those of `ids` with an upgraded vector in the space, by falling uncertainty; unknown last."""
+    """Return those of `ids` whose vector in a space was migrated, by falling uncertainty; unknown
+    last."""
     table = vector_table(find_space(connection, space).number)
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
@@ -192,15 +216,15 @@ def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> 
 
 
 def count(connection: sqlite3.Connection, space: str | None) -> int:
-    """Number of items, or of vectors in a space."""
+    """Return the number of items, or of vectors in a space."""
     table = "items" if space is None else vector_table(find_space(connection, space).number)
-    found: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-    return found
+    number: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+    return number
 
 
 def load(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
-    """All vectors of a space, by label."""
-    # A count of the items is an upper bound, and reads far fewer pages than one of the vectors.
+    """Return all vectors of a space: labels int64 [n], increasing, and float32 [n, dim]."""
+    # The number of items is an upper bound, and reads far fewer pages than counting vectors.
     most = count(connection, None)
     labels = np.empty(most, np.int64)
     vectors = np.empty((most, info.spec.dim), np.float32)
@@ -226,7 +250,7 @@ def _chunks(connection: sqlite3.Connection, info: SpaceInfo) -> Iterator[tuple[L
 
 
 class Stored:
-    """The vectors of a space, by label, read where they are asked for: within one snapshot."""
+    """The vectors of a space as an array that is read on access, within one snapshot."""
 
     def __init__(self, connection: sqlite3.Connection, info: SpaceInfo) -> None:
         self._connection = connection
@@ -238,29 +262,29 @@ class Stored:
         return len(self.labels)
 
     def __getitem__(self, rows: Any, /) -> Vectors:
-        wanted = self.labels[rows]
-        found = np.empty((len(wanted), self._info.spec.dim), np.float32)
-        for start in range(0, len(wanted), FETCH_ROWS):
-            found[start : start + FETCH_ROWS] = self._some(wanted[start : start + FETCH_ROWS])
-        return found
+        labels = self.labels[rows]
+        vectors = np.empty((len(labels), self._info.spec.dim), np.float32)
+        for start in range(0, len(labels), FETCH_ROWS):
+            vectors[start : start + FETCH_ROWS] = self._some(labels[start : start + FETCH_ROWS])
+        return vectors
 
-    def _some(self, wanted: Labels) -> Vectors:
-        condition, parameters = among(wanted)
-        if (wanted[1:] > wanted[:-1]).all():
+    def _some(self, requested: Labels) -> Vectors:
+        condition, parameters = among(requested)
+        if (requested[1:] > requested[:-1]).all():
             joined = joined_blobs(
-                self._connection, self._table, condition, parameters, len(wanted),
+                self._connection, self._table, condition, parameters, len(requested),
                 4 * self._info.spec.dim,
             )  # fmt: skip
             if joined is not None:
-                return np.frombuffer(joined, "<f4").reshape(len(wanted), -1)
-        found = self._connection.execute(
+                return np.frombuffer(joined, "<f4").reshape(len(requested), -1)
+        pairs = self._connection.execute(
             f"SELECT label, embedding FROM {self._table} WHERE {condition} ORDER BY label",
             parameters,
         ).fetchall()
-        labels, blobs = zip(*found, strict=True)
+        labels, blobs = zip(*pairs, strict=True)
         vectors = from_blobs(blobs, self._info.spec.dim)
-        # A range can hold others than those that were asked for.
-        places = np.searchsorted(np.array(labels, np.int64), wanted)
+        # A range may contain further labels.
+        places = np.searchsorted(np.array(labels, np.int64), requested)
         return vectors if np.array_equal(places, np.arange(len(labels))) else vectors[places]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -268,7 +292,7 @@ class Stored:
 
 
 def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:
-    """One vector [1, dim]; None if there is none."""
+    """Return a vector [1, dim]; None if there is none."""
     row = connection.execute(
         f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
     ).fetchone()
@@ -276,15 +300,15 @@ def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vecto
 
 
 def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
-    """Labels of a space at random; see drawing.random_labels."""
+    """Draw labels of a space at random, see draw_labels."""
     table = vector_table(info.number)
 
-    def following(drawn: list[int]) -> Labels:
+    def following(numbers: list[int]) -> Labels:
         return label_column(
             connection.execute(
                 f"SELECT DISTINCT (SELECT label FROM {table} WHERE label >= drawn.value"
                 " ORDER BY label LIMIT 1) AS label FROM json_each(?) drawn ORDER BY label",
-                (json.dumps(drawn),),
+                (json.dumps(numbers),),
             )
         )
 
@@ -297,7 +321,7 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
 
 
 def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:
-    """Vectors [n, dim] of labels that the space has, in increasing order of label."""
+    """Return the vectors [n, dim] of labels that the space has, by increasing label."""
     rows = connection.execute(
         f"SELECT embedding FROM {vector_table(info.number)}"
         " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
@@ -306,8 +330,10 @@ def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) 
     return from_blobs([row[0] for row in rows], info.spec.dim)
 
 
-def stored(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> StoredVectors:
-    """Rows of those of `labels` that a space has, by label."""
+def stored_vectors(
+    connection: sqlite3.Connection, labels: Labels, info: SpaceInfo
+) -> StoredVectors:
+    """Return the rows of those of `labels` that a space has, by label."""
     rows = connection.execute(
         f"SELECT label, origin, uncertainty, embedding, side FROM {vector_table(info.number)}"
         " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
@@ -321,7 +347,7 @@ def stored(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> S
 
 
 def set_state(connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:
-    """Keep JSON values; None removes."""
+    """Store JSON values; None removes a value."""
     for key, value in values.items():
         if value is None:
             connection.execute("DELETE FROM state WHERE key = ?", (key,))

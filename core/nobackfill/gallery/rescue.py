@@ -1,7 +1,7 @@
-"""Saving the intact rows of a damaged gallery file: every one that is read and passes, no other.
+"""Save the intact rows of a damaged gallery file into a new one.
 
-Rows are asked for by ranges of labels. A range that meets a damaged page is asked for in halves,
-down to the rows that cannot be had. Labels stay as they were, so that vectors meet their items.
+Rows are read by ranges of labels. A range that meets a damaged page is read in halves, down to
+single unreadable rows. Labels stay the same, so that vectors match their items.
 """
 
 import contextlib
@@ -38,17 +38,23 @@ from nobackfill.gallery.tables import (
 )
 from nobackfill.vectors import check_vectors
 
-# Rows asked for, checked and written together.
+# Rows that are read, checked and written at a time.
 _ROWS = 1024
-# Of SQLite's integers.
+# First number beyond SQLite's integers.
 _BEYOND = 1 << 63
 Row = tuple[Any, ...]
 
 
 @dataclass
-class Rescued:
-    """`items` saved; `vectors`: release -> how many were saved; `unreadable`: table -> labels that
-    lie on damaged pages; `refused`: table -> rows that could be read and are not sound."""
+class RescueReport:
+    """The result of a rescue.
+
+    Attributes:
+        items: Number of saved items.
+        vectors: Number of saved vectors by release.
+        unreadable: By table, number of labels on damaged pages.
+        refused: By table, number of readable but invalid rows.
+    """
 
     items: int = 0
     vectors: dict[int, int] = field(default_factory=dict)
@@ -57,16 +63,23 @@ class Rescued:
 
     @property
     def lost(self) -> int:
-        """Rows that are not in the new file, as far as that can be known."""
+        """Return the number of rows that are missing in the new file, as far as it can be known."""
         return sum(self.unreadable.values()) + sum(self.refused.values())
 
 
-def rescue(source: Path, target: Path, others: Mapping[str, str]) -> Rescued:
-    """Write all sound rows of the gallery `source` into the new file `target`.
+def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueReport:
+    """Write all valid rows of a gallery into a new file.
 
-    `others`: further tables by name, with the statement that makes each; a row goes along if the
-    item that its column `item` names was saved. `source` stays as it is. Raises DamagedError where
-    the tables that say what the gallery is cannot be read, BusyError, CannotWriteError.
+    Args:
+        source: The damaged file; it stays unchanged.
+        target: The new file.
+        others: Further tables by name, with the statement that creates each. A row is copied if the
+            item named by its column `item` was saved.
+
+    Raises:
+        DamagedError: The tables that describe the gallery cannot be read.
+        BusyError: Another process has the gallery open.
+        CannotWriteError: The new file cannot be written.
     """
     with _source(source) as old:
         check_tables(old, source)
@@ -78,7 +91,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> Rescued:
             }
         except sqlite3.DatabaseError as error:
             raise DamagedError(
-                source, f"{error}, where it says what it is: nothing can be rescued"
+                source, f"{error}, in the tables that describe it: nothing can be rescued"
             ) from error
         make_empty(target, None)
         with contextlib.closing(connect(target)) as new:
@@ -91,7 +104,7 @@ def _source(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         alone = handle >= 0 and share(handle, path, BUSY_TIMEOUT_MS / 1000)
         if handle >= 0 and not alone:
-            raise BusyError(f"{path}: another process has it open; end that first")
+            raise BusyError(f"{path}: another process has it open; stop that process first")
         access = next(accesses(path, alone), SHARED)
         try:
             with contextlib.closing(connect(path, access)) as connection:
@@ -111,11 +124,11 @@ class _Rescue:
         self._old = old
         self._new = new
         self._spaces = spaces
-        self._done = Rescued()
-        # Of the items that were saved: id -> label.
+        self._report = RescueReport()
+        # Label of each saved item, by id.
         self._saved: dict[str, int] = {}
 
-    def run(self, state: Mapping[str, Any], others: Mapping[str, str]) -> Rescued:
+    def run(self, state: Mapping[str, Any], others: Mapping[str, str]) -> RescueReport:
         tables = {vector_table(space.number): space for space in self._spaces}
         last = max(self._last("items"), *map(self._last, tables))
         with durable.transaction(self._new):
@@ -129,7 +142,7 @@ class _Rescue:
         columns = "label, id, digest, metadata, NULL, NULL"
         for rows in self._pieces("items", columns, "label", last):
             self._items(rows)
-        self._done.items = len(self._saved)
+        self._report.items = len(self._saved)
         labels = set(self._saved.values())
         for table, space in tables.items():
             fields = "label, origin, uncertainty, embedding, side"
@@ -137,19 +150,20 @@ class _Rescue:
                 self._vectors(table, space, [row for row in rows if row[0] in labels])
         for name, statement in others.items():
             self._other(name, statement)
-        return self._done
+        return self._report
 
     def _last(self, table: str, key: str = "label") -> int:
         with contextlib.suppress(sqlite3.DatabaseError):
-            found = self._old.execute(f"SELECT max({key}) FROM {table}").fetchone()[0]
-            # The largest label can lie on a damaged page of one table and be intact in another.
-            return found if isinstance(found, int) else 0
+            key_value = self._old.execute(f"SELECT max({key}) FROM {table}").fetchone()[0]
+            # The largest label may be unreadable in one table and intact in another.
+            return key_value if isinstance(key_value, int) else 0
         return 0
 
     def _pieces(self, table: str, columns: str, key: str, last: int) -> Iterator[list[Row]]:
-        """Rows of a table up to key `last`, increasing, each once; counts what cannot be read."""
+        """Yield the rows of a table up to a key, increasing and each once; count unreadable
+        ones."""
         query = f"SELECT {columns} FROM {table} WHERE {key} BETWEEN ? AND ? ORDER BY {key}"
-        before = 0
+        previous = 0
         start = 1
         while (start := self._next(table, key, start)) <= last:
             ranges = [(start, min(start + _ROWS - 1, last))]
@@ -158,31 +172,31 @@ class _Rescue:
             while ranges:
                 low, high = ranges.pop()
                 try:
-                    found = self._old.execute(query, (low, high)).fetchall()
+                    row_range = self._old.execute(query, (low, high)).fetchall()
                 except sqlite3.DatabaseError:
                     if low == high:
-                        _count(self._done.unreadable, table)
+                        _count(self._report.unreadable, table)
                         continue
                     middle = (low + high) // 2
                     ranges += [(middle + 1, high), (low, middle)]
                     continue
-                for row in found:
-                    if before < row[0] <= high:
-                        before = row[0]
+                for row in row_range:
+                    if previous < row[0] <= high:
+                        previous = row[0]
                         rows.append(row)
                     else:
-                        _count(self._done.refused, table)
+                        _count(self._report.refused, table)
             yield rows
 
     def _next(self, table: str, key: str, start: int) -> int:
-        """The first key from `start` on, so that a gap of any size takes one step; `start` itself
-        where that cannot be read."""
+        """Return the first key from `start` on, so that a gap takes one step; `start` if it is
+        unreadable."""
         query = f"SELECT min({key}) FROM {table} WHERE {key} >= ?"
         if start >= _BEYOND:
             return _BEYOND
         with contextlib.suppress(sqlite3.DatabaseError):
-            found = self._old.execute(query, (start,)).fetchone()[0]
-            return found if isinstance(found, int) else _BEYOND
+            key_value = self._old.execute(query, (start,)).fetchone()[0]
+            return key_value if isinstance(key_value, int) else _BEYOND
         return start
 
     def _items(self, rows: list[Row]) -> None:
@@ -191,10 +205,10 @@ class _Rescue:
                 try:
                     item = reading.item_of(row)
                     if item.id in self._saved:
-                        raise InvalidInputError(f"{item.id}: twice")
+                        raise InvalidInputError(f"{item.id}: the id exists twice")
                     batch = store.check_batch([item.id], [item.digest], [item.metadata])
                 except (DamagedError, InvalidInputError):
-                    _count(self._done.refused, "items")
+                    _count(self._report.refused, "items")
                     continue
                 self._saved[item.id] = item.label
                 self._new.execute(
@@ -210,47 +224,45 @@ class _Rescue:
         for column, dim, unit in (
             (3, space.spec.dim, space.spec.unit), (4, space.spec.side_dim, False),
         ):  # fmt: skip
-            there = [place for place, row in enumerate(good) if row[column] is not None]
-            vectors = from_blobs([good[place][column] for place in there], dim)
+            present = [place for place, row in enumerate(good) if row[column] is not None]
+            vectors = from_blobs([good[place][column] for place in present], dim)
             try:
                 check_vectors(vectors, dim, what=table, unit=unit)
             except UnusableRowsError as error:
-                bad |= {there[row] for row in error.rows}
-        kept = [row for place, row in enumerate(good) if place not in bad]
-        if len(kept) < len(rows):
-            _count(self._done.refused, table, len(rows) - len(kept))
+                bad |= {present[row] for row in error.rows}
+        valid = [row for place, row in enumerate(good) if place not in bad]
+        if len(valid) < len(rows):
+            _count(self._report.refused, table, len(rows) - len(valid))
         release = space.spec.release
-        self._done.vectors[release] = self._done.vectors.get(release, 0) + len(kept)
+        self._report.vectors[release] = self._report.vectors.get(release, 0) + len(valid)
         name = vector_table(find_space(self._new, space.spec.space).number)
         with durable.transaction(self._new):
             self._new.executemany(
                 f"INSERT INTO {name} (label, origin, uncertainty, embedding, side)"
                 " VALUES (?, ?, ?, ?, ?)",
-                kept,
+                valid,
             )
 
     def _other(self, name: str, statement: str) -> None:
         try:
-            found = self._old.execute(f"SELECT name FROM pragma_table_info('{name}')").fetchall()
+            info = self._old.execute(f"SELECT name FROM pragma_table_info('{name}')").fetchall()
         except sqlite3.DatabaseError:
-            found = []
-        columns = ["rowid", *(column for (column,) in found)]
-        if not found:
+            info = []
+        columns = ["rowid", *(column for (column,) in info)]
+        if not info:
             return
-        listed = ", ".join(columns)
+        names = ", ".join(columns)
         marks = ", ".join("?" * len(columns))
         self._new.execute(statement)
         item = columns.index("item")
-        for rows in self._pieces(name, listed, "rowid", self._last(name, "rowid")):
+        for rows in self._pieces(name, names, "rowid", self._last(name, "rowid")):
             with durable.transaction(self._new):
                 for row in rows:
                     try:
                         if row[item] in self._saved:
-                            self._new.execute(
-                                f"INSERT INTO {name} ({listed}) VALUES ({marks})", row
-                            )
+                            self._new.execute(f"INSERT INTO {name} ({names}) VALUES ({marks})", row)
                     except sqlite3.IntegrityError:
-                        _count(self._done.refused, name)
+                        _count(self._report.refused, name)
 
 
 def _is_sound(row: Row, space: SpaceInfo) -> bool:
@@ -258,8 +270,8 @@ def _is_sound(row: Row, space: SpaceInfo) -> bool:
     sizes = (len(embedding) if isinstance(embedding, bytes) else -1) == 4 * space.spec.dim and (
         side is None or (isinstance(side, bytes) and len(side) == 4 * space.spec.side_dim)
     )
-    known = isinstance(origin, str) and origin in get_args(Origin)
-    return sizes and known and isinstance(uncertainty, float | None)
+    origin_known = isinstance(origin, str) and origin in get_args(Origin)
+    return sizes and origin_known and isinstance(uncertainty, float | None)
 
 
 def _count(counts: dict[str, int], name: str, more: int = 1) -> None:

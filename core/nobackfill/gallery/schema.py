@@ -1,9 +1,11 @@
-"""The tables of a gallery, as migrations: imported only where a file is made or brought up to date,
-because sqlite_utils alone takes a large part of the time in which the edge answers a search.
+"""Create the tables of a gallery file by migrations.
+
+Import it only where a file is created or migrated: importing sqlite_utils takes a large part of the
+time of a search on a device.
 
     items(label, id, digest, metadata)         metadata is a JSON object
-    attributes(key, kind, value, label)        the same metadata, as an index (attributes.py)
-    spaces(number, space, release, …, state)   one row a vector space
+    attributes(key, kind, value, label)        an index of the metadata (tables.py)
+    spaces(number, space, release, …, state)   one row for each vector space
     vectors_<number>(label, origin, uncertainty, embedding, side)
     state(key, value)                          small JSON values
     commits(count)                             transactions so far
@@ -53,8 +55,8 @@ INSERT INTO commits VALUES (0);
 
 @migrations()
 def first(database: Database) -> None:
-    """Format 1."""
-    # executescript would commit the transaction that holds migration and record together.
+    """Create format 1."""
+    # executescript would commit the transaction that holds both the migration and its record.
     statement = ""
     for line in _FIRST.splitlines(keepends=True):
         statement += line
@@ -65,12 +67,15 @@ def first(database: Database) -> None:
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Bring a file up to FORMAT, each step with its record in one transaction.
+    """Migrate a file to FORMAT, and record the version of this program.
 
-    The version of this program is noted in the file after the last step.
+    Each step and its record are one transaction.
+
+    Raises:
+        sqlite3.DatabaseError: The migrations end in another format.
     """
     migrations.apply(Database(connection))
-    # Beside the steps, where versions that do not know of it pass it over.
+    # In the table of the steps, where older versions ignore it.
     connection.execute(
         "INSERT OR REPLACE INTO _sqlite_migrations (migration_set, name, applied_at) "
         "VALUES (?, ?, datetime())",

@@ -1,4 +1,4 @@
-"""What a vector space is to a gallery, and the state it is in there; an item's metadata."""
+"""Define a vector space as a gallery sees it, its state there, and an item's metadata."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from nobackfill.errors import IncompatibleSpaceError
 from nobackfill.vectors import Metric, Origin
 
 if TYPE_CHECKING:
-    # pydantic would take half of the time in which the edge answers a search.
+    # Importing pydantic would take half the time of a search on a device.
     from nobackfill.release.manifest import Manifest
 
-# active: queries are answered here. staging: an upgrade fills it. previous: kept for a rollback, or
-# as the original that a later direct upgrade reads.
+# active: it answers queries. staging: an upgrade fills it. previous: it is kept for a rollback, or
+# as the source of a later direct upgrade.
 State = Literal["active", "staging", "previous"]
 
-# Of an item. bool is a kind of its own: True is not 1. Integers have 64 bits, lists hold texts.
+# A value of an item's metadata. bool is a kind of its own: True is not 1. Integers have 64 bits,
+# lists contain texts.
 MetadataValue = str | int | float | bool | Sequence[str]
 Metadata = Mapping[str, MetadataValue]
 
@@ -34,9 +35,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SpaceSpec:
-    """A vector space and the side-information kept beside its vectors.
+    """A vector space and the side-information that is stored beside its vectors.
 
-    `unit`: every embedding has norm 1. `side_dim` is 0 where `side_space` is None.
+    Attributes:
+        space: Its id.
+        release: The release whose space it is.
+        dim: Dimension of a vector.
+        metric: How distances are computed.
+        unit: Whether every vector has norm 1.
+        side_space: Id of the side space; None without side-information.
+        side_dim: Dimension of the side-information, 0 without.
     """
 
     space: str
@@ -49,7 +57,7 @@ class SpaceSpec:
 
     @classmethod
     def of(cls, manifest: "Manifest") -> Self:
-        """The space of a release."""
+        """Return the space of a release."""
         return cls(
             space=manifest.space,
             release=manifest.release,
@@ -63,9 +71,13 @@ class SpaceSpec:
 
 @dataclass(frozen=True)
 class SpaceInfo:
-    """A space as it is in one gallery. `activated` counts up: the larger, the more recently active.
+    """A space in one gallery.
 
-    `number` names its table, `vectors_<number>`. 0 in `activated`: never active.
+    Attributes:
+        spec: The space.
+        state: active, staging or previous.
+        number: Names its table, `vectors_<number>`.
+        activated: Counts activations: the larger, the more recently it was active; 0 for never.
     """
 
     spec: SpaceSpec
@@ -75,24 +87,34 @@ class SpaceInfo:
 
 
 def space_of(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
-    """One of a gallery's spaces by its id. Raises IncompatibleSpaceError if it is none of them."""
+    """Return one of a gallery's spaces by its id.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have it.
+    """
     for info in spaces:
         if info.spec.space == space:
             return info
-    have = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
+    listed = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
     raise IncompatibleSpaceError(
-        f"space {space} is not one of this gallery's ({have}); use a model of one of these releases"
+        f"space {space} is not one of this gallery's ({listed}); use a model of one of these "
+        "releases"
     )
 
 
 def side_passes(
     source: SpaceSpec, target: SpaceSpec, *, needs_side: bool
 ) -> tuple[bool | None, ...]:
-    """The passes in which an upgrade goes through its source: items with side-information (True),
-    without (False), or all of them alike (None).
+    """Return the passes of an upgrade through its source.
 
-    Those without are left out where the runner `needs_side`; where it may carry some, they come
-    last.
+    Args:
+        source: The space that it reads.
+        target: The space that it writes.
+        needs_side: Whether items without side-information are left out.
+
+    Returns:
+        For each pass, in order: only items with side-information (True), only items without
+        (False), or all items alike (None).
     """
     if needs_side:
         return (True,)

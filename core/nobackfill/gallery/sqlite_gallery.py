@@ -1,4 +1,4 @@
-"""A gallery in one SQLite file as a GalleryStore, and one of its spaces as a Searcher."""
+"""Implement GalleryStore for a gallery in one SQLite file, and Searcher for one of its spaces."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,23 +24,26 @@ if TYPE_CHECKING:
 
 
 class SqliteGallery(Store):
-    """What is said of each method: GalleryStore. `estimate` needs a folder of the file's own."""
+    """A gallery in one SQLite file; see GalleryStore for its methods.
+
+    `estimate` writes a temporary file beside the gallery's folder.
+    """
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
         with self.reading() as connection:
             return labels_of(connection, ids)
 
-    def delete_some(self, labels: Labels, filtered: Filter | None) -> int:
+    def delete_some(self, labels: Labels, condition: Filter | None) -> int:
         from nobackfill.gallery import edits
 
-        return edits.delete_in_file(self, edits.Chosen(labels, filtered))
+        return edits.delete_in_file(self, edits.Selection(labels, condition))
 
     def describe_some(
-        self, labels: Labels, filtered: Filter | None, values: Metadata, remove: Collection[str]
+        self, labels: Labels, condition: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
         from nobackfill.gallery import edits
 
-        return edits.describe_in_file(self, edits.Chosen(labels, filtered), values, remove)
+        return edits.describe_in_file(self, edits.Selection(labels, condition), values, remove)
 
     def page(
         self, space: str, limit: int, *, after: "ListingPlace | None" = None,
@@ -53,9 +56,9 @@ class SqliteGallery(Store):
             self, space, limit, after=after, allowed=labels, least_certain=least_certain
         )
 
-    def stored(self, labels: Labels, space: str) -> StoredVectors:
+    def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
         with self.reading() as connection:
-            return reading.stored(connection, labels, find_space(connection, space))
+            return reading.stored_vectors(connection, labels, find_space(connection, space))
 
     def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         with self.reading() as connection:
@@ -65,7 +68,7 @@ class SqliteGallery(Store):
                 after = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
                 yield StoredWindow(
-                    items, [reading.stored(connection, labels, info) for info in infos]
+                    items, [reading.stored_vectors(connection, labels, info) for info in infos]
                 )
 
     def groups(self, key: str, space: str) -> "list[MetadataGroup]":
@@ -136,19 +139,19 @@ class SqliteGallery(Store):
     def estimate(self, runner: "Runner", target: SpaceSpec) -> "Estimate":
         from nobackfill.gallery.staging import estimate
 
-        # Beside the gallery's folder: what a kill leaves is swept from there at the next start.
+        # Beside the gallery's folder: the next start removes what a kill leaves there.
         return estimate(self, runner, target, self.path.parent.parent)
 
 
 class SqliteSearcher:
-    """What is said of its method: Searcher."""
+    """A search in one space of a gallery file; see Searcher."""
 
     def __init__(self, view: "LiveView", filtering: Filtering) -> None:
         self._view = view
         self._filtering = filtering
 
     def search(
-        self, queries: Vectors, k: int, filtered: Filter | None = None, ef: int = 0
+        self, queries: Vectors, k: int, condition: Filter | None = None, ef: int = 0
     ) -> Neighbours:
-        allowed = None if filtered is None else self._filtering.passing(filtered).mask
+        allowed = None if condition is None else self._filtering.passing(condition).mask
         return self._view.snapshot().search(queries, k, allowed, ef)

@@ -1,7 +1,7 @@
-"""A second space beside the active one: filled, flipped to, rolled back, dropped.
+"""Fill a second space beside the active one, activate it, roll back, drop it.
 
-Each change is one transaction. A gallery always has exactly one active space. What an upgrade
-still has to carry, what it costs, and how many neighbours it keeps are read here, too.
+Each change is one transaction. A gallery always has exactly one active space. This module also
+measures the cost of an upgrade, and how many neighbours it preserves.
 """
 
 import dataclasses
@@ -26,7 +26,14 @@ from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Labels, rows_of
 from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec, side_passes
-from nobackfill.gallery.store import Change, Checked, NewVectors, Store, check_new, insert_vectors
+from nobackfill.gallery.store import (
+    Change,
+    CheckedVectors,
+    NewVectors,
+    Store,
+    check_new,
+    insert_vectors,
+)
 from nobackfill.gallery.tables import (
     VECTOR_TABLE,
     add_space,
@@ -42,7 +49,7 @@ from nobackfill.gallery.upgrade import Order, Runner
 from nobackfill.release.models import CHUNK
 from nobackfill.vectors import Vectors, check_vectors
 
-# Rows deleted at once: what one statement changes stays in memory until it ends.
+# Rows that a statement deletes: its changes stay in memory until it ends.
 DROP_ROWS = 4096
 
 _NONE = np.empty(0, np.int64)
@@ -50,9 +57,10 @@ _SPACES_CHANGED = Change({}, _NONE, spaces=True)
 
 
 def begin(store: Store, spec: SpaceSpec) -> None:
-    """Add a staging space; a space that is there already is left as it is.
+    """Add a staging space, unless it exists.
 
-    Raises InvalidInputError if it is there with another dimension, metric or side space.
+    Raises:
+        InvalidInputError: It exists with another dimension, metric or side space.
     """
     with store.changing() as (connection, changes):
         for info in read_spaces(connection):
@@ -64,7 +72,11 @@ def begin(store: Store, spec: SpaceSpec) -> None:
 
 
 def ensure_same(old: SpaceSpec, new: SpaceSpec) -> None:
-    """Raises InvalidInputError where a space that is there differs."""
+    """Check that an existing space equals a new one.
+
+    Raises:
+        InvalidInputError: A field differs; the message names it.
+    """
     if old != new:
         differing = [
             field.name
@@ -72,7 +84,7 @@ def ensure_same(old: SpaceSpec, new: SpaceSpec) -> None:
             if getattr(old, field.name) != getattr(new, field.name)
         ]
         raise InvalidInputError(
-            f"space {new.space}: expected the {' and '.join(differing)} it has in the gallery; "
+            f"space {new.space}: expected the same {' and '.join(differing)} as in the gallery; "
             "publish a changed model as a new release"
         )
 
@@ -90,10 +102,26 @@ def write(
 ) -> Labels:
     """Write vectors of existing items into a space, in one durable transaction.
 
-    `labels` int64 [n] distinct, `embedding` [n, dim], `side` [n, side_dim], `uncertainty` [n].
-    Labels deleted meanwhile are skipped, and so are those with a vector there, unless `replace` (a
-    backfill: re-embedded). Returns the labels written, increasing. Raises InvalidInputError,
-    IncompatibleSpaceError, BusyError, CannotWriteError.
+    Deleted items are skipped, and items that have a vector there, unless `replace` is set.
+
+    Args:
+        store: The gallery.
+        space: Id of the space.
+        labels: int64 [n], distinct.
+        embedding: float32 [n, dim].
+        side: Side-information, float32 [n, side_dim], or None.
+        uncertainty: float32 [n], or None.
+        origin: How the vectors were made.
+        replace: Replace existing vectors, for re-embedding.
+
+    Returns:
+        The labels written, increasing.
+
+    Raises:
+        InvalidInputError: Invalid vectors or another number of rows.
+        IncompatibleSpaceError: The gallery does not have the space.
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
     """
     checked = check_new(store.space(space), NewVectors(space, embedding, side, origin), len(labels))
     order = np.argsort(labels)
@@ -102,20 +130,27 @@ def write(
         info = find_space(connection, space)
         good = live_labels(connection, "items", labels)
         if not replace:
-            there = live_labels(connection, vector_table(info.number), labels)
-            good = np.setdiff1d(good, there, assume_unique=True)
+            existing = live_labels(connection, vector_table(info.number), labels)
+            good = np.setdiff1d(good, existing, assume_unique=True)
         rows = order[rows_of(labels[order], good)]
-        kept = checked.some(rows)
+        selected = checked.select(rows)
         insert_vectors(
-            connection, kept, good, None if doubt is None else doubt[rows], replace=replace
+            connection, selected, good, None if doubt is None else doubt[rows], replace=replace
         )
         carried = (space,) if origin == "upgraded" else ()
-        changes.append(Change({space: (good, kept.embedding)}, _NONE, carried=carried))
+        changes.append(Change({space: (good, selected.embedding)}, _NONE, carried=carried))
     return good
 
 
 def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32] | None:
-    """Uncertainties [n] of `rows` items, if any. Raises InvalidInputError for others."""
+    """Check the uncertainties of `rows` items.
+
+    Returns:
+        float32 [rows]; None for None.
+
+    Raises:
+        InvalidInputError: Another number, or values that are not finite.
+    """
     if uncertainty is None:
         return None
     column = np.asarray(uncertainty)[:, None]
@@ -126,7 +161,7 @@ def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32]
 
 
 def left_behind(store: Store, space: str) -> int:
-    """Number of items without a vector in `space`."""
+    """Return the number of items without a vector in a space."""
     with store.reading() as connection:
         return _left_behind(connection, find_space(connection, space))
 
@@ -139,7 +174,14 @@ def _left_behind(connection: sqlite3.Connection, info: SpaceInfo) -> int:
 def left_behind_items(
     store: Store, space: str, after: int = 0, limit: int = 1000
 ) -> list[StoredItem]:
-    """Those items by increasing label, after label `after`: a page."""
+    """Return a page of the items without a vector in a space, by increasing label.
+
+    Args:
+        store: The gallery.
+        space: Id of the space.
+        after: The last label of the page before.
+        limit: Largest number of items.
+    """
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
         lacking = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
@@ -149,9 +191,16 @@ def left_behind_items(
 def flip(
     store: Store, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
 ) -> None:
-    """Make `space` the active one; what was active becomes previous. `state` is set with it.
+    """Make a space the active one; the active one becomes previous.
 
-    Raises PreconditionError when items lack a vector in `space`, unless `leave_behind`.
+    Args:
+        store: The gallery.
+        space: Id of the space.
+        leave_behind: Allow items without a vector in it.
+        state: JSON values to store in the same transaction.
+
+    Raises:
+        PreconditionError: Items lack a vector in it, and `leave_behind` is False.
     """
     with store.changing() as (connection, changes):
         target = find_space(connection, space)
@@ -164,16 +213,26 @@ def flip(
 def rollback(
     store: Store, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
 ) -> str:
-    """Return to the space that was active before; the present one becomes staging, kept as it is.
+    """Return to the space that was active before; the present one becomes staging and keeps its
+    vectors.
 
-    Returns the space now active. Raises NotFoundError if none is kept, PreconditionError when items
-    lack a vector there, unless `leave_behind`.
+    Args:
+        store: The gallery.
+        leave_behind: Allow items without a vector in the earlier space.
+        state: JSON values to store in the same transaction.
+
+    Returns:
+        The id of the active space.
+
+    Raises:
+        NotFoundError: The gallery has no previous space.
+        PreconditionError: Items lack a vector there, and `leave_behind` is False.
     """
     with store.changing() as (connection, changes):
-        before = [info for info in read_spaces(connection) if info.state == "previous"]
-        if not before:
-            raise NotFoundError("no earlier space is kept in this gallery; nothing to return to")
-        target = max(before, key=lambda info: info.activated)
+        previous = [info for info in read_spaces(connection) if info.state == "previous"]
+        if not previous:
+            raise NotFoundError("this gallery has no earlier space; there is nothing to return to")
+        target = max(previous, key=lambda info: info.activated)
         _activate(connection, target, "staging", leave_behind)
         reading.set_state(connection, state or {})
         changes.append(_SPACES_CHANGED)
@@ -184,7 +243,7 @@ def _activate(
     connection: sqlite3.Connection, target: SpaceInfo, old_becomes: str, leave_behind: bool
 ) -> None:
     if not leave_behind:
-        ensure_whole(_left_behind(connection, target), target)
+        ensure_complete(_left_behind(connection, target), target)
     connection.execute("UPDATE spaces SET state = ? WHERE state = 'active'", (old_becomes,))
     connection.execute(
         "UPDATE spaces SET state = 'active', activated = (SELECT max(activated) + 1 FROM spaces)"
@@ -193,8 +252,16 @@ def _activate(
     )
 
 
-def ensure_whole(lacking: int, target: SpaceInfo) -> None:
-    """Raises PreconditionError where so many items have no vector in a space."""
+def ensure_complete(lacking: int, target: SpaceInfo) -> None:
+    """Check that all items have a vector in a space.
+
+    Args:
+        lacking: Number of items without a vector.
+        target: The space.
+
+    Raises:
+        PreconditionError: Some items have none.
+    """
     if lacking:
         raise PreconditionError(
             f"{lacking} items have no vector in release {target.spec.release}'s space and could "
@@ -202,8 +269,12 @@ def ensure_whole(lacking: int, target: SpaceInfo) -> None:
         )
 
 
-def ensure_active_may_go(info: SpaceInfo) -> None:
-    """Raises PreconditionError for the active space, which no gallery is without."""
+def ensure_not_active(info: SpaceInfo) -> None:
+    """Refuse to remove the active space; every gallery needs one.
+
+    Raises:
+        PreconditionError: The space is active.
+    """
     if info.state == "active":
         raise PreconditionError(
             f"release {info.spec.release}'s space is the active one; flip to another first"
@@ -211,13 +282,15 @@ def ensure_active_may_go(info: SpaceInfo) -> None:
 
 
 def drop(store: Store, space: str) -> None:
-    """Remove a space that is not active, with all its vectors, and scrub them from the file.
+    """Remove a space with all its vectors, and scrub them from the file.
 
-    Raises PreconditionError for the active one.
+    Raises:
+        PreconditionError: The space is active.
+        IncompatibleSpaceError: The gallery does not have it.
     """
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
-        ensure_active_may_go(info)
+        ensure_not_active(info)
         table = vector_table(info.number)
         piece = f"DELETE FROM {table} WHERE label IN (SELECT label FROM {table} LIMIT {DROP_ROWS})"
         while connection.execute(piece).rowcount:
@@ -229,21 +302,24 @@ def drop(store: Store, space: str) -> None:
 
 
 def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem]:
-    """Upgraded items by falling uncertainty, largest first."""
+    """Return migrated items, the largest uncertainty first."""
     with store.reading() as connection:
         return reading.least_certain(connection, space, limit)
 
 
 def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
-    """Those of `ids` that an upgrade carried into the space, by falling uncertainty; those of
-    unknown uncertainty last."""
+    """Return those of `ids` whose vector in a space was migrated, by falling uncertainty; unknown
+    last."""
     with store.reading() as connection:
         return reading.upgraded(connection, space, ids)
 
 
 def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
-    """About `count` items at random that have a vector in both spaces: labels [n], increasing, and
-    their vectors [n, dim] in each."""
+    """Draw about `count` items that have a vector in both spaces, at random.
+
+    Returns:
+        Labels int64 [n], increasing, and their vectors [n, dim] in each space.
+    """
     with store.reading() as connection:
         first, second = find_space(connection, space), find_space(connection, other)
         labels = reading.random_labels(connection, second, count)
@@ -253,13 +329,19 @@ def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Ve
 
 
 class Remaining:
-    """Reads from a source space what a target still lacks."""
+    """The vectors that a source space has and a target lacks."""
 
     def __init__(self, store: Store, source: str, target: SpaceSpec, needs_side: bool) -> None:
-        """Items without side-information are passed over where the runner `needs_side`; otherwise
-        they come after those that have some, which goes along for a runner that carries it.
+        """Choose the spaces.
 
-        Raises IncompatibleSpaceError for an unknown source.
+        Args:
+            store: The gallery.
+            source: Id of the space to read.
+            target: The space to write.
+            needs_side: Skip items without side-information; otherwise they come last.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the source.
         """
         self.store = store
         self.source = store.space(source)
@@ -268,18 +350,20 @@ class Remaining:
         self._passes = side_passes(self.source.spec, target, needs_side=needs_side)
 
     def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
-        """Labels, embeddings and side-information (of all of them or of none), `size` items each.
+        """Yield labels, embeddings and side-information in chunks of `size` items, until none is
+        left.
 
-        Until nothing is left: what is put meanwhile has larger labels and comes at the end.
+        All or none of a chunk have side-information. Items stored meanwhile have larger labels and
+        come at the end.
         """
         last = dict.fromkeys(self._passes, 0)
-        found = True
-        while found:
-            found = False
+        more = True
+        while more:
+            more = False
             for with_side in self._passes:
                 todo = self.labels(order, with_side, last[with_side])
                 if len(todo):
-                    found = True
+                    more = True
                     last[with_side] = int(todo.max())
                 for start in range(0, len(todo), size):
                     chunk = self.read(todo[start : start + size], bool(with_side))
@@ -287,17 +371,22 @@ class Remaining:
                         yield chunk
 
     def all_labels(self) -> Labels:
-        """Every label that `chunks` would come to, if nothing changed."""
+        """Return every label that `chunks` would yield if nothing changed."""
         return np.concatenate([self.labels("label", with_side) for with_side in self._passes])
 
     def labels(self, order: Order, with_side: bool | None, after: int = 0) -> Labels:
-        """Labels above `after` that the target lacks, with or without side-information (None: no
-        matter), in the order of work."""
+        """Return the labels above `after` that the target lacks, in the order of the work.
+
+        Args:
+            order: label or uncertainty.
+            with_side: Only items with side-information (True) or without (False); None for all.
+            after: The largest label to skip.
+        """
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
         if self.target is not None:
-            there = vector_table(self.target.number)
-            where += f" AND NOT EXISTS (SELECT 1 FROM {there} t WHERE t.label = s.label)"
+            target_table = vector_table(self.target.number)
+            where += f" AND NOT EXISTS (SELECT 1 FROM {target_table} t WHERE t.label = s.label)"
         with self.store.reading() as connection:
             rows = connection.execute(
                 f"SELECT s.label FROM {vector_table(self.source.number)} s"
@@ -307,7 +396,7 @@ class Remaining:
             return label_column(rows)
 
     def read(self, labels: Labels, with_side: bool) -> tuple[Labels, Vectors, Vectors | None]:
-        """Those of `labels` that are still there, by label."""
+        """Read those of `labels` that still exist, by label."""
         condition, parameters = among(labels)
         with self.store.reading() as connection:
             rows = connection.execute(
@@ -319,54 +408,73 @@ class Remaining:
         if not rows:
             return np.empty(0, np.int64), np.empty((0, spec.dim), np.float32), None
         columns = zip(*rows, strict=True)
-        found = np.array(next(columns), np.int64)
-        # A range can hold others than those that were asked for.
-        asked = np.isin(found, labels)
-        embedding, side = ([*compress(column, asked)] for column in columns)
+        stored_labels = np.array(next(columns), np.int64)
+        # A range may contain further labels.
+        requested = np.isin(stored_labels, labels)
+        embedding, side = ([*compress(column, requested)] for column in columns)
         sides = from_blobs(side, spec.side_dim) if with_side else None
-        return found[asked], from_blobs(embedding, spec.dim), sides
+        return stored_labels[requested], from_blobs(embedding, spec.dim), sides
 
 
 NEIGHBOUR_PROBES = 1000
 NEIGHBOURS = 10
 
 
-# Of a gallery: about so many items that have a vector in both of two spaces, labels [n] and their
-# vectors [n, dim] in each.
+# Draws items of a gallery that have a vector in both of two spaces: labels [n] and their vectors
+# [n, dim] in each.
 Sample = Callable[[str, str, int], tuple[Labels, Vectors, Vectors]]
 
 
 def neighbours_kept(sample: Sample, old: SpaceSpec, new: SpaceSpec) -> float | None:
-    """Share of each probe's K nearest among the probes that stay so after the upgrade, 0 to 1.
+    """Measure the share of nearest neighbours that an upgrade preserves.
 
-    Probes are items that have a vector in both spaces, drawn at random anew each time. None where
-    there are too few.
+    Probes are items that have a vector in both spaces, drawn at random at each call. For each
+    probe, its NEIGHBOURS nearest other probes are compared.
+
+    Args:
+        sample: Draws the probes.
+        old: The source space.
+        new: The target space.
+
+    Returns:
+        0 to 1; None if there are too few probes.
     """
-    labels, was, now = sample(old.space, new.space, NEIGHBOUR_PROBES)
+    labels, old_vectors, new_vectors = sample(old.space, new.space, NEIGHBOUR_PROBES)
     if len(labels) <= NEIGHBOURS:
         return None
-    before, after = _nearest(old, labels, was), _nearest(new, labels, now)
-    kept = [len(set(a) & set(b)) / NEIGHBOURS for a, b in zip(before, after, strict=True)]
-    return float(np.mean(kept))
+    old_nearest, new_nearest = (
+        _nearest(old, labels, old_vectors),
+        _nearest(new, labels, new_vectors),
+    )
+    shares = [
+        len(set(a) & set(b)) / NEIGHBOURS for a, b in zip(old_nearest, new_nearest, strict=True)
+    ]
+    return float(np.mean(shares))
 
 
 def _nearest(spec: SpaceSpec, labels: Labels, vectors: Vectors) -> list[list[int]]:
-    found = ExactIndex(spec, labels, vectors).search(vectors, NEIGHBOURS + 1).labels
+    nearest = ExactIndex(spec, labels, vectors).search(vectors, NEIGHBOURS + 1).labels
     return [
         [label for label in row if label != own][:NEIGHBOURS]
-        for own, row in zip(labels.tolist(), found.tolist(), strict=True)
+        for own, row in zip(labels.tolist(), nearest.tolist(), strict=True)
     ]
 
 
-# Chunks that are carried to measure the next ones, after a few rows that make the runner ready.
+# Chunks that are migrated for the measurement, after a few rows that warm the runner up.
 _CHUNKS = 2
 _FIRST_ROWS = 8
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`seconds`: reading, carrying and writing without pauses. `bytes`: what the space adds to the
-    file on disk. `left_behind`: items that cannot go."""
+    """The estimated cost of an upgrade.
+
+    Attributes:
+        items: Items to migrate.
+        seconds: Time of reading, migrating and writing without pauses.
+        bytes: Growth of the file.
+        left_behind: Items that cannot be migrated.
+    """
 
     items: int
     seconds: float
@@ -377,40 +485,50 @@ class Estimate:
 def estimate(
     store: Store, runner: Runner, target: SpaceSpec, scratch: Path, *, source: str | None = None
 ) -> Estimate:
-    """Cost of `run_upgrade`, before anything starts.
+    """Estimate the cost of `run_upgrade` on two chunks of items; change nothing in the gallery.
 
-    Two chunks of items are read, carried and written durably to a temporary file in the folder
-    `scratch`, on the gallery's disk; `durable.sweep` removes what a kill leaves of it.
-    Raises InvalidInputError for a bad output of the runner, CannotWriteError.
+    The chunks are read, migrated and written durably to a temporary file. `durable.sweep` removes
+    it after a kill.
+
+    Args:
+        store: The gallery.
+        runner: The transform.
+        target: The space to write.
+        scratch: Folder of the temporary file, on the gallery's disk.
+        source: Id of the space to read; None for the active one.
+
+    Raises:
+        InvalidInputError: The runner's output is invalid.
+        CannotWriteError: The temporary file cannot be written.
     """
     remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
     todo = remaining.all_labels()
-    done = 0 if remaining.target is None else store.count(target.space)
-    left_behind = store.count() - done - len(todo)
+    migrated = 0 if remaining.target is None else store.count(target.space)
+    left_behind = store.count() - migrated - len(todo)
     if not len(todo):
         return Estimate(0, 0.0, 0, left_behind)
-    # Spread over the gallery.
+    # Items from all parts of the gallery.
     most = _CHUNKS * CHUNK
     probe = todo[:: max(1, len(todo) // most)][:most]
     runner.run(*remaining.read(probe[:_FIRST_ROWS], runner.reads_side)[1:])
-    aside = _Aside(target)
-    began = time.perf_counter()
+    probe_table = _ProbeTable(target)
+    start_time = time.perf_counter()
     temporary = tempfile.TemporaryDirectory(prefix=f"{durable.TEMPORARY}estimate-", dir=scratch)
-    with temporary as folder, aside.open(Path(folder) / "probe.sqlite") as connection:
+    with temporary as folder, probe_table.open(Path(folder) / "probe.sqlite") as connection:
         for start in range(0, len(probe), CHUNK):
             rows = probe[start : start + CHUNK]
             labels, embedding, side = remaining.read(rows, runner.reads_side)
             upgraded = runner.run(embedding, side)
             new = NewVectors(target.space, upgraded.embedding, upgraded.side)
-            aside.write(connection, check_new(aside.info, new, len(labels)), labels)
-        seconds = time.perf_counter() - began
-        written = aside.bytes(connection)
+            probe_table.write(connection, check_new(probe_table.info, new, len(labels)), labels)
+        seconds = time.perf_counter() - start_time
+        written = probe_table.bytes(connection)
     share = len(todo) / len(probe)
     return Estimate(len(todo), seconds * share, int(written * share), left_behind)
 
 
-class _Aside:
-    """A file set up as a gallery's, with one table of vectors."""
+class _ProbeTable:
+    """A temporary file with one table of vectors, set up like a gallery's."""
 
     def __init__(self, target: SpaceSpec) -> None:
         self.info = SpaceInfo(target, "staging", 1, 0)
@@ -420,16 +538,18 @@ class _Aside:
         with closing(connect(path)) as connection:
             connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
             connection.execute("PRAGMA journal_mode = WAL")
-            # Its vectors belong to items of another file.
+            # Its vectors belong to items of the gallery's file.
             connection.execute("PRAGMA foreign_keys = OFF")
             connection.execute(VECTOR_TABLE.format(name=vector_table(self.info.number)))
             yield connection
 
-    def write(self, connection: sqlite3.Connection, checked: Checked, labels: Labels) -> None:
+    def write(
+        self, connection: sqlite3.Connection, checked: CheckedVectors, labels: Labels
+    ) -> None:
         with durable.transaction(connection):
             insert_vectors(connection, checked, labels)
 
     def bytes(self, connection: sqlite3.Connection) -> int:
-        """Size of the table: every page but that of the schema."""
+        """Return the size of the table: every page except the schema's."""
         pages: int = connection.execute("PRAGMA page_count").fetchone()[0]
         return (pages - 1) * PAGE_BYTES

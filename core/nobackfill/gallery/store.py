@@ -1,11 +1,11 @@
-"""A gallery: one SQLite file with items, metadata, and one table of vectors a space.
+"""Store a gallery in one SQLite file: items, metadata, and a table of vectors for each space.
 
-The same on a server and on a phone. Items have an integer `label`, never used twice: putting an id
-again with other content deletes the old label and makes a new one.
+It is the same on a server and on a phone. Each item has an integer `label` that is never reused:
+storing other content under an id deletes the old label and creates a new one.
 
-Threads: one writer connection under a lock, each reader with a connection of its own from a pool;
-all methods may be called from any thread. Processes: several may have the file open; writers wait
-for one another up to the busy timeout, then BusyError. Files are 0600, on a local disk.
+Threads: one writer connection under a lock, and a pool of reader connections; any thread may call
+any method. Processes: several may have the file open. A writer waits for others up to the busy
+timeout, then raises BusyError. Files have mode 0600 and must be on a local disk.
 """
 
 import contextlib
@@ -44,12 +44,14 @@ from nobackfill.vectors import Vectors, check_vectors
 
 @dataclass(frozen=True)
 class Change:
-    """What one committed transaction did.
+    """The effect of one committed transaction.
 
-    `added`: vectors that came or were replaced, by space id. `deleted`: labels that are gone from
-    every space; they go before the others come. `spaces`: a space came, went or changed its state.
-    `described`: labels that are new, or whose metadata may be another. `carried`: those of the
-    spaces in `added` whose vectors an upgrade has made.
+    Attributes:
+        added: New or replaced vectors: labels and embeddings by space id.
+        deleted: Labels that were removed from every space, before the others were added.
+        spaces: Whether a space was added or removed, or changed its state.
+        described: Labels that are new, or whose metadata may have changed.
+        carried: Those spaces of `added` whose vectors were migrated.
     """
 
     added: Mapping[str, tuple[Labels, Vectors]]
@@ -61,16 +63,23 @@ class Change:
 
 MAX_ID_CHARACTERS = 256
 
-# Which rows of a vector table a native vector does not replace.
+# Rows of a vector table that a native vector does not replace.
 _NATIVE = "origin IN ('native', 're-embedded')"
 
-# Of one item's metadata, as JSON in UTF-8: what a page of items or an answer can bring many times.
+# Bytes of an item's metadata as JSON in UTF-8; a page or an answer may contain it many times.
 MOST_METADATA_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class NewVectors:
-    """Vectors of one space for all items of a put: `embedding` [n, dim], `side` [n, side_dim]."""
+    """Vectors of one space for all items of a put.
+
+    Attributes:
+        space: Id of the space.
+        embedding: float32 [n, dim].
+        side: Side-information, float32 [n, side_dim], or None.
+        origin: How the vectors were made.
+    """
 
     space: str
     embedding: ArrayLike
@@ -80,7 +89,12 @@ class NewVectors:
 
 @dataclass(frozen=True)
 class PutResult:
-    """`labels` int64 [n] of the items; `changed` bool [n]: False where the content was there."""
+    """The result of a put.
+
+    Attributes:
+        labels: int64 [n], label of each item.
+        changed: bool [n], False where the same content was stored already.
+    """
 
     labels: Labels
     changed: NDArray[np.bool_]
@@ -88,7 +102,13 @@ class PutResult:
 
 @dataclass(frozen=True)
 class Batch:
-    """A checked put: `metadata` as JSON texts, None where that of a kept item stays as it is."""
+    """A checked put.
+
+    Attributes:
+        ids: Ids of the items.
+        digests: Digest of each item's content, or None.
+        metadata: JSON text of each item; None leaves that of an unchanged item as it is.
+    """
 
     ids: Sequence[str]
     digests: Sequence[str | None]
@@ -100,10 +120,19 @@ def check_batch(
     digests: Sequence[str | None] | None,
     metadata: Sequence[Metadata | None] | None,
 ) -> Batch:
-    """Raises InvalidInputError for bad ids or metadata, an id twice, or lists of other lengths."""
-    for name, given in (("digests", digests), ("metadata", metadata)):
-        if given is not None and len(given) != len(ids):
-            raise InvalidInputError(f"expected {name} for {len(ids)} ids, got {len(given)}")
+    """Check the ids, digests and metadata of a put.
+
+    Args:
+        ids: n ids.
+        digests: n digests, each may be None; None for none.
+        metadata: n mappings, each may be None; None for none.
+
+    Raises:
+        InvalidInputError: An invalid or repeated id, invalid metadata, or lists of another length.
+    """
+    for name, values in (("digests", digests), ("metadata", metadata)):
+        if values is not None and len(values) != len(ids):
+            raise InvalidInputError(f"expected {name} for {len(ids)} ids, got {len(values)}")
     lengths = [len(item_id) for item_id in ids]
     if ids and not (
         1 <= min(lengths) <= max(lengths) <= MAX_ID_CHARACTERS and storable("".join(ids))
@@ -113,7 +142,7 @@ def check_batch(
             f"lengths from {min(lengths)} to {max(lengths)}"
         )
     if len(set(ids)) != len(ids):
-        raise InvalidInputError("expected each id once in a batch; put the second one afterwards")
+        raise InvalidInputError("expected each id once in a batch; put the second one in another")
     return Batch(
         ids,
         digests or [None] * len(ids),
@@ -122,7 +151,7 @@ def check_batch(
 
 
 def storable(text: str) -> bool:
-    # What SQLite's JSON functions and its command line read back as it was.
+    """Check that a text can be stored: SQLite's JSON functions must read it back unchanged."""
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:
@@ -130,10 +159,13 @@ def storable(text: str) -> bool:
 
 
 def metadata_text(metadata: Metadata) -> str:
-    """Metadata as it is stored: JSON, keys in order. Raises InvalidInputError for what is no
-    metadata, or too large."""
+    """Return metadata as it is stored: JSON with sorted keys.
+
+    Raises:
+        InvalidInputError: An invalid key or value, or more than MOST_METADATA_BYTES.
+    """
     for key, value in metadata.items():
-        if not (storable(key) and _allowed(value)):
+        if not (storable(key) and _is_value(value)):
             raise InvalidInputError(
                 f"metadata {key[:64]!r}: expected text, a finite number (an integer of 64 bits), a "
                 "flag or a list of texts; leave it out"
@@ -141,13 +173,13 @@ def metadata_text(metadata: Metadata) -> str:
     text = json.dumps(metadata, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
     if len(text) * 4 > MOST_METADATA_BYTES and (size := len(text.encode())) > MOST_METADATA_BYTES:
         raise InvalidInputError(
-            f"metadata: expected at most {MOST_METADATA_BYTES} bytes an item, as JSON, got {size}; "
-            "keep large values elsewhere, under the item's id"
+            f"metadata: expected at most {MOST_METADATA_BYTES} bytes for an item, as JSON, got "
+            f"{size}; store large values elsewhere, under the item's id"
         )
     return text
 
 
-def _allowed(value: MetadataValue) -> bool:
+def _is_value(value: MetadataValue) -> bool:
     if isinstance(value, str):
         return storable(value)
     if isinstance(value, int):
@@ -160,7 +192,7 @@ def _allowed(value: MetadataValue) -> bool:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedVectors:
     """Vectors of one space that passed every check."""
 
     info: SpaceInfo
@@ -169,19 +201,31 @@ class Checked:
     origin: Origin
 
     @property
-    def kept_where(self) -> str:
-        """SQL of a row of unchanged content that these vectors do not replace: one made from the
-        content is better than one that an upgrade carried."""
+    def keep_condition(self) -> str:
+        """Return an SQL condition for rows of unchanged content that these vectors do not replace.
+
+        A vector that a model made from the content is better than a migrated one.
+        """
         return _NATIVE if self.origin == "native" else "TRUE"
 
-    def some(self, rows: NDArray[Any]) -> "Checked":
-        """Those rows of it."""
+    def select(self, rows: NDArray[Any]) -> "CheckedVectors":
+        """Return some rows."""
         side = None if self.side is None else self.side[rows]
-        return Checked(self.info, self.embedding[rows], side, self.origin)
+        return CheckedVectors(self.info, self.embedding[rows], side, self.origin)
 
 
-def check_new(info: SpaceInfo, new: NewVectors, rows: int) -> Checked:
-    """Raises InvalidInputError unless there are `rows` good vectors for the space."""
+def check_new(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVectors:
+    """Check vectors of a space.
+
+    Args:
+        info: The space.
+        new: The vectors.
+        rows: The expected number of rows.
+
+    Raises:
+        InvalidInputError: Invalid vectors, another number of rows, or side-information that the
+            space does not have.
+    """
     spec = info.spec
     what = f"embeddings of release {spec.release}"
     embedding = check_vectors(new.embedding, spec.dim, what=what, unit=spec.unit)
@@ -194,18 +238,26 @@ def check_new(info: SpaceInfo, new: NewVectors, rows: int) -> Checked:
     for array in (embedding, side):
         if array is not None and len(array) != rows:
             raise InvalidInputError(f"{what}: expected {rows} rows, got {len(array)}")
-    return Checked(info, embedding, side, new.origin)
+    return CheckedVectors(info, embedding, side, new.origin)
 
 
 def insert_vectors(
     connection: sqlite3.Connection,
-    checked: Checked,
+    checked: CheckedVectors,
     labels: Labels,
     uncertainty: Vectors | None = None,
     *,
     replace: bool = False,
 ) -> None:
-    """Add a row to the space's table for each label; with `replace` there may be one already."""
+    """Insert a row into the space's table for each label.
+
+    Args:
+        connection: In a transaction.
+        checked: The vectors.
+        labels: int64 [n].
+        uncertainty: float32 [n], or None.
+        replace: Replace existing rows; otherwise there must be none.
+    """
     rows = len(labels)
     verb = "INSERT OR REPLACE" if replace else "INSERT"
     connection.executemany(
@@ -223,53 +275,66 @@ def insert_vectors(
 
 
 def insert_batch(
-    connection: sqlite3.Connection, batch: Batch, vectors: Sequence[Checked]
+    connection: sqlite3.Connection, batch: Batch, vectors: Sequence[CheckedVectors]
 ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
     """Store a batch.
 
-    Returns the result, the labels that are gone, and for each of `vectors` the rows written.
+    Args:
+        connection: In a transaction.
+        batch: The items.
+        vectors: Vectors of each space for all items.
+
+    Returns:
+        The result, the labels that were deleted, and for each of `vectors` the rows written.
     """
-    labels, kept, replaced = _existing(connection, batch)
+    labels, unchanged, replaced = _match_stored(connection, batch)
     delete_labels(connection, replaced)
-    fresh = ~kept
-    count = int(fresh.sum())
+    new = ~unchanged
+    count = int(new.sum())
     last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'items'").fetchone()
     first = last[0] + 1 if last else 1
-    labels[fresh] = np.arange(first, first + count)
+    labels[new] = np.arange(first, first + count)
     metadata = [text or "{}" for text in batch.metadata]
     rows = zip(labels.tolist(), batch.ids, batch.digests, metadata, strict=True)
     connection.executemany(
         "INSERT INTO items (label, id, digest, metadata) VALUES (?, ?, ?, ?)",
-        compress(rows, fresh.tolist()),
+        compress(rows, new.tolist()),
     )
     if any(batch.metadata):
         tables.add(connection, first, first + count - 1)
-    described = compress(zip(labels.tolist(), batch.metadata, strict=True), kept.tolist())
-    tables.describe(connection, [(label, text) for label, text in described if text])
-    written = []
+    texts = compress(zip(labels.tolist(), batch.metadata, strict=True), unchanged.tolist())
+    tables.describe(connection, [(label, text) for label, text in texts if text])
+    rows_written = []
     for checked in vectors:
         table = vector_table(checked.info.number)
-        wanted = np.ones(len(labels), np.bool_)
-        rest = checked
-        if kept.any():
-            there = live_labels(connection, table, labels[kept], checked.kept_where)
-            wanted = ~np.isin(labels, there)
-            rest = checked.some(wanted)
-        insert_vectors(connection, rest, labels[wanted], replace=True)
-        written.append(wanted)
-    return PutResult(labels, fresh), replaced, written
+        missing = np.ones(len(labels), np.bool_)
+        selected = checked
+        if unchanged.any():
+            existing = live_labels(connection, table, labels[unchanged], checked.keep_condition)
+            missing = ~np.isin(labels, existing)
+            selected = checked.select(missing)
+        insert_vectors(connection, selected, labels[missing], replace=True)
+        rows_written.append(missing)
+    return PutResult(labels, new), replaced, rows_written
 
 
 def put_change(
-    vectors: Sequence[Checked],
+    vectors: Sequence[CheckedVectors],
     result: PutResult,
     replaced: Labels,
     written: Sequence[NDArray[np.bool_]],
     *,
     with_metadata: bool,
 ) -> Change:
-    """What listeners hear of a batch that was stored, see `insert`; `with_metadata`: it was put
-    with some."""
+    """Return the change that listeners get after a batch was stored.
+
+    Args:
+        vectors: Vectors of each space for all items.
+        result: The result of the put.
+        replaced: Labels that were deleted.
+        written: For each of `vectors` the rows written.
+        with_metadata: Whether the put had metadata.
+    """
     added = {
         one.info.spec.space: (result.labels[rows], one.embedding[rows])
         for one, rows in zip(vectors, written, strict=True)
@@ -280,28 +345,34 @@ def put_change(
     return Change(added, replaced, described=described, carried=carried)
 
 
-def _existing(
+def _match_stored(
     connection: sqlite3.Connection, batch: Batch
 ) -> tuple[Labels, NDArray[np.bool_], Labels]:
     rows = connection.execute(
         "SELECT id, label, digest FROM items WHERE id IN (SELECT value FROM json_each(?))",
         (json.dumps(list(batch.ids)),),
     )
-    return kept_and_replaced(batch, {item_id: rest for item_id, *rest in rows})
+    return match_items(batch, {item_id: stored for item_id, *stored in rows})
 
 
-def kept_and_replaced(
-    batch: Batch, found: Mapping[str, Sequence[Any]]
+def match_items(
+    batch: Batch, existing: Mapping[str, Sequence[Any]]
 ) -> tuple[Labels, NDArray[np.bool_], Labels]:
-    """Labels [n] of kept items (-1 elsewhere), which are kept, and the labels to be replaced.
+    """Find the items of a batch that are unchanged, and those to replace.
 
-    `found`: label and digest of those ids that exist.
+    Args:
+        batch: The items.
+        existing: Label and digest of those ids that exist.
+
+    Returns:
+        Labels [n] of unchanged items (-1 elsewhere), a mask of the unchanged items, and the labels
+        to replace.
     """
     labels = np.full(len(batch.ids), -1, np.int64)
     replaced = []
-    if found:
+    if existing:
         for row, (item_id, digest) in enumerate(zip(batch.ids, batch.digests, strict=True)):
-            label, old = found.get(item_id, (-1, None))
+            label, old = existing.get(item_id, (-1, None))
             if digest is not None and digest == old:
                 labels[row] = label
             elif label >= 0:
@@ -310,60 +381,74 @@ def kept_and_replaced(
 
 
 def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
-    """Remove items; their vectors go with them, in every space."""
+    """Delete items, and their vectors in every space."""
     tables.remove(connection, labels)
     connection.executemany("DELETE FROM items WHERE label = ?", zip(labels.tolist()))
 
 
 def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
-    """Labels of those ids that exist, increasing."""
-    found = connection.execute(
+    """Return the labels of those ids that exist, increasing."""
+    rows = connection.execute(
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
         (json.dumps(list(ids)),),
     )
-    return label_column(found)
+    return label_column(rows)
 
 
 class Store:
-    """Items and vectors of a gallery file, and the transactions that change them; SqliteGallery
-    is the class to use. Made by `create` or `open`; `close` it, or use it in a `with` statement.
+    """Items and vectors of a gallery file, and the transactions that change them.
+
+    Use its subclass SqliteGallery. `create` or `open` a store, and `close` it or use it in a `with`
+    statement.
     """
 
     def __init__(self, path: Path, residents: Residents | None = None) -> None:
-        """See `open`."""
+        """Open a gallery, see `open`."""
         self.path = path
         self._connections = FileConnections(path, residents)
         self._listeners: list[Callable[[Change], None]] = []
-        # Held from before a commit until its listeners know, so that they hear commits in order.
+        # Held from before a commit until its listeners have run, so that they see commits in order.
         self._reporting = threading.RLock()
         self._unscrubbed = False
 
     @classmethod
     def create(cls, path: Path, spec: SpaceSpec) -> Self:
-        """Make an empty gallery whose active space is `spec`.
+        """Create an empty gallery with one active space, and open it.
 
-        Raises AlreadyExistsError, CannotWriteError, BusyError.
+        Raises:
+            AlreadyExistsError: The file exists, or a log of an earlier gallery lies beside it.
+            CannotWriteError: The file cannot be written.
+            BusyError: Another process creates it.
         """
         create_file(path, spec)
         return cls(path)
 
     @classmethod
     def open(cls, path: Path, residents: Residents | None = None) -> Self:
-        """Open a gallery; after an unclean end its pages are checked first. Where `residents` are
-        given, they may close its files while nobody uses it.
+        """Open a gallery; after an unclean end, check its pages first.
 
-        Raises NotFoundError, VerificationError for a damaged file or none of ours, BusyError.
+        Args:
+            path: The file.
+            residents: May close its files while nobody uses them.
+
+        Raises:
+            NotFoundError: No such file.
+            VerificationError: The file is damaged, no gallery, or has a newer format.
+            BusyError: Another process has it for itself.
         """
         return cls(path, residents)
 
     def close(self) -> None:
-        """Close every connection, once nobody reads or writes. Twice is harmless. Raises BusyError
-        when a statement does not end."""
+        """Close every connection, once no thread reads or writes; a second call does nothing.
+
+        Raises:
+            BusyError: A statement does not end.
+        """
         self._connections.close()
 
-    def rest(self) -> bool:
-        """Close every connection until one is needed; False if one is in use just now."""
-        return self._connections.rest()
+    def suspend(self) -> bool:
+        """Close every connection until one is needed; return False if one is in use."""
+        return self._connections.suspend()
 
     def __enter__(self) -> Self:
         return self
@@ -372,33 +457,39 @@ class Store:
         self.close()
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """A connection that sees one snapshot of the file, for reading only."""
+        """Return a context with a connection that reads one snapshot of the file."""
         return self._connections.reading()
 
     def writing(self) -> AbstractContextManager[Connection]:
-        """A transaction of the one writer, for tables of one's own: committed at the end, rolled
-        back on an error. Not to be nested. Raises BusyError, CannotWriteError.
+        """Return a context with a transaction of the one writer, for tables of the caller.
+
+        It commits at the end of the block, and rolls back on an error. Do not nest it.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The disk fails.
         """
         return self._connections.writing()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[tuple[Connection, list[Change]]]:
-        """A transaction that changes vectors or spaces, for this room: the changes appended to the
-        list are reported to the listeners once it is durable.
+        """Run a transaction that changes vectors or spaces; for this package only.
+
+        Append each change to the yielded list: listeners get it once it is durable.
         """
         with self._connections.using(), self._reporting:
             changes: list[Change] = []
-            before = after = -1
+            old_count = new_count = -1
             try:
                 with self._connections.writing() as connection:
-                    before = _commits(connection)
+                    old_count = _commits(connection)
                     connection.execute("UPDATE commits SET count = count + 1")
                     yield connection, changes
             finally:
-                # An error can come after the commit, too: what is durable is reported.
+                # An error may follow the commit: report what is durable.
                 with self._connections.writer() as connection:
-                    after = _commits(connection) if before >= 0 else before
-                if after > before:
+                    new_count = _commits(connection) if old_count >= 0 else old_count
+                if new_count > old_count:
                     for change in changes:
                         for listener in list(self._listeners):
                             listener(change)
@@ -408,13 +499,21 @@ class Store:
     def scrub(self) -> bool:
         """Empty the write-ahead log, so that no deleted byte stays in it.
 
-        False, and tried again after the next change, if a reader prevents it just now.
+        Returns:
+            False if a reader prevents it; the next change tries again.
         """
         self._unscrubbed = not self._connections.scrub()
         return not self._unscrubbed
 
     def compact(self, pages: int) -> None:
-        """Give free pages back to the file system, so many a transaction. Raises BusyError."""
+        """Return free pages to the file system.
+
+        Args:
+            pages: Pages of a transaction.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+        """
         self._connections.compact(pages)
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
@@ -423,23 +522,35 @@ class Store:
             self._listeners.append(listener)
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:
-        """End what `subscribe` began. Raises ValueError if it did not begin."""
+        """Stop calling a listener.
+
+        Raises:
+            ValueError: It is not subscribed.
+        """
         self._listeners.remove(listener)
 
     def spaces(self) -> list[SpaceInfo]:
-        """All spaces, oldest table first; exactly one is active."""
+        """Return all spaces, oldest table first; exactly one is active."""
         with self.reading() as connection:
             return read_spaces(connection)
 
     def active(self) -> SpaceInfo:
-        """The space that queries are answered in."""
+        """Return the space that answers queries.
+
+        Raises:
+            DamagedError: The file does not have exactly one.
+        """
         active = [info for info in self.spaces() if info.state == "active"]
         if len(active) != 1:
             raise DamagedError(self.path, f"{len(active)} active spaces, expected one")
         return active[0]
 
     def space(self, space: str) -> SpaceInfo:
-        """One space. Raises IncompatibleSpaceError if the gallery does not have it."""
+        """Return a space.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have it.
+        """
         with self.reading() as connection:
             return find_space(connection, space)
 
@@ -451,17 +562,25 @@ class Store:
         digests: Sequence[str | None] | None = None,
         metadata: Sequence[Metadata | None] | None = None,
     ) -> PutResult:
-        """Store items, all or none, durably. Each space's vectors are for all `ids`, in order.
+        """Store items durably, all or none.
 
-        An item whose digest (of its content: of the image's bytes, say) is the one stored keeps its
-        label and vectors; only vectors of spaces it lacks are added, native ones take the place of
-        carried ones, and metadata is set where some is given: {} removes it, None leaves it. Any
-        other item that exists is replaced: its old label is gone from every space. Without a digest
-        an item is always replaced.
+        An item with the same digest as the stored one keeps its label and vectors: only vectors of
+        spaces that it lacks are added, and native vectors replace migrated ones. Any other existing
+        item is replaced: its old label disappears from every space. Without a digest, an item is
+        always replaced.
 
-        Raises InvalidInputError (vectors, ids not of 1 to 256 characters, an id twice, metadata
-        that is not text, a finite number or a flag), IncompatibleSpaceError, BusyError,
-        CannotWriteError.
+        Args:
+            ids: n ids of 1 to 256 characters.
+            vectors: For each space, vectors of all items, in order.
+            digests: Digest of each item's content, such as the bytes of its image.
+            metadata: Texts, finite numbers, flags or lists of texts by key. {} removes an unchanged
+                item's metadata, None leaves it.
+
+        Raises:
+            InvalidInputError: Invalid vectors, ids or metadata, or an id twice.
+            IncompatibleSpaceError: The gallery lacks a space.
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The disk fails.
         """
         batch = check_batch(ids, digests, metadata)
         checked = [check_new(self.space(new.space), new, len(ids)) for new in vectors]
@@ -476,14 +595,19 @@ class Store:
         return result
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items from every space, and their bytes from file and log. Returns how many.
+        """Delete items from every space, and their bytes from file and log.
 
-        Raises BusyError, CannotWriteError.
+        Returns:
+            Number of items that existed.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The disk fails.
         """
         return self.delete_chosen(lambda connection: labels_of(connection, ids))
 
     def delete_chosen(self, choose: Callable[[Connection], Labels]) -> int:
-        """Like `delete`, for the labels that `choose` finds in the same transaction."""
+        """Delete the items whose labels `choose` returns in the same transaction; see `delete`."""
         with self.changing() as (connection, changes):
             labels = choose(connection)
             delete_labels(connection, labels)
@@ -492,7 +616,7 @@ class Store:
         return len(labels)
 
     def get(self, item_id: str) -> StoredItem | None:
-        """One item by its id."""
+        """Return an item; None if it does not exist."""
         with self.reading() as connection:
             labels = labels_of(connection, [item_id])
             return reading.items(connection, labels)[0] if len(labels) else None
@@ -500,50 +624,57 @@ class Store:
     def items(
         self, labels: Sequence[int] | Labels, space: str | None = None
     ) -> list[StoredItem | None]:
-        """Items in the order of `labels`; None where there is none (any more)."""
+        """Return items in the order of `labels`; None where an item does not exist (any more).
+
+        Args:
+            labels: The labels.
+            space: Origin and uncertainty of the items are those of this space.
+        """
         with self.reading() as connection:
             return reading.items(connection, labels, space)
 
     def listing(self, after: int = 0, limit: int = 1000) -> list[StoredItem]:
-        """Items by increasing label, those after label `after`: a page."""
+        """Return a page of items by increasing label, after label `after`."""
         with self.reading() as connection:
             return reading.page(connection, after, limit)
 
     def count(self, space: str | None = None) -> int:
-        """Number of items, or of vectors in a space."""
+        """Return the number of items, or of vectors in a space."""
         with self.reading() as connection:
             return reading.count(connection, space)
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
-        """All vectors of a space in one snapshot: labels int64 [n] increasing, float32 [n, dim]."""
+        """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
+        [n, dim]."""
         with self.reading() as connection:
             return reading.load(connection, find_space(connection, space))
 
     def vector(self, label: int, space: str) -> Vectors | None:
-        """One item's vector in a space, [1, dim]; None if it has none there."""
+        """Return an item's vector in a space, [1, dim]; None if it has none there."""
         with self.reading() as connection:
             return reading.vector(connection, label, find_space(connection, space))
 
     def check_pages(self) -> None:
-        """Read every page, for rows that are not found are missed by nobody. Raises DamagedError.
+        """Read every page. A page that no table uses any more is only noticed among all pages.
 
-        A part would not do: only among all can a page be seen that no table has any more.
+        Raises:
+            DamagedError: A page is damaged.
         """
         with self.reading() as connection:
             check_pages(connection, self.path)
 
     def state_get(self, key: str) -> Any:
-        """A small JSON value kept with the gallery; None if there is none."""
+        """Return a JSON value that is stored with the gallery; None if there is none."""
         with self.reading() as connection:
             return reading.state(connection, key)
 
     def state(self) -> dict[str, Any]:
-        """All the small JSON values kept with the gallery."""
+        """Return all JSON values that are stored with the gallery."""
         with self.reading() as connection:
             return reading.states(connection)
 
     def state_set(self, values: Mapping[str, Any]) -> None:
-        """Keep small JSON values, all in one transaction; None removes."""
+        """Store JSON values in one transaction; None removes a value."""
         with self.writing() as connection:
             reading.set_state(connection, values)
 
@@ -551,5 +682,5 @@ class Store:
 def _commits(connection: Connection) -> int:
     rows = connection.execute("SELECT count FROM commits").fetchall()
     if len(rows) != 1 or not isinstance(rows[0][0], int):
-        raise DamagedError("the gallery file", "it does not count its commits any more")
+        raise DamagedError("the gallery file", "its count of commits is missing")
     return int(rows[0][0])

@@ -1,4 +1,4 @@
-"""How a gallery lies in SQLite: the marks of the file, its spaces, vectors and attributes."""
+"""Read and write the tables of a gallery in SQLite: file marks, spaces, vectors, attributes."""
 
 import json
 import re
@@ -19,29 +19,35 @@ VECTOR_TABLE = (
     "CREATE TABLE {name} (label INTEGER PRIMARY KEY REFERENCES items (label) ON DELETE CASCADE,"
     " origin TEXT NOT NULL, uncertainty REAL, embedding BLOB NOT NULL, side BLOB)"
 )
-# Reading their numbers keeps the interpreter from other threads, 3 ms.
+# Labels of one text; parsing it blocks other threads for 3 ms.
 _LABELS_AT_ONCE = 1 << 15
-# SQLite holds a value of 1e9 bytes at most.
+# A value in SQLite has at most 1e9 bytes.
 _MOST_JOINED_BYTES = 1 << 28
 
 _SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
 
-# "l2" stood in examples of earlier commits, whose files are still read; it was never checked.
+# "l2" occurs in files of early commits, which are still read; it was never checked.
 _METRICS = (*get_args(Metric), "l2")
-# Far beyond any model's.
+# Far above the dimension of any model.
 _MOST_DIMS = 1 << 20
 _SPACE_KINDS = (str, int, int, str, int, str, int, str, int, int)
-# Of a release without side-information.
-_SPACE_KINDS_ALONE = (str, int, int, str, int, type(None), int, str, int, int)
+# For a release without side-information.
+_SPACE_KINDS_WITHOUT_SIDE = (str, int, int, str, int, type(None), int, str, int, int)
 
 
 def vector_table(number: int) -> str:
-    """Name of a space's table."""
+    """Return the name of a space's table."""
     return f"vectors_{number:d}"
 
 
 def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> None:
-    """Record a space and make its table. A first active space counts as activated once."""
+    """Record a space and create its table.
+
+    Args:
+        connection: In a transaction.
+        spec: The space.
+        state: An active space counts as activated once.
+    """
     number = connection.execute(
         "INSERT INTO spaces (space, release, dim, metric, unit, side_space, side_dim, state,"
         " activated) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -55,22 +61,26 @@ def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> 
 
 
 def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
-    """All spaces, oldest table first."""
+    """Return all spaces, oldest table first.
+
+    Raises:
+        DamagedError: A row is invalid.
+    """
     rows = connection.execute(f"SELECT {_SPACE_COLUMNS} FROM spaces ORDER BY number").fetchall()
     for row in rows:
         # In the order of _SPACE_COLUMNS.
         kinds = tuple(map(type, row))
-        sound = kinds in (_SPACE_KINDS, _SPACE_KINDS_ALONE) and row[7] in get_args(State)
+        sound = kinds in (_SPACE_KINDS, _SPACE_KINDS_WITHOUT_SIDE) and row[7] in get_args(State)
         if not sound or not _is_possible(row):
-            raise DamagedError("the gallery file", "a space is not as it was written")
+            raise DamagedError("the gallery file", "a space has invalid values")
     return [
-        SpaceInfo(SpaceSpec(space, release, dim, metric, bool(unit), side_space, side_dim), *rest)
-        for space, release, dim, metric, unit, side_space, side_dim, *rest in rows
+        SpaceInfo(SpaceSpec(space, release, dim, metric, bool(unit), side_space, side_dim), *others)
+        for space, release, dim, metric, unit, side_space, side_dim, *others in rows
     ]
 
 
 def _is_possible(row: Sequence[Any]) -> bool:
-    """Whether a space's numbers and metric, in the order of _SPACE_COLUMNS, can be."""
+    """Check the numbers and the metric of a space, in the order of _SPACE_COLUMNS."""
     _, release, dim, metric, _, side_space, side_dim, _, number, _ = row
     dims = 0 < dim <= _MOST_DIMS and 0 <= side_dim <= _MOST_DIMS
     sides = (side_space is None) == (side_dim == 0)
@@ -78,27 +88,35 @@ def _is_possible(row: Sequence[Any]) -> bool:
 
 
 def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
-    """One space by its id. Raises IncompatibleSpaceError if the gallery does not have it."""
+    """Return a space by its id.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have it.
+    """
     return space_of(read_spaces(connection), space)
 
 
 def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
-    """One blob of little-endian float32 values for each row; `rows` times None for no vectors."""
+    """Return each row as bytes of little-endian float32; without vectors, `rows` times None."""
     if vectors is None:
         return [None] * rows
     packed = np.ascontiguousarray(vectors, "<f4")
-    # Viewed as one opaque value a row, the array becomes bytes objects in one call.
+    # As one opaque value for each row, the array becomes bytes objects in one call.
     blobs: list[bytes] = packed.view(f"V{4 * packed.shape[1]}").ravel().tolist()
     return blobs
 
 
 def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
-    """The rows [n, dim] of n blobs; read-only. Raises DamagedError for another length."""
+    """Return n blobs as float32 rows [n, dim], read-only.
+
+    Raises:
+        DamagedError: A blob has another length.
+    """
     try:
         joined = b"".join(blobs)
     except TypeError as error:
-        raise DamagedError("the gallery file", "a vector that is none") from error
-    # Each: one that is too long may stand beside one that is too short.
+        raise DamagedError("the gallery file", "a vector that is no blob") from error
+    # Check each length: a longer blob may stand beside a shorter one.
     if not set(map(len, blobs)) <= {4 * dim}:
         raise DamagedError(
             "the gallery file",
@@ -109,13 +127,16 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
 
 
 def label_column(rows: Iterable[tuple[int]]) -> Labels:
-    """Rows of one integer each as an array."""
+    """Return rows of one integer each as int64."""
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
 def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
-    """Every label of `table`, increasing. SQLite is asked once for many, not for each: half the
-    time, and the interpreter is another thread's meanwhile."""
+    """Return every label of a table, increasing.
+
+    SQLite is asked once for many labels. That takes half the time, and leaves the interpreter to
+    other threads.
+    """
     parts, last = [np.empty(0, np.int64)], np.iinfo(np.int64).min
     while True:
         (text,) = connection.execute(
@@ -133,26 +154,38 @@ def joined_blobs(
     connection: sqlite3.Connection, table: str, condition: str, parameters: tuple[int | str, ...],
     count: int, size: int,
 ) -> bytes | None:  # fmt: skip
-    """The embeddings of the `count` rows for which a condition `among` holds, by label, as one blob
-    of `count` times `size` bytes; None where there are other rows, or a row of another size: read
-    them one by one. As `all_labels`, half the time."""
+    """Return the embeddings of rows by label, as one blob; takes half the time of single rows.
+
+    Args:
+        connection: The file.
+        table: Name of the table.
+        condition: A condition of `among`.
+        parameters: Its parameters.
+        count: Number of the rows that must pass it.
+        size: Bytes of each embedding.
+
+    Returns:
+        `count` times `size` bytes. None if other rows pass or a row has another size: read the rows
+        one by one.
+    """
     if count * size > _MOST_JOINED_BYTES:
         return None
-    found, whole, joined = connection.execute(
+    number, valid, joined = connection.execute(
         f"SELECT count(*), total(typeof(embedding) = 'blob' AND length(embedding) = {size:d}),"
         f" CAST(group_concat(embedding, '') AS BLOB) FROM (SELECT embedding FROM {table}"
         f" WHERE {condition} ORDER BY label)",
         parameters,
     ).fetchone()
-    # An SQLite that ends a text at its first zero is seen by the length.
-    right = found == whole == count and joined is not None and len(joined) == count * size
+    # The length reveals an SQLite that ends a text at its first zero byte.
+    right = number == valid == count and joined is not None and len(joined) == count * size
     return joined if right else None
 
 
 def among(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
-    """A condition on `label` that holds for all of `labels`, with its parameters.
+    """Return an SQL condition that is true for all of `labels`, with its parameters.
 
-    Where they lie close together it is a range, many times cheaper, that can hold for others, too.
+    For labels that lie close together it is a range, which is much cheaper, but may be true for
+    others, too.
     """
     if len(labels) and (last := int(labels.max())) - (first := int(labels.min())) < 2 * len(labels):
         return "label BETWEEN ? AND ?", (first, last)
@@ -162,38 +195,43 @@ def among(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
 def live_labels(
     connection: sqlite3.Connection, table: str, labels: Labels, where: str = "TRUE"
 ) -> Labels:
-    """Those of `labels` that `table` has in a row for which `where` holds, increasing."""
+    """Return those of `labels` for which a table has a row that passes an SQL condition,
+    increasing."""
     condition, parameters = among(labels)
-    found = connection.execute(
+    rows = connection.execute(
         f"SELECT label FROM {table} WHERE {condition} AND {where}", parameters
     )
-    return np.intersect1d(label_column(found), labels)
+    return np.intersect1d(label_column(rows), labels)
 
 
-# Of the file: "nobf".
+# application_id of the file: "nobf".
 APPLICATION = 0x6E6F6266
-# Of the tables; PRAGMA user_version of every gallery file. schema.py leads there.
+# Format of the tables: PRAGMA user_version of every gallery file. schema.py migrates to it.
 FORMAT = 1
-# In the table of migrations: a set whose names are the versions that made the file or changed its
+# A set in the table of migrations. Its names are the versions that created the file or changed its
 # format, the latest last.
 WRITERS = "nobackfill"
 
 
 def format_of(connection: sqlite3.Connection, path: Path) -> int:
-    """The format of the tables. Raises VerificationError for another program's, or a newer one."""
+    """Return the format of a file's tables.
+
+    Raises:
+        VerificationError: The file belongs to another program, or has a newer format.
+    """
     if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise not_a_gallery(path, "a database of another program")
-    found: int = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found > FORMAT:
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > FORMAT:
         raise VerificationError(
-            f"{path}: expected a gallery of format {FORMAT} or older, got format {found}; use "
+            f"{path}: expected a gallery of format {FORMAT} or older, got format {version}; use "
             f"{writer_of(_writer(connection))}"
         )
-    return found
+    return version
 
 
 def _writer(connection: sqlite3.Connection) -> object:
-    """Read the version that brought a file to its format; None where it does not say."""
+    """Return the version that wrote the present format; None if it is not recorded."""
     query = "SELECT name FROM _sqlite_migrations WHERE migration_set = ? ORDER BY id DESC LIMIT 1"
     try:
         row = connection.execute(query, [WRITERS]).fetchone()
@@ -214,21 +252,23 @@ _COLUMNS = {
 }  # fmt: skip
 _VECTORS = re.compile(r"vectors_\d+")
 _VECTOR_COLUMNS = ["label", "origin", "uncertainty", "embedding", "side"]
-# Made by a device's first push.
+# The first push of a device creates this table.
 _OTHERS = frozenset({"vault"})
 
 
 def check_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a file in which other things stand where a gallery's tables belong.
+    """Refuse a file that has something else in place of a gallery's tables.
 
-    A view can be endless, a trigger runs at each write, and a generated column computes whatever
-    its author wrote. Raises DamagedError.
+    A view can be endless, a trigger runs at each write, and a generated column computes anything.
+
+    Raises:
+        DamagedError: A trigger, a view, or other columns.
     """
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     tables = set()
     for kind, name, statement in rows:
         if not isinstance(name, str):
-            raise DamagedError(path, "its schema is not as it was written")
+            raise DamagedError(path, "its schema has invalid values")
         ours = name.casefold()
         if kind == "trigger":
             raise DamagedError(path, f"it has a trigger, {name[:64]!r}, and a gallery has none")
@@ -245,23 +285,23 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
         if any(hidden for _, hidden, _, _ in columns) or (
             expected is not None and [name for name, *_ in columns] != expected
         ):
-            found = ", ".join(str(name)[:64] for name, *_ in columns) or "none"
-            raise DamagedError(path, f"its table {table!r} has other columns: {found}")
+            names = ", ".join(str(name)[:64] for name, *_ in columns) or "none"
+            raise DamagedError(path, f"its table {table!r} has other columns: {names}")
         keyed = expected is not None and expected[0] == "label"
         if keyed and tuple(columns[0][2:]) != ("INTEGER", 1):
             raise DamagedError(path, f"its table {table!r} has no number as its key")
 
 
 def not_a_gallery(path: Path, kind: str) -> VerificationError:
+    """Return the error for a file that is no gallery."""
     return VerificationError(f"{path}: expected a gallery, got {kind}; name the gallery's file")
 
 
-# The index of metadata: table `attributes` holds what the JSON in `items` says, a row a key.
-#
-# Kept by statements here rather than by triggers, which make every insert of an item five times
-# slower. Each is called in the transaction that changes the items.
+# The index of metadata: table `attributes` has a row for each key of the JSON in `items`.
+# Statements here maintain it, each in the transaction that changes the items: triggers would make
+# every insert of an item five times slower.
 
-# Each key with its value, or with each text of a list: of items for which `where` holds.
+# Each key with its value, or with each text of a list, for items that pass `where`.
 _OF_ITEMS = """
     SELECT a.key,
            CASE a.type WHEN 'text' THEN 'text' WHEN 'true' THEN 'flag' WHEN 'false' THEN 'flag'
@@ -290,13 +330,13 @@ def add(connection: sqlite3.Connection, first: int, last: int) -> None:
 
 
 def remove(connection: sqlite3.Connection, labels: Labels) -> None:
-    """Forget items, before they are deleted or described anew."""
+    """Remove items from the index, before they are deleted or described again."""
     connection.executemany(_FORGET, ({"label": label} for label in labels.tolist()))
 
 
-def describe(connection: sqlite3.Connection, described: list[tuple[int, str]]) -> None:
-    """Give items, by label, other metadata as JSON texts; what is the same is not written."""
-    for label, metadata in described:
+def describe(connection: sqlite3.Connection, texts: list[tuple[int, str]]) -> None:
+    """Set the metadata of items from JSON texts by label; unchanged texts are not written."""
+    for label, metadata in texts:
         row = connection.execute("SELECT metadata FROM items WHERE label = ?", (label,)).fetchone()
         if row[0] == metadata:
             continue

@@ -1,6 +1,6 @@
-"""Carry a gallery's vectors into another space, chunk by chunk.
+"""Migrate a gallery's vectors into another space, chunk by chunk.
 
-A run that was broken off and resumed gives the same bits as an unbroken one.
+A run that was interrupted and resumed gives the same bits as an uninterrupted one.
 """
 
 import time
@@ -21,82 +21,95 @@ from nobackfill.gallery.spec import Origin, SpaceInfo, SpaceSpec
 from nobackfill.release.models import CHUNK
 from nobackfill.vectors import Vectors
 
-# label: as they were put. uncertainty: what the source's own upgrade was least certain of first.
+# label: in the order in which items were stored. uncertainty: the items of which the source's own
+# upgrade was least certain come first.
 Order = Literal["label", "uncertainty"]
 # Labels, embeddings and side-information of some items.
 Chunk = tuple[Labels, Vectors, Vectors | None]
 
 
 class RunnerResult(Protocol):
-    """What a runner gives back for n items; nobackfill.release.models.Upgraded is one."""
+    """The output of a runner for n items, such as nobackfill.release.models.Upgraded."""
 
     @property
     def embedding(self) -> Vectors:
-        """[n, dim]"""
+        """Return float32 [n, dim]."""
         ...
 
     @property
     def side(self) -> Vectors | None:
-        """[n, side_dim]"""
+        """Return float32 [n, side_dim], or None."""
         ...
 
     @property
     def uncertainty(self) -> NDArray[np.float32] | None:
-        """[n], larger is less certain"""
+        """Return float32 [n], larger is less certain, or None."""
         ...
 
 
-# Labels, and what gives their vectors, or raises what transforming them has raised.
-Made = tuple[Labels, Callable[[], RunnerResult]]
+# Labels, and a function that returns their vectors or raises the error of transforming them.
+Transformed = tuple[Labels, Callable[[], RunnerResult]]
 
 
 class Runner(Protocol):
-    """A route; nobackfill.release.routes opens it."""
+    """A transform into the target space; nobackfill.release.routes opens one."""
 
     @property
     def reads_side(self) -> bool:
-        """Whether only items with side-information can be carried."""
+        """Tell whether only items with side-information can be migrated."""
         ...
 
     def run(self, embedding: Vectors, side: Vectors | None) -> RunnerResult:
-        """embedding [n, from_dim], side [n, from_side_dim] or None -> vectors of the target."""
+        """Transform embedding [n, from_dim] and side [n, from_side_dim] or None into the target
+        space."""
         ...
 
 
 class Windows(Protocol):
-    """What a source space has and a target still lacks."""
+    """The vectors that a source space has and a target lacks."""
 
     def chunks(self, order: Order, size: int) -> Iterator[Chunk]:
-        """Labels, embeddings, and side-information of all of them or of none, until nothing is left
-        that was there when the last was asked for."""
+        """Yield chunks of items until none is left; all or none of a chunk have
+        side-information."""
         ...
 
 
 class Carrying(Protocol):
-    """What an upgrade needs of a store."""
+    """The operations of a store that an upgrade needs."""
 
     def active(self) -> SpaceInfo:
-        """The space that queries are answered in."""
+        """Return the space that answers queries."""
         ...
 
     def items(
         self, labels: Sequence[int] | Labels, space: str | None = None
     ) -> list[StoredItem | None]:
-        """Items in the order of `labels`; None where there is none (any more)."""
+        """Return items in the order of `labels`; None where an item does not exist (any more)."""
         ...
 
     def count(self, space: str | None = None) -> int:
-        """Number of items, or of vectors in a space."""
+        """Return the number of items, or of vectors in a space."""
         ...
 
     def begin(self, spec: SpaceSpec) -> None:
-        """Add a staging space; one that is there is left as it is. Raises InvalidInputError if it
-        is there with another dimension, metric or side space."""
+        """Add a staging space, unless it exists.
+
+        Raises:
+            InvalidInputError: It exists with another dimension, metric or side space.
+        """
         ...
 
     def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> Windows:
-        """Items without side-information are passed over where they `needs_side`, and otherwise
-        come last. Raises IncompatibleSpaceError for an unknown source."""
+        """Return the vectors that `source` has and `target` lacks.
+
+        Args:
+            source: Id of the space to read.
+            target: The space to write.
+            needs_side: Skip items without side-information; otherwise they come last.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the source.
+        """
         ...
 
     def write(
@@ -107,13 +120,20 @@ class Carrying(Protocol):
         ...
 
     def left_behind(self, space: str) -> int:
-        """Number of items without a vector in `space`."""
+        """Return the number of items without a vector in a space."""
         ...
 
 
 @dataclass(frozen=True)
 class UpgradeProgress:
-    """`done` of `total` items have a vector in the target, `written` of them by this run so far."""
+    """The progress of an upgrade.
+
+    Attributes:
+        done: Items with a vector in the target.
+        total: All items.
+        written: Vectors that this run has written.
+        seconds: Time since the start of this run.
+    """
 
     done: int
     total: int
@@ -123,7 +143,13 @@ class UpgradeProgress:
 
 @dataclass(frozen=True)
 class UpgradeOutcome:
-    """`written` by this run. `left_behind`: items with no vector in the target. `stopped` early."""
+    """The end of an upgrade.
+
+    Attributes:
+        written: Vectors that this run has written.
+        left_behind: Items without a vector in the target.
+        stopped: Whether `should_stop` ended it.
+    """
 
     written: int
     left_behind: int
@@ -143,23 +169,35 @@ def run_upgrade(
     on_progress: Callable[[UpgradeProgress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> UpgradeOutcome:
-    """Fill `target` (staged if new) from space `source` (default: the active one).
+    """Migrate all vectors of a space into another one, which is staged if it is new.
 
-    Items without side-information stay behind where the runner reads it; otherwise it is given
-    what there is, for the target to keep. Items put meanwhile are carried along; deleted ones are
-    skipped. A run that was stopped or killed goes on where it ended. `origin` is that of the new
-    vectors: "direct" for a runner that leaves them as they are.
-    `ahead`: a chunk is transformed on a thread while the one before is written, for who need not
-    leave room for searches: a quarter quicker with int8 files, a sixth with others.
-    `on_progress` is called after each durable chunk and may sleep, to leave room for searches.
-    Raises UnusableOutputError, naming items, and InvalidInputError for bad outputs of the runner;
-    nothing of that chunk is written then.
+    Items stored during the run are migrated, too; deleted ones are skipped. A stopped or killed run
+    is resumed by running it again. Items without side-information stay behind if the runner reads
+    it; otherwise existing side-information is passed on.
+
+    Args:
+        store: The gallery.
+        runner: The transform.
+        target: The space to write.
+        source: Id of the space to read; None for the active one.
+        origin: Recorded with the new vectors; "direct" for a runner that leaves vectors unchanged.
+        chunk: Items of a transaction.
+        order: The order of the work.
+        ahead: Transform a chunk in a thread while the previous one is written. It takes a quarter
+            less time with int8 files and a sixth with others, but leaves less room for searches.
+        on_progress: Called after each durable chunk; it may sleep to leave room for searches.
+        should_stop: Called before each chunk; True ends the run.
+
+    Raises:
+        UnusableOutputError: The runner made no usable vector for some items, which the message
+            names; the chunk is not written.
+        InvalidInputError: The runner's output is invalid; the chunk is not written.
     """
     store.begin(target)
     windows = store.windows(source or store.active().spec.space, target, runner.reads_side)
     started = time.monotonic()
     total = store.count()
-    before = total - store.left_behind(target.space)
+    done_before = total - store.left_behind(target.space)
     written = 0
     stopped = False
 
@@ -171,27 +209,27 @@ def run_upgrade(
                 return
             yield one
 
-    transformed = _ahead if ahead else _in_turn
-    with closing(transformed(runner, until_stopped())) as made:
-        for labels, result in made:
+    transformed = _in_thread if ahead else _in_turn
+    with closing(transformed(runner, until_stopped())) as results:
+        for labels, result in results:
             written += len(_write(store, target, labels, result, origin))
             if on_progress is not None:
-                done = before + written
+                done = done_before + written
                 on_progress(
                     UpgradeProgress(done, max(total, done), written, time.monotonic() - started)
                 )
     return UpgradeOutcome(written, store.left_behind(target.space), stopped)
 
 
-def _in_turn(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Made]:
+def _in_turn(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Transformed]:
     for labels, embedding, side in chunks:
         yield labels, partial(runner.run, embedding, side)
 
 
-def _ahead(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Made]:
-    """Each is given away once the next is being transformed."""
+def _in_thread(runner: Runner, chunks: Iterator[Chunk]) -> Generator[Transformed]:
+    """Yield each result once the next chunk is being transformed."""
     with ThreadPoolExecutor(1, "transform") as pool:
-        ready: Made | None = None
+        ready: Transformed | None = None
         for labels, embedding, side in chunks:
             running = pool.submit(runner.run, embedding, side)
             if ready is not None:
@@ -205,10 +243,25 @@ def carry(
     store: Carrying, runner: Runner, target: SpaceSpec, labels: Labels, embedding: Vectors,
     side: Vectors | None, *, origin: Origin = "upgraded",
 ) -> Labels:  # fmt: skip
-    """Carry a window that was read; the labels written, increasing.
+    """Migrate a window that was read before.
 
-    It may be done anywhere and any number of times: items that have a vector in `target` keep it,
-    and deleted ones stay so. Raises as `run_upgrade`.
+    It may run on any machine and any number of times: items that have a vector in `target` keep it,
+    and deleted items stay deleted.
+
+    Args:
+        store: The gallery.
+        runner: The transform.
+        target: The space to write.
+        labels: int64 [n].
+        embedding: float32 [n, from_dim].
+        side: float32 [n, from_side_dim], or None.
+        origin: Recorded with the new vectors.
+
+    Returns:
+        The labels written, increasing.
+
+    Raises:
+        NobackfillError: As `run_upgrade` does.
     """
     return _write(store, target, labels, partial(runner.run, embedding, side), origin)
 
@@ -220,17 +273,17 @@ def _write(
     try:
         upgraded = result()
     except UnusableOutputError as error:
-        raise _named(store, labels, target, error) from error
+        raise _with_ids(store, labels, target, error) from error
     return store.write(
         target.space, labels, upgraded.embedding, side=upgraded.side,
         uncertainty=upgraded.uncertainty, origin=origin,
     )  # fmt: skip
 
 
-def _named(
+def _with_ids(
     store: Carrying, labels: Labels, target: SpaceSpec, error: UnusableOutputError
 ) -> UnusableOutputError:
-    """The error with ids in place of rows."""
+    """Return the error with ids in place of row numbers."""
     items = store.items([int(labels[row]) for row in error.rows])
     names = few(item.id for item in items if item is not None)
     return UnusableOutputError(

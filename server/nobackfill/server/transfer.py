@@ -130,9 +130,9 @@ def _page(source: GalleryStore, target: GalleryStore, items: Sequence[StoredItem
     names = {item.label: item.id for item in items}
     for info in source.spaces():
         space = info.spec.space
-        rows = source.stored(np.array([*of_target], np.int64), space)
+        rows = source.stored_vectors(np.array([*of_target], np.int64), space)
         labels = np.array([of_target[label] for label in rows.labels.tolist()], np.int64)
-        target_rows = target.stored(labels, space)
+        target_rows = target.stored_vectors(labels, space)
         rows_by_label = {
             label: target_rows.row(row) for row, label in enumerate(target_rows.labels.tolist())
         }
@@ -154,7 +154,7 @@ def _write(
     target: GalleryStore, space: str, labels: Labels, rows: StoredVectors,
     differ: np.ndarray[tuple[int], np.dtype[np.intp]], side_dim: int,
 ) -> None:  # fmt: skip
-    for group in rows.alike(differ):
+    for group in rows.groups(differ):
         sides = b"".join(rows.sides[row] or b"" for row in group.tolist())
         uncertainties = [rows.uncertainties[row] for row in group.tolist()]
         target.write(
@@ -179,8 +179,8 @@ def _count_different(source: GalleryStore, target: GalleryStore, space: str) -> 
     labels, _, _ = source.sample(space, space, _SAMPLE)
     names = {item.id: item.label for item in source.items(labels) if item is not None}
     source_labels = {item.label: names[item.id] for item in _by_ids(target, [*names])}
-    first = source.stored(labels, space)
-    second = target.stored(np.array([*source_labels], np.int64), space)
+    first = source.stored_vectors(labels, space)
+    second = target.stored_vectors(np.array([*source_labels], np.int64), space)
     rows = {label: first.row(row) for row, label in enumerate(first.labels.tolist())}
     equal = sum(
         rows.get(source_labels[label]) == second.row(row)

@@ -703,7 +703,7 @@ def _distances(
     Returns:
         The labels that have a vector there, their distances, and whether each was migrated.
     """
-    stored = hosted.store.stored(labels, part.space)
+    stored = hosted.store.stored_vectors(labels, part.space)
     distances = index.to_one(part.query.embedder.metric, query, stored.embedding)
     return (
         stored.labels,

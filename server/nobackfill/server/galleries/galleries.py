@@ -318,7 +318,7 @@ class GalleryRegistry:
             if not hosted.users.close(_DRAIN_SECONDS):
                 raise BusyError(f"gallery {name!r} is still in use; try again later")
             with self._lock_names():
-                hosted.store.rest()
+                hosted.store.suspend()
                 finish = self._home.remove(name)
                 with self._update_lock:
                     self._hosted = {n: h for n, h in self._hosted.items() if n != name}

@@ -141,7 +141,7 @@ def _rank_candidates(pairs: Sequence[Candidates]) -> list[list[RankedHit]]:
     labels = np.array(
         sorted({label for _, candidates_of in pairs for label in candidates_of}), np.int64
     )
-    stored = hosted.store.stored(labels, part.space)
+    stored = hosted.store.stored_vectors(labels, part.space)
     metric = space_of(hosted.spaces(), part.space).spec.metric
     origins = dict(zip(stored.labels.tolist(), stored.origins, strict=True))
 

@@ -7,7 +7,7 @@ import grpc
 
 from nobackfill.errors import InvalidInputError, NotFoundError, TooLargeError
 from nobackfill.gallery import edits
-from nobackfill.gallery.edits import Chosen
+from nobackfill.gallery.edits import Selection
 from nobackfill.gallery.filters import check
 from nobackfill.gallery.listing import ListingPlace
 from nobackfill.gallery.reading import StoredItem
@@ -172,19 +172,19 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
     return edits.describe(hosted.store, selection, values, remove, context.current().check)
 
 
-def _select_items(hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataRequest) -> Chosen:
+def _select_items(hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataRequest) -> Selection:
     if not request.HasField("filter"):
         if len(request.ids) > LARGEST_CHANGE:
             raise TooLargeError(
                 f"expected at most {LARGEST_CHANGE} ids, got {len(request.ids)}; send several calls"
             )
-        return edits.chosen_by_ids(hosted.store, list(request.ids))
+        return edits.select_ids(hosted.store, list(request.ids))
     filtered = from_filter(request.filter)
     if request.ids or filtered is None or not check(filtered):
         raise InvalidInputError(
             "expected either ids or a filter with a condition; without one it matches all items"
         )
-    return edits.chosen_by_filter(hosted.filtering, filtered)
+    return edits.select_matches(hosted.filtering, filtered)
 
 
 def _fill_vector(item: StoredItem, into: pb.GetItemResponse | pb.ListedItem) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from nobackfill.errors import AlreadyExistsError, IncompatibleSpaceError, NotFoundError
-from nobackfill.gallery.edits import described
+from nobackfill.gallery.edits import changed_metadata
 from nobackfill.gallery.filters import Filter
 from nobackfill.gallery.reading import StoredItem, item_of
 from nobackfill.gallery.search.index import Labels
@@ -17,7 +17,7 @@ from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, spac
 from nobackfill.gallery.staging import check_doubt
 from nobackfill.gallery.store import (
     Change,
-    Checked,
+    CheckedVectors,
     NewVectors,
     PutResult,
     check_batch,
@@ -75,13 +75,13 @@ class PostgresqlGallery(Reads):
             missing = run(connection, lookup, [tables]).fetchone()
             return None if missing is None else str(missing[0])
 
-        # Checked twice: another gateway may delete a space between two statements.
+        # CheckedVectors twice: another gateway may delete a space between two statements.
         return self.database.read(work) and self.database.read(work)
 
     def close(self) -> None:
         """Do nothing: the connections belong to the database."""
 
-    def rest(self) -> bool:
+    def suspend(self) -> bool:
         """Return True: nothing is held open."""
         return True
 
@@ -166,7 +166,7 @@ class PostgresqlGallery(Reads):
 
     def _checked(
         self, vectors: Sequence[NewVectors], count: int, *, outdated: bool
-    ) -> list[Checked]:
+    ) -> list[CheckedVectors]:
         spaces = self.spaces()
         try:
             return [check_new(space_of(spaces, new.space), new, count) for new in vectors]
@@ -207,7 +207,7 @@ class PostgresqlGallery(Reads):
             )
             items = [item_of(row) for row in cursor]
             present = {item.label: (item.id, item.metadata) for item in items}
-            writing.describe(connection, self.schema, described(present, values, remove))
+            writing.describe(connection, self.schema, changed_metadata(present, values, remove))
             return np.array([*present], np.int64)
 
         changed = self._shared(work)

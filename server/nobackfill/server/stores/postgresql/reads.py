@@ -221,7 +221,7 @@ class Reads:
             lambda connection: copy_out(connection, table, among(labels), info.spec.dim)
         )[1]
 
-    def stored(self, labels: Labels, space: str) -> StoredVectors:
+    def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
         info = self.space(space)
         return self.database.read(lambda c: rows.stored(c, self.schema, labels, info))
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from nobackfill.errors import NotFoundError
 from nobackfill.gallery.search.index import Labels, rows_of
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.staging import ensure_active_may_go, ensure_same, ensure_whole
-from nobackfill.gallery.store import Batch, Checked, PutResult, kept_and_replaced
+from nobackfill.gallery.staging import ensure_complete, ensure_not_active, ensure_same
+from nobackfill.gallery.store import Batch, CheckedVectors, PutResult, match_items
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import facets
 from nobackfill.server.stores.postgresql.database import Connection, run
@@ -32,7 +32,7 @@ def hold_gate(connection: Connection, schema: str) -> None:
 
 
 def insert(
-    connection: Connection, schema: str, batch: Batch, vectors: Sequence[Checked]
+    connection: Connection, schema: str, batch: Batch, vectors: Sequence[CheckedVectors]
 ) -> tuple[PutResult, Labels, list[NDArray[np.bool_]]]:
     """Store a batch of items.
 
@@ -53,7 +53,7 @@ def insert(
         [list(batch.ids)],
     )
     known = {item_id: (label, digest) for item_id, label, digest in rows}
-    labels, kept, replaced = kept_and_replaced(batch, known)
+    labels, kept, replaced = match_items(batch, known)
     delete_labels(connection, schema, replaced)
     is_new = ~kept
     labels[is_new] = _new_labels(connection, schema, int(is_new.sum()))
@@ -66,9 +66,9 @@ def insert(
         is_missing = np.ones(len(labels), np.bool_)
         missing = checked
         if kept.any():
-            present = live_labels(connection, table, labels[kept], checked.kept_where)
+            present = live_labels(connection, table, labels[kept], checked.keep_condition)
             is_missing = ~np.isin(labels, present)
-            missing = checked.some(is_missing)
+            missing = checked.select(is_missing)
         insert_vectors(connection, schema, missing, labels[is_missing], replace=bool(kept.any()))
         written.append(is_missing)
     return PutResult(labels, is_new), replaced, written
@@ -133,7 +133,7 @@ def live_labels(connection: Connection, table: str, labels: Labels, where: str =
 
 
 def insert_vectors(
-    connection: Connection, schema: str, checked: Checked, labels: Labels,
+    connection: Connection, schema: str, checked: CheckedVectors, labels: Labels,
     uncertainty: Vectors | None = None, *, replace: bool = False,
 ) -> None:  # fmt: skip
     """Add one row to a space's table for each label.
@@ -315,7 +315,7 @@ def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
 
 
 def write(
-    connection: Connection, schema: str, checked: Checked, labels: Labels,
+    connection: Connection, schema: str, checked: CheckedVectors, labels: Labels,
     uncertainty: NDArray[np.float32] | None, *, replace: bool,
 ) -> tuple[Labels, Vectors]:  # fmt: skip
     """Write vectors of a space, with the gate shared; see staging.write.
@@ -336,7 +336,7 @@ def write(
         present = live_labels(connection, table_of(schema, info.number), labels)
         existing = np.setdiff1d(existing, present, assume_unique=True)
     selection = order[rows_of(labels[order], existing)]
-    selected = checked.some(selection)
+    selected = checked.select(selection)
     chosen_uncertainty = None if uncertainty is None else uncertainty[selection]
     insert_vectors(connection, schema, selected, existing, chosen_uncertainty, replace=replace)
     return existing, selected.embedding
@@ -372,7 +372,7 @@ def _activate(
     connection: Connection, schema: str, target: SpaceInfo, old_becomes: str, leave_behind: bool
 ) -> None:
     if not leave_behind:
-        ensure_whole(left_behind(connection, schema, target.number), target)
+        ensure_complete(left_behind(connection, schema, target.number), target)
     spaces = f"{schema}.spaces"
     run(connection, f"UPDATE {spaces} SET state = %s WHERE state = 'active'", [old_becomes])
     run(
@@ -386,6 +386,6 @@ def _activate(
 def drop(connection: Connection, schema: str, space: str) -> None:
     """Delete a space; see staging.drop."""
     info = rows.find_space(connection, schema, space)
-    ensure_active_may_go(info)
+    ensure_not_active(info)
     run(connection, f"DROP TABLE {table_of(schema, info.number)}")
     run(connection, f"DELETE FROM {schema}.spaces WHERE number = %s", [info.number])
