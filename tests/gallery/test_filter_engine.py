@@ -171,12 +171,12 @@ def test_columns_beyond_the_bound_are_forgotten(store: SqliteGallery) -> None:
     for _ in range(2):
         for key in ("a", "b", "n"):
             assert stored.passing(Range(key, at_least=40), [key]).sum() == 10
-            assert stored_bytes(stored, stored.held()) <= 2 * numbers
+            assert stored_bytes(stored, stored.cached_keys()) <= 2 * numbers
     # The longest unused goes first.
-    assert stored.held() == ["b", "n"]
+    assert stored.cached_keys() == ["b", "n"]
     every = All((Exists("a"), Exists("b"), Exists("n")))
     assert stored.passing(every, ["a", "b", "n"]).sum() == 50
-    assert stored_bytes(stored, stored.held()) <= 2 * numbers
+    assert stored_bytes(stored, stored.cached_keys()) <= 2 * numbers
 
 
 def stored_bytes(stored: StoredSegment, keys: list[str]) -> int:

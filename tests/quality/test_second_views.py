@@ -91,4 +91,4 @@ def test_labelled_texts_are_asked_for_by_their_first_sentence(tmp_path: Path) ->
     (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
     known = list_texts(tmp_path / "t.jsonl").by_parts()
     assert (known.paths, known.texts) == (("1", "3"), ("Another thing.", "words without a stop"))
-    assert known.asking().texts == ("One thing.", "several")
+    assert known.as_queries().texts == ("One thing.", "several")

@@ -18,9 +18,9 @@ from nobackfill.report.comparison import (
     Flips,
     compare,
     flips,
-    kept,
     matrix_of_pictures,
     predecessor,
+    quality_kept,
 )
 from nobackfill.report.page import read_folder
 from tests.support.publication import manifests_of
@@ -81,7 +81,7 @@ def test_a_naive_swap_finds_nothing_and_the_exact_upgrade_everything(
     matrix = matrix_of_pictures(comparison.cells)
     # Orthogonal blocks: every distance is the same, so nothing is near.
     assert matrix["new", "old"].map < 30
-    assert kept(matrix) == pytest.approx(100, abs=0.1)
+    assert quality_kept(matrix) == pytest.approx(100, abs=0.1)
     assert matrix["new", "new"].shade == pytest.approx(1)
     assert comparison.route == (1, 2)
     assert comparison.uncertainty is not None

@@ -1,7 +1,7 @@
-"""How good retrieval is, and how compatible two models are: numpy in, numpy out.
+"""Measure retrieval quality, and how compatible two models are: numpy in, numpy out.
 
-Vectors are float [n, dim] and labels int [n]; smaller distances are nearer. A figure has one number
-a query, NaN where nothing is relevant to it.
+Vectors are float [n, dim] and labels int [n]; a smaller distance is nearer. A figure has one number
+for each query, NaN where nothing is relevant to it.
 
 >>> import numpy as np
 >>> from nobackfill.metrics import average_precision, cmc, mean, rank, same_label

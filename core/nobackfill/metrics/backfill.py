@@ -1,7 +1,7 @@
-"""The backfill curve: quality while a gallery is re-embedded item by item, in a chosen order.
+"""Compute the backfill curve: quality while a gallery is re-embedded item by item.
 
-BCT's supplement (section 2) goes by class in steps of 2 %; FastFill orders items by predicted
-uncertainty and reports the mean over the curve.
+BCT's supplement (section 2) re-embeds class by class in steps of 2 %. FastFill orders items by
+predicted uncertainty and reports the mean over the curve.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,15 @@ from nobackfill.metrics.replaced import Steps, rank_steps
 from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean
 
 TENTHS = np.linspace(0, 1, 11)
-# Neighbours of an item whose searches it stands in.
+# Neighbours of an item that count as its searches.
 NEAR = 10
 
 
 @dataclass(frozen=True)
 class Line:
-    """What brings the distance of a carried item to that of a re-embedded one which is as likely to
-    match: slope * distance + offset. `slope` > 0.
+    """Converts the distance of a migrated item to that of a re-embedded one as likely to match.
+
+    The result is slope * distance + offset, with `slope` > 0.
     """
 
     slope: float = 1.0
@@ -37,27 +38,40 @@ AS_THEY_ARE = Line()
 
 @dataclass(frozen=True)
 class BackfillCurve:
-    """Quality at each share of re-embedded items, from 0 to 1."""
+    """Quality at each share of re-embedded items.
+
+    Attributes:
+        shares: [s], from 0 to 1.
+        cmc1: CMC-1 at each share, [s].
+        map: mAP at each share, [s].
+        cmc1_areas: Area under each query's curve of CMC-1, [q]; NaN as in retrieval.py.
+        map_areas: Area under each query's curve of average precision, [q]; NaN as in retrieval.py.
+    """
 
     shares: NDArray[np.float64]
     cmc1: NDArray[np.float64]
     map: NDArray[np.float64]
-    # The area under each query's curve of CMC-1 and of average precision; NaN as in retrieval.py.
     cmc1_areas: PerQuery
     map_areas: PerQuery
 
     def mean_over(self, values: NDArray[np.float64]) -> float:
-        """The area under one of the curves: its mean over shares 0 to 1 (trapezium rule)."""
+        """Return the area under one of the curves [s]: its mean over shares 0 to 1 (trapezium
+        rule)."""
         return float(np.trapezoid(values, self.shares))
 
 
 def random_order(items: int, seed: int) -> Ints:
-    """Items in a random order."""
+    """Return items 0 to `items` - 1 in a random order."""
     return np.random.default_rng(seed).permutation(items)
 
 
 def class_order(labels: ArrayLike, seed: int) -> Ints:
-    """Whole classes one after the other, classes in a random order, as in BCT's supplement."""
+    """Return items class by class, with the classes in a random order, as in BCT's supplement.
+
+    Args:
+        labels: int [n].
+        seed: Chooses the order of the classes.
+    """
     labels = np.asarray(labels)
     classes, positions = np.unique(labels, return_inverse=True)
     places = np.random.default_rng(seed).permutation(len(classes))
@@ -65,45 +79,70 @@ def class_order(labels: ArrayLike, seed: int) -> Ints:
 
 
 def uncertainty_order(uncertainty: NDArray[np.floating[Any]]) -> Ints:
-    """The most uncertain item first (FastFill); equal ones by position."""
+    """Return items by falling uncertainty (FastFill); equal ones by position.
+
+    Args:
+        uncertainty: [n], larger is less certain.
+    """
     return np.argsort(-uncertainty, kind="stable")
 
 
 def oracle_order(served: Floats, backfilled: Floats) -> Ints:
-    """The item with the largest true squared error first: the order of a perfect uncertainty."""
+    """Return items by falling true squared error: the order of a perfect uncertainty.
+
+    Args:
+        served: The vectors that are searched, [n, dim].
+        backfilled: The re-embedded vectors, [n, dim].
+    """
     return uncertainty_order(((served - backfilled) ** 2).sum(axis=1))
 
 
 def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> Ints:
-    """The item first that re-embedding is expected to help most: that stands in most searches and
-    is uncertain.
+    """Return items by falling expected gain: items that are uncertain and occur in many searches
+    first.
 
-    Gain = (times among the NEAR nearest of another served item) * variance^(1/4). By variance alone
-    a backfill does outliers first, which few searches meet, while a random tenth gives every search
-    a re-embedded item near: CMC-1 over the curve is then below random order's, as it is by the true
+    Gain = (times among the NEAR nearest of another served item) * variance^(1/4). Variance alone
+    puts outliers first, which few searches meet, while a random tenth gives every search a
+    re-embedded item nearby: CMC-1 over the curve is then below random order's, even with the true
     error. The root was chosen on development seeds of digits.
+
+    Args:
+        served: The vectors that are searched, [n, dim].
+        uncertainty: Predicted variance, [n].
+        metric: How distances are computed.
     """
-    near, _ = nearest(served, served, min(NEAR + 1, len(served)), metric)
-    met = np.bincount(near[near != np.arange(len(served))[:, None]], minlength=len(served))
-    # What no item is near to is still done by its variance.
-    return uncertainty_order((met + 0.1) * np.asarray(uncertainty, np.float64) ** 0.25)
+    neighbours, _ = nearest(served, served, min(NEAR + 1, len(served)), metric)
+    occurrences = np.bincount(
+        neighbours[neighbours != np.arange(len(served))[:, None]], minlength=len(served)
+    )
+    # Items without occurrences are still ordered by their variance.
+    return uncertainty_order((occurrences + 0.1) * np.asarray(uncertainty, np.float64) ** 0.25)
 
 
 def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[np.float64]:
-    """The shares of items that are done after each `step` of the classes of `class_order`."""
+    """Return the shares of items that are re-embedded after each `step` of the classes.
+
+    Args:
+        labels: int [n].
+        order: The order of the items, from `class_order`.
+        step: Share of the classes between two points.
+
+    Returns:
+        [s], from 0 to 1.
+    """
     labels = np.asarray(labels)
     _, firsts = np.unique(labels[order], return_index=True)
     # Where each class ends in the order, with 0 before the first.
     ends = np.append(np.sort(firsts), len(order))
     steps = np.arange(0, 1 + step / 2, step)
-    done = np.unique(np.round(steps * (len(ends) - 1)).astype(int))
-    shares: NDArray[np.float64] = ends[done] / len(order)
+    class_counts = np.unique(np.round(steps * (len(ends) - 1)).astype(int))
+    shares: NDArray[np.float64] = ends[class_counts] / len(order)
     return shares
 
 
 @dataclass(frozen=True)
 class Order:
-    """Items in the order in which they are re-embedded, and the shares at which is measured."""
+    """An order of re-embedding, and the shares at which quality is measured."""
 
     items: Ints
     shares: ArrayLike = field(default_factory=lambda: TENTHS)
@@ -121,12 +160,25 @@ def backfill_curve(
     served_queries: Floats | None = None,
     line: Line = AS_THEY_ARE,
 ) -> BackfillCurve:
-    """Search a gallery of which the first share of `order` holds `backfilled` [g, dim], the rest
-    `served` [g, served dim], with `queries` [q, dim].
+    """Measure search quality while a gallery is re-embedded in one order.
 
-    `served_queries` [q, served dim] are the queries as they meet served items, where the dimensions
-    differ (BCT's first K elements); otherwise `queries` meets both. The distances of both kinds are
-    ranked together, those of served items along `line`.
+    At each share, the first items of `order` have their vector in `backfilled`, the others in
+    `served`. Both kinds are ranked together, with distances of served items converted by `line`.
+
+    Args:
+        queries: [q, dim].
+        served: Vectors before re-embedding, [g, served dim].
+        backfilled: Vectors after re-embedding, [g, dim].
+        order: A permutation of the items, [g].
+        relevance: The relevant items of each query.
+        shares: Where quality is measured, 0 to 1.
+        metric: How distances are computed.
+        served_queries: Queries for served items, [q, served dim], if the dimensions differ (BCT's
+            first K elements); None: `queries`.
+        line: Converts distances of served items.
+
+    Raises:
+        ValueError: The order is no permutation of all items.
     """
     orders = {"": Order(order, shares)}
     return curves_by_order(
@@ -146,25 +198,39 @@ def curves_by_order(
     served_queries: Floats | None = None,
     line: Line = AS_THEY_ARE,
 ) -> dict[str, BackfillCurve]:
-    """`backfill_curve` of each order, by name: distances are looked at once for all."""
+    """Measure `backfill_curve` for several orders, by name, computing distances only once.
+
+    Args:
+        queries: [q, dim].
+        served: Vectors before re-embedding, [g, served dim].
+        backfilled: Vectors after re-embedding, [g, dim].
+        orders: The orders by name.
+        relevance: The relevant items of each query.
+        metric: How distances are computed.
+        served_queries: Queries for served items, [q, served dim]; None: `queries`.
+        line: Converts distances of served items.
+
+    Raises:
+        ValueError: An order is no permutation of all items.
+    """
     points = {name: np.asarray(order.shares, np.float64) for name, order in orders.items()}
-    ways = []
+    replacements = []
     for name, order in orders.items():
         if not np.array_equal(np.sort(order.items), np.arange(len(backfilled))):
             raise ValueError(f"expected an order of all {len(backfilled)} items")
         counts = np.round(points[name] * len(order.items)).astype(np.int64)
-        ways.append(Steps(order.items, counts))
+        replacements.append(Steps(order.items, counts))
     meets_served = queries if served_queries is None else served_queries
-    # By order, of each block: at each step, of each query.
-    cmc1: list[list[NDArray[np.float64]]] = [[] for _ in ways]
-    precision: list[list[NDArray[np.float64]]] = [[] for _ in ways]
+    # For each order and each block: [steps, queries].
+    cmc1: list[list[NDArray[np.float64]]] = [[] for _ in replacements]
+    precision: list[list[NDArray[np.float64]]] = [[] for _ in replacements]
     for (first, old), (_, new) in zip(
         distance_blocks(meets_served, served, metric),
         distance_blocks(queries, backfilled, metric),
         strict=True,
     ):
         carried = line.slope * old + line.offset
-        for number, steps in enumerate(rank_steps(carried, new, first, ways, relevance)):
+        for number, steps in enumerate(rank_steps(carried, new, first, replacements, relevance)):
             rankings = [Ranking(r, np.array([len(one) for one in r], np.int64)) for r in steps]
             cmc1[number].append(np.stack([cmc(ranking, 1) for ranking in rankings]))
             precision[number].append(np.stack([average_precision(one) for one in rankings]))
@@ -177,7 +243,7 @@ def curves_by_order(
 def _curve(
     shares: NDArray[np.float64], cmc1: NDArray[np.float64], precision: NDArray[np.float64]
 ) -> BackfillCurve:
-    """Of figures [steps, queries]."""
+    """Build a curve from figures [steps, queries]."""
     return BackfillCurve(
         shares,
         np.array([mean(values) for values in cmc1]),

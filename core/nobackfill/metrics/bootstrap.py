@@ -1,8 +1,8 @@
-"""Paired bootstrap: is a difference between two models larger than chance?
+"""Test by a paired bootstrap whether a difference between two models is larger than chance.
 
-Chance has up to three sources: the training (runs), the choice of classes, the choice of queries.
-Average precisions of one class share their positives, so queries of known classes are not
-independent: whole classes are drawn (ADR 0035).
+Chance has up to three sources: training (runs), the choice of classes, the choice of queries.
+Average precisions of one class share their positives, so queries of a class are not independent:
+whole classes are drawn (ADR 0035).
 """
 
 import math
@@ -21,9 +21,13 @@ FEWEST_CLASSES = 10
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of (a - b) with the bounds of its bootstrap interval.
+    """The mean of (a - b), with the bounds of its bootstrap interval.
 
-    `classes`: how many classes the queries are of; None where no class is known.
+    Attributes:
+        mean: The mean.
+        low: Lower bound.
+        high: Upper bound.
+        classes: Number of classes of the queries; None if no class is known.
     """
 
     mean: float
@@ -33,13 +37,16 @@ class Difference:
 
     @property
     def of_these_classes(self) -> bool:
-        """Whether the bounds hold for these classes alone, because they are too few to draw."""
+        """Tell whether the bounds hold for these classes only, because they are too few to draw."""
         return self.classes is not None and self.classes < FEWEST_CLASSES
 
     @property
     def verdict(self) -> Verdict:
-        """Whether a > b: "holds" with the whole interval above 0, "fails" with it below 0. Else,
-        and with fewer than FEWEST_CLASSES classes, "undecided".
+        """Decide whether a > b.
+
+        Returns:
+            holds with the whole interval above 0, fails with it below 0, undecided otherwise and
+            with fewer than FEWEST_CLASSES classes.
         """
         if self.of_these_classes:
             return "undecided"
@@ -50,9 +57,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Units:
-    """The units that are drawn in a run: its classes, or its queries. `names` [u] tell which they
-    are, `sums` [u] and `sizes` [u] are the sum of their queries' differences and how many there
-    are."""
+    """The units that are drawn in a run: its classes, or its queries.
+
+    Attributes:
+        names: Which units they are, [u].
+        sums: Sum of the differences of each unit's queries, [u].
+        sizes: Number of queries of each unit, [u].
+    """
 
     names: NDArray[Any]
     sums: NDArray[np.float64]
@@ -103,42 +114,42 @@ def paired_bootstrap(
     if not 0 < level < 1 or resamples < 1:
         raise ValueError(f"expected 0 < level < 1 and resamples >= 1, got {level}, {resamples}")
     queries = _queries(a, b)
-    units, known, tail = queries, None, (1 - level) / 2
+    units, class_count, tail = queries, None, (1 - level) / 2
     if classes is not None:
         by_class = _by_class(queries, a, classes)
-        known = min(len(run.names) for run in by_class)
-        if known >= FEWEST_CLASSES:
-            units, tail = by_class, _widened(tail, known)
+        class_count = min(len(run.names) for run in by_class)
+        if class_count >= FEWEST_CLASSES:
+            units, tail = by_class, _widen(tail, class_count)
     rng = np.random.default_rng(seed)
-    drawn = rng.integers(len(units), size=(len(units), resamples))
+    draws = rng.integers(len(units), size=(len(units), resamples))
     if all(np.array_equal(run.names, units[0].names) for run in units):
-        means = np.take_along_axis(_resampled_means(units, resamples, rng), drawn, axis=0)
+        means = np.take_along_axis(_resampled_means(units, resamples, rng), draws, axis=0)
     else:
-        means = np.empty(drawn.shape)
+        means = np.empty(draws.shape)
         for run, own in enumerate(units):
-            chosen = drawn == run
-            means[chosen] = _resampled_means([own], int(chosen.sum()), rng)[0]
+            selected = draws == run
+            means[selected] = _resampled_means([own], int(selected.sum()), rng)[0]
     bounds = np.quantile(means.mean(axis=0), [tail, 1 - tail])
-    # What differences that cancel leave behind (1e-18) is on no side of zero.
+    # Differences that cancel leave 1e-18, which is on no side of zero.
     low, high = np.round(bounds, 12) + 0.0
-    return Difference(float(np.mean([u.mean for u in units])), float(low), float(high), known)
+    return Difference(float(np.mean([u.mean for u in units])), float(low), float(high), class_count)
 
 
 def _queries(a: Sequence[NDArray[np.float64]], b: Sequence[NDArray[np.float64]]) -> list[_Units]:
-    """The answerable queries of each run, named by their place."""
+    """Return the answerable queries of each run, named by their position."""
     if not a or len(a) != len(b):
         raise ValueError(f"expected the same runs on both sides, got {len(a)} and {len(b)}")
-    found = []
+    units = []
     for left, right in zip(a, b, strict=True):
         if left.shape != right.shape or left.ndim != 1:
             raise ValueError(f"expected paired values [q], got {left.shape} and {right.shape}")
         if (np.isnan(left) != np.isnan(right)).any():
             raise ValueError("the two sides do not answer the same queries")
-        answered = np.flatnonzero(~np.isnan(left))
-        if not len(answered):
+        answerable = np.flatnonzero(~np.isnan(left))
+        if not len(answerable):
             raise ValueError("no query has a relevant item in the gallery")
-        found.append(_Units(answered, (left - right)[answered], np.ones(len(answered))))
-    return found
+        units.append(_Units(answerable, (left - right)[answerable], np.ones(len(answerable))))
+    return units
 
 
 def _by_class(
@@ -146,26 +157,26 @@ def _by_class(
 ) -> list[_Units]:
     if [labels.shape for labels in classes] != [run.shape for run in a]:
         raise ValueError("expected the class of each query, in as many runs")
-    found = []
+    units = []
     for run, labels in zip(queries, classes, strict=True):
         names, places = np.unique(labels[run.names], return_inverse=True)
         sums, sizes = (
             np.bincount(places, values).astype(np.float64) for values in (run.sums, run.sizes)
         )
-        found.append(_Units(names, sums, sizes))
-    return found
+        units.append(_Units(names, sums, sizes))
+    return units
 
 
-def _widened(tail: float, count: int) -> float:
-    """The percentile of a bootstrap over `count` values that stands where Student's t does.
+def _widen(tail: float, count: int) -> float:
+    """Return the percentile of a bootstrap over `count` values that Student's t would use.
 
-    The bootstrap divides by n where the variance's estimate divides by n - 1, and takes the
+    The bootstrap divides by n where the estimate of the variance divides by n - 1, and takes the
     estimate for the truth.
     """
     normal, degrees = NormalDist(), count - 1
     z = normal.inv_cdf(tail)
-    # Cornish and Fisher's expansion of t's quantile, within .0002 of it from 9 degrees on
-    # (Abramowitz and Stegun 26.7.5).
+    # Cornish and Fisher's expansion of t's quantile, within .0002 from 9 degrees on (Abramowitz and
+    # Stegun 26.7.5).
     t = (
         z
         + (z**3 + z) / (4 * degrees)
@@ -178,8 +189,9 @@ def _widened(tail: float, count: int) -> float:
 def _resampled_means(
     runs: Sequence[_Units], resamples: int, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Means [runs, resamples], each resample's units drawn once for all runs; in pieces, so that
-    memory stays small for many queries.
+    """Return means [runs, resamples]; each resample draws its units once for all runs.
+
+    Works in pieces, so that memory stays small for many queries.
     """
     sums, sizes = np.stack([run.sums for run in runs]), np.stack([run.sizes for run in runs])
     units = sums.shape[1]
@@ -187,13 +199,13 @@ def _resampled_means(
     means = [np.empty((len(runs), 0))]
     for start in range(0, resamples, piece):
         rows = min(piece, resamples - start)
-        drawn = rng.integers(units, size=(rows, units))
+        draws = rng.integers(units, size=(rows, units))
         if len(runs) == 1:
-            means.append((sums[0][drawn].sum(1) / sizes[0][drawn].sum(1))[None])
+            means.append((sums[0][draws].sum(1) / sizes[0][draws].sum(1))[None])
             continue
-        # Counted, each draw is read once, not once a run.
-        drawn += units * np.arange(rows)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=drawn.size).reshape(drawn.shape)
+        # With counts, each draw is read once instead of once for each run.
+        draws += units * np.arange(rows)[:, None]
+        counts = np.bincount(draws.ravel(), minlength=draws.size).reshape(draws.shape)
         weights = counts.T.astype(np.float64)
         means.append((sums @ weights) / (sizes @ weights))
     return np.concatenate(means, axis=1)

@@ -1,4 +1,5 @@
-"""Linear centred kernel alignment: how alike two representations of the same images are."""
+"""Compute linear centred kernel alignment: how similar two representations of the same images
+are."""
 
 import numpy as np
 
@@ -6,10 +7,19 @@ from nobackfill.metrics.distances import Floats
 
 
 def linear_cka(x: Floats, y: Floats) -> float:
-    """Linear CKA of x [n, a] and y [n, b], 0..1 (FCT section 5.3; Kornblith et al. 2019).
+    """Compute linear CKA (FCT section 5.3; Kornblith et al. 2019).
 
-    |Yc' Xc|_F^2 / (|Xc' Xc|_F |Yc' Yc|_F) with centred columns; never a matrix of n x n. 0 where
-    one side is constant (FCT's "no side-information").
+    Yc' Xc|_F^2 / (|Xc' Xc|_F |Yc' Yc|_F) with centred columns, without a matrix of n x n.
+
+    Args:
+        x: [n, a].
+        y: [n, b], of the same images.
+
+    Returns:
+        0 to 1; 0 if one side is constant (FCT's "no side-information").
+
+    Raises:
+        ValueError: The sides have different numbers of rows.
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise ValueError(f"expected the same images on both sides, got {x.shape} and {y.shape}")

@@ -1,4 +1,4 @@
-"""A metric by class: the worst class, and ranges of classes (FCT appendix C)."""
+"""Compute a metric by class: each class, the worst class, ranges of classes (FCT appendix C)."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -7,8 +7,16 @@ from nobackfill.metrics.retrieval import PerQuery, mean
 
 
 def by_class(per_query: PerQuery, labels: ArrayLike) -> dict[int, float]:
-    """Mean of a per-query metric over the answerable queries of each class, ascending by class."""
-    labels = _fitting(per_query, labels)
+    """Return the mean over the answerable queries of each class, ascending by class.
+
+    Args:
+        per_query: A figure of each query, [q].
+        labels: Class of each query, [q].
+
+    Raises:
+        ValueError: The lengths differ.
+    """
+    labels = _check_labels(per_query, labels)
     answerable = ~np.isnan(per_query)
     return {
         int(label): float(per_query[answerable & (labels == label)].mean())
@@ -17,7 +25,15 @@ def by_class(per_query: PerQuery, labels: ArrayLike) -> dict[int, float]:
 
 
 def worst_class(per_query: PerQuery, labels: ArrayLike) -> tuple[int, float]:
-    """The class that is served worst, and its mean."""
+    """Return the class with the lowest mean, and that mean.
+
+    Args:
+        per_query: A figure of each query, [q].
+        labels: Class of each query, [q].
+
+    Raises:
+        ValueError: The lengths differ, or no query is answerable.
+    """
     values = by_class(per_query, labels)
     if not values:
         raise ValueError("no query has a relevant item in the gallery")
@@ -26,13 +42,25 @@ def worst_class(per_query: PerQuery, labels: ArrayLike) -> tuple[int, float]:
 
 
 def in_range(per_query: PerQuery, labels: ArrayLike, first: int, end: int) -> float:
-    """Mean over the queries whose class is first <= class < end."""
-    labels = _fitting(per_query, labels)
+    """Return the mean over the queries whose class is first <= class < end.
+
+    Args:
+        per_query: A figure of each query, [q].
+        labels: Class of each query, [q].
+        first: The first class.
+        end: The first class after the range.
+
+    Raises:
+        ValueError: The lengths differ, or no such query is answerable.
+    """
+    labels = _check_labels(per_query, labels)
     return mean(per_query[(labels >= first) & (labels < end)])
 
 
-def _fitting(per_query: PerQuery, labels: ArrayLike) -> np.ndarray:
+def _check_labels(per_query: PerQuery, labels: ArrayLike) -> np.ndarray:
     labels = np.asarray(labels)
     if labels.shape != per_query.shape:
-        raise ValueError(f"expected a label a query, got {labels.shape} for {per_query.shape}")
+        raise ValueError(
+            f"expected a label for each query, got {labels.shape} for {per_query.shape}"
+        )
     return labels

@@ -1,6 +1,6 @@
-"""Is a new model compatible with an old gallery, and what does that gain or cost?
+"""Measure whether a new model is compatible with an old gallery, and what that gains or costs.
 
-M is any retrieval metric where larger = better, in shares; cells are written query/gallery.
+M is any retrieval metric as a share, larger is better. Cells are written query/gallery.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,22 @@ from nobackfill.metrics.retrieval import PerQuery
 
 
 def is_compatible(new_old: float, old_old: float) -> bool:
-    """The empirical criterion, M(new, old) > M(old, old): BCT Eq. 2, UniBCT Eq. 1, DMU Eq. 5."""
+    """Test the empirical criterion M(new, old) > M(old, old): BCT Eq. 2, UniBCT Eq. 1, DMU Eq.
+    5."""
     return new_old > old_old
 
 
 def update_gain(new_old: float, old_old: float, independent: float) -> float | None:
-    """BCT Eq. (9): (M(new, old) - M(old, old)) / (M(new*, new*) - M(old, old)).
+    """Compute BCT Eq. (9): (M(new, old) - M(old, old)) / (M(new*, new*) - M(old, old)).
 
-    `independent` is M(new*, new*) of the model trained without compatibility, never that of the
-    compatible model. None where Eq. (2) fails or the independent model is no better than the old.
+    Args:
+        new_old: M(new, old).
+        old_old: M(old, old).
+        independent: M(new*, new*) of the model trained without compatibility, never that of the
+            compatible model.
+
+    Returns:
+        None if Eq. (2) fails, or the independent model is not better than the old one.
     """
     if not is_compatible(new_old, old_old) or independent <= old_old:
         return None
@@ -29,43 +36,93 @@ def update_gain(new_old: float, old_old: float, independent: float) -> float | N
 
 
 def upgrade_gain(new_served: float, old_old: float) -> float:
-    """DMU Eq. (6): (M(new, old) - M(old, old)) / M(old, old); negative where the upgrade hurts."""
+    """Compute DMU Eq. (6): (M(new, old) - M(old, old)) / M(old, old).
+
+    Args:
+        new_served: M(new, served).
+        old_old: M(old, old).
+
+    Returns:
+        Negative if the upgrade is worse than staying.
+
+    Raises:
+        ValueError: M(old, old) is not positive.
+    """
     return (new_served - old_old) / _positive(old_old, "M(old, old)")
 
 
 def degradation(new_new: float, independent: float) -> float:
-    """DMU Eq. (7): (M(new*, new*) - M(new, new)) / M(new*, new*); negative where it helps."""
+    """Compute DMU Eq. (7): (M(new*, new*) - M(new, new)) / M(new*, new*).
+
+    Args:
+        new_new: M(new, new).
+        independent: M(new*, new*).
+
+    Returns:
+        Negative if compatibility helps.
+
+    Raises:
+        ValueError: M(new*, new*) is not positive.
+    """
     return (independent - new_new) / _positive(independent, "M(new*, new*)")
 
 
 def share_kept(new_served: float, new_new: float) -> float:
-    """M(new, served) / M(new, new): how much of a full backfill's quality is there without it."""
+    """Compute M(new, served) / M(new, new): the share of a full backfill's quality without a
+    backfill.
+
+    Args:
+        new_served: M(new, served).
+        new_new: M(new, new).
+
+    Raises:
+        ValueError: M(new, new) is not positive.
+    """
     return new_served / _positive(new_new, "M(new, new)")
 
 
 def gap_closed(new_served: float, old_old: float, new_new: float) -> float | None:
-    """(M(new, served) - M(old, old)) / (M(new, new) - M(old, old)), below 0 where it got worse.
+    """Compute (M(new, served) - M(old, old)) / (M(new, new) - M(old, old)).
 
-    None where there is no gap to close: the new model is not better than the old one.
+    Args:
+        new_served: M(new, served).
+        old_old: M(old, old).
+        new_new: M(new, new).
+
+    Returns:
+        Below 0 if quality fell; None if the new model is not better than the old one.
     """
     if new_new <= old_old:
         return None
     return (new_served - old_old) / (new_new - old_old)
 
 
-def negative_flips(before: PerQuery, after: PerQuery) -> float:
-    """Share of answerable queries with CMC-1 of 1 `before` and 0 `after`."""
-    if before.shape != after.shape or (np.isnan(before) != np.isnan(after)).any():
+def negative_flips(old_cmc1: PerQuery, new_cmc1: PerQuery) -> float:
+    """Return the share of answerable queries whose CMC-1 fell from 1 to 0.
+
+    Args:
+        old_cmc1: [q], NaN for queries without an answer.
+        new_cmc1: [q], paired with it.
+
+    Raises:
+        ValueError: The sides answer different queries, or none.
+    """
+    if old_cmc1.shape != new_cmc1.shape or (np.isnan(old_cmc1) != np.isnan(new_cmc1)).any():
         raise ValueError("the two sides do not answer the same queries")
-    answerable = ~np.isnan(before)
+    answerable = ~np.isnan(old_cmc1)
     if not answerable.any():
         raise ValueError("no query has a relevant item in the gallery")
-    return float(np.mean((before[answerable] == 1) & (after[answerable] == 0)))
+    return float(np.mean((old_cmc1[answerable] == 1) & (new_cmc1[answerable] == 0)))
 
 
 @dataclass(frozen=True)
 class StrictCriterion:
-    """BCT Eq. (1) asks both shares to be 1."""
+    """Shares of pairs that satisfy BCT Eq. (1), which requires both to be 1.
+
+    Attributes:
+        apart: Share of the pairs of two classes.
+        together: Share of the pairs of one class.
+    """
 
     apart: float
     together: float
@@ -78,30 +135,42 @@ def strict_criterion(
     relevance: Relevance,
     metric: Metric = "cosine",
 ) -> StrictCriterion:
-    """Share of pairs (i, j) that satisfy BCT Eq. (1), for each kind of pair.
+    """Measure the share of pairs (i, j) that satisfy BCT Eq. (1).
 
-    `apart`: of the pairs of two classes, those with d(new_i, old_j) >= d(old_i, old_j).
-    `together`: of the pairs of one class (j relevant to i), those with
-    d(new_i, old_j) <= d(old_i, old_j). NaN without such pairs. Ignored items, an image with itself
-    among them, are no pair.
+    For pairs of two classes: d(new_i, old_j) >= d(old_i, old_j). For pairs of one class (j is
+    relevant to i): d(new_i, old_j) <= d(old_i, old_j). Ignored items, such as an image itself, form
+    no pair.
+
+    Args:
+        new_queries: [q, dim].
+        old_queries: The same items by the old model, [q, dim].
+        old_gallery: [g, dim].
+        relevance: The relevant items of each query.
+        metric: How distances are computed.
+
+    Returns:
+        Both shares; NaN without such pairs.
     """
-    kept = np.zeros(2)
+    satisfied = np.zeros(2)
     pairs = np.zeros(2)
-    for (first, crossed), (_, before) in zip(
+    for (first, new_distances), (_, old_distances) in zip(
         distance_blocks(new_queries, old_gallery, metric),
         distance_blocks(old_queries, old_gallery, metric),
         strict=True,
     ):
-        same, counted = np.zeros(crossed.shape, bool), np.ones(crossed.shape, bool)
-        for i in range(len(crossed)):
+        same, valid = np.zeros(new_distances.shape, bool), np.ones(new_distances.shape, bool)
+        for i in range(len(new_distances)):
             same[i, relevance.relevant[first + i]] = True
-            counted[i, relevance.ignored[first + i]] = False
-        other = counted & ~same
-        same &= counted
-        kept += [np.sum((crossed >= before) & other), np.sum((crossed <= before) & same)]
+            valid[i, relevance.ignored[first + i]] = False
+        other = valid & ~same
+        same &= valid
+        satisfied += [
+            np.sum((new_distances >= old_distances) & other),
+            np.sum((new_distances <= old_distances) & same),
+        ]
         pairs += [np.sum(other), np.sum(same)]
     with np.errstate(invalid="ignore"):
-        apart, together = kept / pairs
+        apart, together = satisfied / pairs
     return StrictCriterion(float(apart), float(together))
 
 

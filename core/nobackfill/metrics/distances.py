@@ -1,4 +1,4 @@
-"""Distances between queries and gallery, smaller = nearer, a block of queries at a time."""
+"""Compute distances between queries and gallery, block by block; smaller is nearer."""
 
 from collections.abc import Iterator
 from typing import Literal, get_args
@@ -12,30 +12,54 @@ BLOCK_VALUES = 32 * 1024 * 1024
 
 
 def distances(queries: Floats, gallery: Floats, metric: Metric = "l2") -> Floats:
-    """Distances [q, g] between queries [q, dim] and gallery [g, dim].
+    """Compute all distances between queries and a gallery.
 
     "l2" is the squared Euclidean distance (same order as the distance itself), "cosine" is 1 - cos,
-    "inner_product" is the negative inner product, as larger is nearer there.
-    float32 inputs are computed in float32, else in float64. Rounding may leave tiny negative
-    values; they are not clipped, which would make ties that are none. Raises ValueError for shapes
-    that do not fit, non-finite values, a zero vector under "cosine", an unknown metric.
+    "inner_product" is the negative inner product. float32 inputs are computed in float32, others in
+    float64. Rounding may leave tiny negative values, which are not clipped: that would create ties.
+
+    Args:
+        queries: [q, dim].
+        gallery: [g, dim].
+        metric: l2, cosine or inner_product.
+
+    Returns:
+        [q, g].
+
+    Raises:
+        ValueError: Shapes that do not fit, values that are not finite, a zero vector with cosine,
+            or an unknown metric.
     """
-    queries, gallery = _checked(queries, gallery, metric)
+    queries, gallery = _check(queries, gallery, metric)
     return _block(queries, gallery, metric)
 
 
 def distance_blocks(
     queries: Floats, gallery: Floats, metric: Metric = "l2"
 ) -> Iterator[tuple[int, Floats]]:
-    """Yield (first query, distances [b, g]) for consecutive queries, 2^25 values a block."""
-    queries, gallery = _checked(queries, gallery, metric)
+    """Yield the first query and the distances [b, g] of consecutive queries, 2^25 values for a
+    block.
+
+    Args:
+        queries: [q, dim].
+        gallery: [g, dim].
+        metric: As in `distances`.
+
+    Raises:
+        ValueError: As `distances` does.
+    """
+    queries, gallery = _check(queries, gallery, metric)
     size = max(1, BLOCK_VALUES // max(1, len(gallery)))
     for first in range(0, len(queries), size):
         yield first, _block(queries[first : first + size], gallery, metric)
 
 
 def unit(vectors: Floats) -> Floats:
-    """`vectors` [n, dim] with rows of norm 1. Raises ValueError for a zero row."""
+    """Return vectors [n, dim] scaled to norm 1.
+
+    Raises:
+        ValueError: A row is zero.
+    """
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not norms.all():
         raise ValueError(f"row {int(np.argmin(norms))} is a zero vector: it has no direction")
@@ -43,7 +67,7 @@ def unit(vectors: Floats) -> Floats:
     return result
 
 
-def _checked(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, Floats]:
+def _check(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, Floats]:
     if queries.ndim != 2 or gallery.ndim != 2 or queries.shape[1] != gallery.shape[1]:
         raise ValueError(
             "expected queries [q, dim] and gallery [g, dim], "

@@ -1,5 +1,7 @@
-"""Hubness: do a few gallery items crowd into everybody's answers? A transform that squeezes its
-outputs together makes hubs, which means of CMC and mAP hide."""
+"""Measure hubness: whether a few gallery items crowd into most answers.
+
+A transform that compresses its outputs creates hubs, which means of CMC and mAP hide.
+"""
 
 from dataclasses import dataclass
 
@@ -10,8 +12,13 @@ from nobackfill.metrics.ranking import Ints
 
 @dataclass(frozen=True)
 class Hubness:
-    """`skewness` of the k-occurrences (0 = even), `orphans`: share of items in no answer at all,
-    `largest`: the most frequent item's share of the queries."""
+    """How unevenly items occur in answers.
+
+    Attributes:
+        skewness: Of the k-occurrences; 0 is even.
+        orphans: Share of items in no answer.
+        largest: The most frequent item's share of the queries.
+    """
 
     skewness: float
     orphans: float
@@ -19,10 +26,17 @@ class Hubness:
 
 
 def hubness(neighbours: Ints, gallery_size: int) -> Hubness:
-    """Hubness of the answers `neighbours` [q, k] (positions in a gallery of `gallery_size`).
+    """Compute the hubness of answers (Radovanovic et al. 2010).
 
-    Skewness is the third standardised moment of how often each item occurs (Radovanovic et al.
-    2010); 0 where every item occurs equally often.
+    Skewness is the third standardised moment of how often each item occurs; 0 if all occur equally
+    often.
+
+    Args:
+        neighbours: Gallery positions, [q, k].
+        gallery_size: Number of items.
+
+    Raises:
+        ValueError: No query, another shape, or a position outside the gallery.
     """
     if neighbours.ndim != 2 or not len(neighbours):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""1:N open-set identification: TPIR@FPIR."""
+"""Measure 1:N open-set identification: TPIR@FPIR."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,10 @@ from nobackfill.metrics.verification import threshold_at
 class OpenSetSearch:
     """The nearest answer of every probe.
 
-    `hit_distances` [mated]: distance of the nearest mate where it stands at rank 1, else infinity.
-    `non_mated` [non-mated]: distance of the nearest item for probes without a mate in the gallery.
+    Attributes:
+        hit_distances: Distance of the nearest mate if it is the first hit, otherwise infinity;
+            [mated probes].
+        non_mated: Distance of the nearest item, for probes without a mate; [non-mated probes].
     """
 
     hit_distances: NDArray[np.float64]
@@ -25,10 +27,16 @@ class OpenSetSearch:
 def open_set_search(
     probes: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2"
 ) -> OpenSetSearch:
-    """Search every probe [q, dim] in the gallery [g, dim].
+    """Search every probe in the gallery.
 
-    A probe without relevant items is non-mated. A mate that shares the smallest distance with a
-    stranger is not at rank 1.
+    A probe without relevant items is non-mated. A mate at the same distance as a stranger is not
+    the first hit.
+
+    Args:
+        probes: [q, dim].
+        gallery: [g, dim].
+        relevance: The mates of each probe.
+        metric: How distances are computed.
     """
     hits, non_mated = [], []
     for first, block in distance_blocks(probes, gallery, metric):
@@ -45,13 +53,23 @@ def open_set_search(
 
 
 def tpir_at_fpir(search: OpenSetSearch, fpir: float) -> float:
-    """Share of mated probes that are found: rank 1, and nearer than the threshold at which at most
-    the share `fpir` of non-mated probes gets any answer. Raises ValueError without both kinds."""
+    """Return the share of mated probes that are identified at a rate of false positives.
+
+    A probe is identified if its mate is the first hit and nearer than a threshold. At the
+    threshold, at most the share `fpir` of non-mated probes gets an answer.
+
+    Args:
+        search: The answers.
+        fpir: 0 to 1.
+
+    Raises:
+        ValueError: No mated or no non-mated probes.
+    """
     if not len(search.hit_distances) or not len(search.non_mated):
         raise ValueError(
             f"expected mated and non-mated probes, got {len(search.hit_distances)} and "
             f"{len(search.non_mated)}"
         )
-    # Infinity marks a miss, which an infinite threshold (fpir 1) must not let in.
-    found = search.hit_distances < threshold_at(search.non_mated, fpir)
-    return float(found.mean())
+    # Infinity marks a miss, which an infinite threshold (fpir 1) must not accept.
+    identified = search.hit_distances < threshold_at(search.non_mated, fpir)
+    return float(identified.mean())

@@ -1,4 +1,4 @@
-"""The k nearest gallery items of each query, exactly, a block of queries at a time."""
+"""Find the k nearest gallery items of each query exactly, block by block."""
 
 import numpy as np
 
@@ -7,14 +7,27 @@ from nobackfill.metrics.ranking import Ints
 
 
 def nearest(queries: Floats, gallery: Floats, k: int, metric: Metric = "l2") -> tuple[Ints, Floats]:
-    """Gallery positions [q, k] and distances [q, k], nearest first, equal distances by position."""
+    """Return the k nearest items of each query, nearest first, equal distances by position.
+
+    Args:
+        queries: [q, dim].
+        gallery: [g, dim].
+        k: 1 to g.
+        metric: How distances are computed.
+
+    Returns:
+        Gallery positions [q, k] and distances [q, k].
+
+    Raises:
+        ValueError: k is out of range, or as `distances` does.
+    """
     if not 1 <= k <= len(gallery):
         raise ValueError(f"k must be 1 to {len(gallery)} (the gallery), got {k}")
     positions, values = [], []
     for _, block in distance_blocks(queries, gallery, metric):
         kth = np.partition(block, k - 1, axis=1)[:, k - 1]
         for row, limit in zip(block, kth, strict=True):
-            # Ties at the k-th distance may be more than k items: take them all, then order.
+            # More than k items may be within the k-th distance: take all, then sort.
             close = np.flatnonzero(row <= limit)
             close = close[np.lexsort((close, row[close]))][:k]
             positions.append(close)

@@ -1,9 +1,9 @@
-"""Where the relevant items of each query stand in the gallery: ranked metrics are made from it.
+"""Rank the relevant items of each query in a gallery; all ranked metrics start from this.
 
-The rule for ties: a relevant item stands behind every irrelevant item at the same distance,
-whatever the order of the gallery. It holds for distances that are equal as they were computed: a
-matrix product may round those of two equal vectors apart, so an embedding that maps everything to
-one point need not score the worst that is possible: rounding breaks its ties.
+Rule for ties: a relevant item ranks behind every irrelevant item at the same distance, in any order
+of the gallery. The rule applies to computed distances. A matrix product may round those of two
+equal vectors differently, so that an embedding that maps everything to one point need not get the
+worst possible score.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Relevance:
-    """What each query should find. Gallery positions, one array a query.
+    """The items that each query should find, as gallery positions.
 
-    `ignored` items (the query's own image, a protocol's junk) are taken out of the ranking.
+    Attributes:
+        relevant: One array for each query.
+        ignored: Items removed from the ranking, such as the query's own image or a protocol's junk;
+            one array for each query.
     """
 
     relevant: Sequence[Ints]
@@ -30,8 +33,13 @@ class Relevance:
 
 @dataclass(frozen=True)
 class Ranking:
-    """`ranks[i]`: ascending 1-based ranks of the relevant items that were found for query i.
-    `relevant[i]`: how many exist; larger than `len(ranks[i])` where a top-k list missed some."""
+    """Ranks of the relevant items.
+
+    Attributes:
+        ranks: For each query, ascending 1-based ranks of the relevant items that were found.
+        relevant: For each query, how many relevant items exist, [q]; more than its ranks if a top-k
+            list missed some.
+    """
 
     ranks: Sequence[Ints]
     relevant: Ints
@@ -43,10 +51,17 @@ def same_label(
     query_images: Sequence[str] | Ints | None = None,
     gallery_images: Sequence[str] | Ints | None = None,
 ) -> Relevance:
-    """Relevant = the same label.
+    """Make items with the query's label relevant.
 
-    Give both sides' image identities when the sets overlap: the query's own image is then ignored,
-    and nothing else is (removing by label would remove the answers).
+    Args:
+        query_labels: [q].
+        gallery_labels: [g].
+        query_images: Identity of each query image, if both sets overlap: only the query's own image
+            is ignored.
+        gallery_images: Identity of each gallery image; give both or neither.
+
+    Raises:
+        ValueError: Labels of another shape, or identities of one side only or of another length.
     """
     query_labels, gallery_labels = np.asarray(query_labels), np.asarray(gallery_labels)
     if query_labels.ndim != 1 or gallery_labels.ndim != 1:
@@ -61,7 +76,7 @@ def same_label(
     if query_images is None or gallery_images is None:
         raise ValueError("give the image identities of both sides, or of neither")
     if len(query_images) != len(query_labels) or len(gallery_images) != len(gallery_labels):
-        raise ValueError("expected one image identity a label, on both sides")
+        raise ValueError("expected one image identity for each label, on both sides")
     positions: dict[str | int, list[int]] = {}
     for position, image in enumerate(gallery_images):
         positions.setdefault(image, []).append(position)
@@ -70,7 +85,17 @@ def same_label(
 
 
 def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2") -> Ranking:
-    """Rank the whole gallery [g, dim] for each query [q, dim], 2^25 distances at a time."""
+    """Rank the whole gallery for each query, 2^25 distances at a time.
+
+    Args:
+        queries: [q, dim].
+        gallery: [g, dim].
+        relevance: The relevant items of each query.
+        metric: How distances are computed.
+
+    Raises:
+        ValueError: Relevance for another number of queries, or as `distances` does.
+    """
     if len(relevance.relevant) != len(queries) or len(relevance.ignored) != len(queries):
         raise ValueError(
             f"expected relevance for {len(queries)} queries, got {len(relevance.relevant)}"
@@ -82,29 +107,39 @@ def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric 
 
 
 def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
-    """Ranks of the relevant items of consecutive queries, `first` the number of the first of them.
+    """Return the ranks of the relevant items of consecutive queries.
 
-    `block` [b, g] holds their distances to the whole gallery; ignored items are overwritten in it.
+    Args:
+        block: Distances to the whole gallery, [b, g]; ignored items are overwritten with infinity.
+        first: Number of the first query.
+        relevance: The relevant items of all queries.
     """
     for i, row in enumerate(block):
-        # Infinity sorts behind everything finite, so ignored items shift no rank.
+        # Infinity sorts last, so that ignored items shift no rank.
         row[relevance.ignored[first + i]] = np.inf
     ordered = np.sort(block, axis=1)
     ranks = []
     for i, row in enumerate(block):
-        found = row[relevance.relevant[first + i]]
-        found = np.sort(found[np.isfinite(found)])
-        # Everything up to and at the distance, less the relevant items there, stands before it.
-        others = np.searchsorted(ordered[i], found, "right")
-        others -= np.searchsorted(found, found, "right")
-        ranks.append((others + np.arange(1, len(found) + 1)).astype(np.int64))
+        own = row[relevance.relevant[first + i]]
+        own = np.sort(own[np.isfinite(own)])
+        # All irrelevant items up to and at the distance rank before it.
+        others = np.searchsorted(ordered[i], own, "right")
+        others -= np.searchsorted(own, own, "right")
+        ranks.append((others + np.arange(1, len(own) + 1)).astype(np.int64))
     return ranks
 
 
 def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
-    """The ranking in an index's answers: gallery positions [q, k], nearest first, -1 for none.
+    """Build a ranking from the answers of an index.
 
-    Ignored items are taken out; relevant items outside the k count in `relevant` only.
+    Ignored items are removed. Relevant items outside of the answers count only in `relevant`.
+
+    Args:
+        neighbours: Gallery positions [q, k], nearest first, -1 for none.
+        relevance: The relevant items of each query.
+
+    Raises:
+        ValueError: Answers for another number of queries.
     """
     if neighbours.ndim != 2 or len(neighbours) != len(relevance.relevant):
         raise ValueError(
@@ -114,8 +149,8 @@ def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
     for row, relevant, ignored in zip(
         neighbours, relevance.relevant, relevance.ignored, strict=True
     ):
-        kept = row[(row >= 0) & ~np.isin(row, ignored)]
-        wanted = relevant[~np.isin(relevant, ignored)]
-        ranks.append(np.flatnonzero(np.isin(kept, wanted)) + 1)
-        counts.append(len(wanted))
+        answer = row[(row >= 0) & ~np.isin(row, ignored)]
+        targets = relevant[~np.isin(relevant, ignored)]
+        ranks.append(np.flatnonzero(np.isin(answer, targets)) + 1)
+        counts.append(len(targets))
     return Ranking(ranks, np.array(counts, np.int64))

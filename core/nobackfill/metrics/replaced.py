@@ -1,5 +1,7 @@
-"""Ranks in a gallery whose items are replaced step by step, in several orders, from one look at
-both kinds of distances: a sort for each step and order was two thirds of a curve's time.
+"""Rank in a gallery whose items are replaced step by step, for several orders at once.
+
+Both kinds of distances are read once: a sort for each step and order took two thirds of a curve's
+time.
 """
 
 from collections.abc import Sequence
@@ -11,87 +13,114 @@ import numpy as np
 from nobackfill.metrics.distances import Floats
 from nobackfill.metrics.ranking import Ints, Relevance
 
-# Into which the distances of one query are sorted.
+# Number of cells into which the distances of one query are sorted.
 CELLS = 4096
 
 
 @dataclass(frozen=True)
 class Steps:
-    """At each of `counts`, that many items, the first of `order`, are replaced."""
+    """Replacement in an order.
+
+    Attributes:
+        order: A permutation of the items, [n].
+        counts: Number of replaced items at each step, [s].
+    """
 
     order: Ints
     counts: Ints
 
     @cached_property
     def places(self) -> Ints:
-        """Of each item in the order."""
+        """Return the position of each item in the order, [n]."""
         places = np.empty(len(self.order), np.int64)
         places[self.order] = np.arange(len(self.order))
         return places
 
     @cached_property
     def bounds(self) -> Ints:
-        """Between which places items are replaced together, from 0 to all."""
+        """Return the positions between which items are replaced together, from 0 to all."""
         return np.unique(np.concatenate([[0], self.counts, [len(self.order)]]))
 
     @cached_property
     def parts(self) -> Ints:
-        """Of each item, with which others it is replaced."""
+        """Return for each item the number of the group with which it is replaced, [n]."""
         return np.searchsorted(self.bounds, self.places, "right") - 1
 
 
 def rank_steps(
-    before: Floats, after: Floats, first: int, ways: Sequence[Steps], relevance: Relevance
+    old_block: Floats, new_block: Floats, first: int, ways: Sequence[Steps], relevance: Relevance
 ) -> list[list[list[Ints]]]:
-    """For each of `ways` and each of its counts, ranks as `rank_block` gives them where that many
-    items are at the distances `after`, the others at `before` (both [b, g])."""
-    found: list[list[list[Ints]]] = [[[] for _ in way.counts] for way in ways]
-    for i, (old, new) in enumerate(zip(before, after, strict=True)):
+    """Return ranks as `rank_block` does, for each way and each of its steps.
+
+    Args:
+        old_block: Distances before replacement, [b, g].
+        new_block: Distances after replacement, [b, g].
+        first: Number of the first query of the block.
+        ways: The orders.
+        relevance: The relevant items of all queries.
+
+    Returns:
+        By way, then by step, then by query.
+    """
+    ranks_by_way: list[list[list[Ints]]] = [[[] for _ in way.counts] for way in ways]
+    for i, (old, new) in enumerate(zip(old_block, new_block, strict=True)):
         ignored = np.zeros(len(old), bool)
         ignored[relevance.ignored[first + i]] = True
         relevant = relevance.relevant[first + i]
-        kept = ~ignored & np.isfinite(old) & np.isfinite(new)
-        relevant = relevant[kept[relevant]]
+        valid = ~ignored & np.isfinite(old) & np.isfinite(new)
+        relevant = relevant[valid[relevant]]
         values = np.concatenate([old[relevant], new[relevant]])
         ascending = np.argsort(values)
         keys, standing = values[ascending], np.empty(len(values), np.int64)
         standing[ascending] = np.arange(len(values))
         nearer = [_among(keys, np.where(ignored, np.inf, kind)) for kind in (old, new)]
-        for steps, way in zip(found, ways, strict=True):
-            within = _within(nearer, way.parts, len(way.bounds) - 1, len(keys))
-            # Of both values of each relevant item, the one that it has at each step.
+        for steps, way in zip(ranks_by_way, ways, strict=True):
+            counts = _count_nearer(nearer, way.parts, len(way.bounds) - 1, len(keys))
+            # Of both values of a relevant item, the one that it has at each step.
             kind = way.places[relevant] < way.counts[:, None]
             at = np.sort(standing[np.arange(len(relevant)) + len(relevant) * kind], axis=1)
             replaced = np.searchsorted(way.bounds, way.counts)
-            ranks = _ranks(keys[at], np.take_along_axis(within[replaced], at, axis=1))
+            ranks = _ranks(keys[at], np.take_along_axis(counts[replaced], at, axis=1))
             for step, row in zip(steps, ranks, strict=True):
                 step.append(row)
-    return found
+    return ranks_by_way
 
 
 def _among(keys: Floats, distances: Floats) -> Ints:
-    """Of each distance, the first of the ascending keys that is as far; their number for none. As
-    np.searchsorted, in a third of its time: the line is cut into cells, and a distance in a cell
-    without a key needs no search."""
+    """Return for each distance the first of the ascending keys that is as far; their number for
+    none.
+
+    Does the same as np.searchsorted in a third of its time: the line is cut into cells, and a
+    distance in a cell without a key needs no search.
+    """
     width = float(keys[-1]) - float(keys[0]) if len(keys) else 0.0
     if not 1e-30 < width < 1e30:
         return np.searchsorted(keys, distances)
-    # Monotone, so that a key of a cell before is nearer, and one of a cell behind is farther.
+    # Monotone: a key of an earlier cell is nearer, one of a later cell is farther.
     cells, of_keys = (
         np.clip((values - keys[0]) * (CELLS / width), 0, CELLS).astype(np.int64)
         for values in (distances, keys)
     )
-    held = np.bincount(of_keys, minlength=CELLS + 1)
-    before = np.cumsum(held) - held
-    found: Ints = before[cells]
-    unsure = np.flatnonzero(held[cells])
-    found[unsure] = np.searchsorted(keys, distances[unsure])
-    return found
+    counts = np.bincount(of_keys, minlength=CELLS + 1)
+    offsets = np.cumsum(counts) - counts
+    positions: Ints = offsets[cells]
+    unsure = np.flatnonzero(counts[cells])
+    positions[unsure] = np.searchsorted(keys, distances[unsure])
+    return positions
 
 
-def _within(nearer: Sequence[Ints], parts: Ints, count: int, keys: int) -> Ints:
-    """How many of all items are as near as each key [count + 1, keys] where the first 0, 1, … parts
-    are new; `nearer`: by `_among`, of old distances and of new ones."""
+def _count_nearer(nearer: Sequence[Ints], parts: Ints, count: int, keys: int) -> Ints:
+    """Count the items that are as near as each key, while the first 0, 1, ... groups are replaced.
+
+    Args:
+        nearer: Results of `_among` for old and for new distances.
+        parts: Group of each item.
+        count: Number of groups.
+        keys: Number of keys.
+
+    Returns:
+        [count + 1, keys].
+    """
     old, new = (
         np.bincount(parts * (keys + 1) + kind, minlength=count * (keys + 1))
         .reshape(count, keys + 1)[:, :-1]
@@ -102,14 +131,14 @@ def _within(nearer: Sequence[Ints], parts: Ints, count: int, keys: int) -> Ints:
     return np.concatenate([begin, begin + np.cumsum(new - old, axis=0)])
 
 
-def _ranks(distances: Floats, within: Ints) -> Ints:
-    """Ranks [steps, items] of items at ascending `distances`: behind all that are as near, but for
-    items of their own."""
+def _ranks(distances: Floats, counts: Ints) -> Ints:
+    """Return ranks [steps, items] at ascending distances: behind all items as near, except relevant
+    ones."""
     items = distances.shape[1]
     last = np.broadcast_to(np.arange(items), distances.shape)
     tied = distances[:, 1:] == distances[:, :-1]
     if tied.any():
-        # Where the run of equal ones ends that an item is in.
+        # The end of each run of equal distances.
         ends = np.where(np.pad(tied, ((0, 0), (0, 1))), items, last)
         last = np.minimum.accumulate(ends[:, ::-1], axis=1)[:, ::-1]
-    return within - last + np.arange(items)
+    return counts - last + np.arange(items)

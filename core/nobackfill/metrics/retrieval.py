@@ -1,8 +1,8 @@
-"""CMC and mean average precision from a ranking.
+"""Compute CMC and mean average precision from a ranking.
 
-Each function gives one value a query, NaN where the query has no relevant item in the gallery (such
-a query cannot be answered and is left out of means); `mean` averages the rest. Values are shares, 0
-to 1. Keeping them by query lets the bootstrap pair two models on the same queries.
+Each function returns one value for each query, NaN if the query has no relevant item in the
+gallery; `mean` averages the others. Values are shares, 0 to 1. Values by query let the bootstrap
+pair two models on the same queries.
 """
 
 import numpy as np
@@ -15,30 +15,53 @@ PerQuery = NDArray[np.float64]
 
 
 def cmc(ranking: Ranking, k: int) -> PerQuery:
-    """1 where a relevant item stands within the first `k` (closed-set rank-k), else 0."""
+    """Return 1 for each query with a relevant item among the first k (closed-set rank-k), else 0.
+
+    Args:
+        ranking: The ranking.
+        k: At least 1.
+
+    Raises:
+        ValueError: k is below 1.
+    """
     _check_k(k)
     best = np.array([ranks[0] if len(ranks) else np.inf for ranks in ranking.ranks])
     return np.where(ranking.relevant > 0, (best <= k).astype(np.float64), np.nan)
 
 
 def average_precision(ranking: Ranking) -> PerQuery:
-    """Mean over the relevant items of the precision at each one's rank; its mean is mAP@1.0.
+    """Return the average precision of each query; its mean is mAP@1.0.
 
-    The area under the precision-recall steps over the whole recall range, without interpolation.
-    A relevant item that a top-k list missed counts as precision 0.
+    It is the mean over the relevant items of the precision at each one's rank: the area under the
+    precision-recall steps without interpolation. A relevant item that a top-k list missed counts as
+    precision 0.
     """
     return _precision_sum(ranking) / _or_nan(ranking.relevant)
 
 
 def average_precision_at(ranking: Ranking, k: int) -> PerQuery:
-    """Average precision of the first `k` answers over min(k, relevant items); its mean is mAP@k."""
+    """Return the average precision of the first k answers; its mean is mAP@k.
+
+    The sum is divided by min(k, number of relevant items).
+
+    Args:
+        ranking: The ranking.
+        k: At least 1.
+
+    Raises:
+        ValueError: k is below 1.
+    """
     _check_k(k)
     cut = Ranking([ranks[ranks <= k] for ranks in ranking.ranks], ranking.relevant)
     return _precision_sum(cut) / _or_nan(np.minimum(ranking.relevant, k))
 
 
 def mean(per_query: PerQuery) -> float:
-    """The mean over answerable queries. Raises ValueError where there is none."""
+    """Return the mean over answerable queries.
+
+    Raises:
+        ValueError: No query is answerable.
+    """
     answerable = per_query[~np.isnan(per_query)]
     if not len(answerable):
         raise ValueError("no query has a relevant item in the gallery; are the labels of one set?")
@@ -48,12 +71,22 @@ def mean(per_query: PerQuery) -> float:
 def score(
     queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2"
 ) -> dict[str, PerQuery]:
-    """The three figures of every table, by query: {"cmc1", "cmc5", "map"}."""
+    """Search exactly, and return the three figures of every table by query.
+
+    Args:
+        queries: [q, dim].
+        gallery: [g, dim].
+        relevance: The relevant items of each query.
+        metric: How distances are computed.
+
+    Returns:
+        cmc1, cmc5 and map, each [q].
+    """
     return figures(rank(queries, gallery, relevance, metric))
 
 
 def figures(ranking: Ranking) -> dict[str, PerQuery]:
-    """Those of `score`, of a ranking."""
+    """Return cmc1, cmc5 and map of a ranking, each [q]."""
     return {
         "cmc1": cmc(ranking, 1),
         "cmc5": cmc(ranking, 5),

@@ -1,4 +1,4 @@
-"""1:1 verification: true accepts at a rate of false accepts (the IJB-C protocol's TAR@FAR)."""
+"""Measure 1:1 verification: true accepts at a rate of false accepts (TAR@FAR of IJB-C)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,12 +7,19 @@ from nobackfill.metrics.distances import Floats
 
 
 def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
-    """Share of genuine pairs accepted when at most the share `far` of impostor pairs is.
+    """Return the share of genuine pairs that are accepted when at most `far` of the impostors are.
 
-    Both are distances of pairs, one-dimensional. A pair is accepted below a threshold; the largest
-    threshold that keeps to `far` is taken, so impostors at one distance come in together or not
-    at all. With fewer than 1/far impostors the threshold is the nearest of them: none comes in.
-    Raises ValueError for an empty side or a rate outside 0..1.
+    A pair is accepted below a threshold; the largest threshold within `far` is used. Impostors at
+    one distance are accepted together or not at all. With fewer than 1/far impostors none is
+    accepted.
+
+    Args:
+        genuine: Distances of genuine pairs, one-dimensional.
+        impostor: Distances of impostor pairs, one-dimensional.
+        far: 0 to 1.
+
+    Raises:
+        ValueError: No pairs of one kind, or a rate out of range.
     """
     if not len(genuine) or not len(impostor):
         raise ValueError("expected genuine and impostor pairs, got none of one kind")
@@ -20,10 +27,22 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
 
 
 def threshold_at(wrong: Floats, rate: float) -> float:
-    """The largest distance with at most the share `rate` of `wrong` below it; infinity for all."""
+    """Return the largest distance with at most a share of wrong pairs below it.
+
+    Args:
+        wrong: Distances of wrong pairs, one-dimensional.
+        rate: The share, 0 to 1.
+
+    Returns:
+        Infinity if all may be below it.
+
+    Raises:
+        ValueError: The rate is out of range.
+    """
     if not 0 <= rate <= 1:
         raise ValueError(f"expected a rate of 0 to 1, got {rate}")
     ordered: NDArray[np.floating] = np.sort(wrong)
-    # 0.29 * 100 is 28.999999999999996: the product of an exact share must count whole.
-    allowed = int(np.floor(rate * len(ordered) + 1e-9))
-    return float(ordered[allowed]) if allowed < len(ordered) else np.inf
+    # 0.29 * 100 is 28.999999999999996: the product of an exact share must round to the whole
+    # number.
+    count = int(np.floor(rate * len(ordered) + 1e-9))
+    return float(ordered[count]) if count < len(ordered) else np.inf

@@ -1,4 +1,4 @@
-"""What pages share that are files or are served: one style sheet and macros. Needs jinja2.
+"""Share one style sheet and macros among all pages, files or served ones; needs jinja2.
 
 >>> from nobackfill.pages.templates import environment
 >>> line = environment(folder).from_string("{{ name }}")

@@ -1,4 +1,4 @@
-"""Templates: those of a room, and what all pages share (macros and the style sheet)."""
+"""Load templates: those of a package, and the macros and the style sheet of all pages."""
 
 from pathlib import Path
 
@@ -8,7 +8,10 @@ SHARED = Path(__file__).parent
 
 
 def environment(*folders: Path) -> Environment:
-    """Jinja over `folders` and the shared templates; all is escaped, and nothing is undefined."""
+    """Return a Jinja environment over some folders and the shared templates.
+
+    Values are escaped, and an undefined name is an error.
+    """
     return Environment(
         loader=FileSystemLoader([*folders, SHARED]), autoescape=True, undefined=StrictUndefined
     )

@@ -1,8 +1,8 @@
-"""How good it is: the compatibility matrix of releases, measured by one engine.
+"""Measure releases: the compatibility matrix, computed by one engine.
 
-`cells` names what is measured, `listing` says on what, `embedded` has the vectors, and `retrieval`
-searches them. `criterion` says what an upgrade keeps, `route_evidence` fits what a release says of
-its routes, and `gate` lets a release out.
+`cells` names the cells, `listing` the data, `embedded` holds the vectors, and `retrieval` searches
+them. `criterion` computes what an upgrade keeps, `route_evidence` fits the facts about routes, and
+`gate` decides whether a release may be published.
 
 >>> from nobackfill.class_folders import list_images
 >>> from nobackfill.quality import Published, evaluate_cells, every_cell

@@ -1,6 +1,6 @@
-"""Cells of the compatibility matrix: their names, and which of them there are.
+"""Name the cells of the compatibility matrix, and list those that exist.
 
-A cell is written QUERY/GALLERY: `2/2`, `2/1` (vectors of release 1 as they are), `2/1>2` (carried
+A cell is written QUERY/GALLERY: `2/2`, `2/1` (vectors of release 1 as they are), `2/1>2` (migrated
 along the route 1 -> 2).
 """
 
@@ -13,14 +13,14 @@ from nobackfill.errors import ConfigurationError
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import every_route
 
-# Measured of each source: all of them where fewer than six releases lie between.
+# Routes that are measured from each source: all, if fewer than six releases lie between.
 MOST_ROUTES = 32
 _CELL = re.compile(r"^(\d+)/(\d+(?:>\d+)*)\Z")
 
 
 @dataclass(frozen=True)
 class CellName:
-    """`query`'s model against the gallery of the first release, carried along the others."""
+    """The query model of a cell, and the releases of its gallery: the source, then the route."""
 
     query: int
     gallery: tuple[int, ...]
@@ -30,22 +30,26 @@ class CellName:
 
     @property
     def carried(self) -> str:
-        """The gallery's side alone."""
+        """Return the gallery's side, such as `1>2`."""
         return ">".join(map(str, self.gallery))
 
     @property
     def raw(self) -> bool:
-        """Whether vectors of another release are searched as they are."""
+        """Tell whether vectors of another release are searched as they are."""
         return self.gallery != (self.query,) and len(self.gallery) == 1
 
 
-def alone(release: int) -> CellName:
-    """A release's queries against its own vectors."""
+def own_cell(release: int) -> CellName:
+    """Return the cell of a release's queries on its own vectors."""
     return CellName(release, (release,))
 
 
 def parse_cell(text: str) -> CellName:
-    """Read `2/1>2`. Raises ConfigurationError for anything else."""
+    """Parse a cell such as `2/1>2`.
+
+    Raises:
+        ConfigurationError: Any other text.
+    """
     match = _CELL.match(text.strip())
     if match is None:
         raise ConfigurationError(
@@ -55,24 +59,36 @@ def parse_cell(text: str) -> CellName:
 
 
 def upgrade_cells(old: int, new: int, route: tuple[int, ...]) -> dict[str, CellName]:
-    """The cells of one upgrade by what they are to it; `served` are vectors that took `route`, or,
-    where that is empty, the old ones as they are."""
+    """Return the four cells of an upgrade by name: old/old, new/old, new/served and new/new.
+
+    Args:
+        old: The source.
+        new: The target.
+        route: Releases of the route that the served vectors took; empty: the old vectors as they
+            are.
+    """
     return {
-        "old/old": alone(old),
+        "old/old": own_cell(old),
         "new/old": CellName(new, (old,)),
         "new/served": CellName(new, route or (old,)),
-        "new/new": alone(new),
+        "new/new": own_cell(new),
     }
 
 
 def served_cells(
     new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int] = frozenset()
 ) -> Iterator[CellName]:
-    """The ways in which `new` would answer from older vectors: direct search, and of each release
-    the MOST_ROUTES shortest routes. Twenty releases that are fully linked have a quarter of a
-    million; what is not measured is planned by the product of its parts.
+    """Yield the ways in which a release would answer from older vectors.
 
-    No route is planned through a withdrawn release, but a gallery may still live in its space.
+    They are direct search, and the MOST_ROUTES shortest routes from each older release: twenty
+    fully linked releases have a quarter of a million routes. Other routes are planned by the
+    product of their parts. No route leads through a withdrawn release, but a gallery may still be
+    in its space.
+
+    Args:
+        new: The release.
+        manifests: The older releases by number.
+        withdrawn: Numbers of withdrawn releases.
     """
     usable = {n: manifest for n, manifest in manifests.items() if n not in withdrawn}
     for number, old in sorted(manifests.items()):
@@ -86,10 +102,10 @@ def served_cells(
 
 
 def every_cell(manifests: Mapping[int, Manifest]) -> list[CellName]:
-    """Each release on its own, every way in which old vectors are served, and the naive swaps."""
+    """List each release on its own, every way of serving older vectors, and the naive swaps."""
     cells: list[CellName] = []
     for number, manifest in sorted(manifests.items()):
-        cells.append(alone(number))
+        cells.append(own_cell(number))
         cells += list(served_cells(manifest, manifests))
         cells += [
             CellName(number, (old,))

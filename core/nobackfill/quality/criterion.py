@@ -1,4 +1,4 @@
-"""What each served cell keeps, gains and loses: BCT's Eq. 1, 2 and 9, DMU's two deltas."""
+"""Compute what each served cell keeps, gains and loses: BCT's Eq. 1, 2 and 9, DMU's two deltas."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,12 @@ from nobackfill.metrics.compatibility import (
     upgrade_gain,
 )
 from nobackfill.metrics.ranking import Relevance
-from nobackfill.quality.cells import CellName, alone
+from nobackfill.quality.cells import CellName, own_cell
 from nobackfill.quality.embedded import Published, cell_vectors
 from nobackfill.quality.retrieval import MatrixCell
 
-Judged = dict[str, float | bool | None]
-# The embedder method that has no regard for older models.
+Judgement = dict[str, float | bool | None]
+# The embedder method that ignores older models.
 ALONE = "independent"
 
 
@@ -30,57 +30,69 @@ def criterion(
     gallery: Published,
     relevance: Relevance,
     independent: int | None = None,
-) -> dict[str, Judged]:
-    """For each cell of an older gallery, where both bounds were measured: figures in mAP.
+) -> dict[str, Judgement]:
+    """Compute the criteria of each cell of an older gallery, from mAP.
 
-    Update gain and degradation are relative to an independent model's new/new: that of release
-    `independent`, or the query's own where it was trained without regard for older ones; None
-    where neither is so. The strict criterion is that of old vectors as they are; None for others.
+    Update gain and degradation need an independent model's new/new: that of release `independent`,
+    otherwise the query's own if it was trained without older models; else they are None. The strict
+    criterion is measured for old vectors as they are; it is None for others.
+
+    Args:
+        cells: Measured cells; both bounds of a cell must be among them.
+        queries: The queries.
+        gallery: The gallery.
+        relevance: The relevant items of each query.
+        independent: Number of an independent release.
+
+    Returns:
+        The criteria by the name of the cell.
     """
     by_name = {cell.name: cell for cell in cells}
-    found: dict[str, Judged] = {}
+    criteria: dict[str, Judgement] = {}
     for cell in cells:
         source, query = cell.name.gallery[0], cell.name.query
-        old, new = by_name.get(alone(source)), by_name.get(alone(query))
+        old, new = by_name.get(own_cell(source)), by_name.get(own_cell(query))
         if source == query or old is None or new is None:
             continue
         reference = independent
         if independent is None and queries.manifest(query).method == ALONE:
             reference = query
-        bound = None if reference is None else by_name.get(alone(reference))
+        bound = None if reference is None else by_name.get(own_cell(reference))
         strict = _strict(cell.name, queries, gallery, relevance)
-        found[str(cell.name)] = _judged(cell, old, new, bound) | strict
-    return found
+        criteria[str(cell.name)] = _judge(cell, old, new, bound) | strict
+    return criteria
 
 
-def _judged(
+def _judge(
     cell: MatrixCell, old: MatrixCell, new: MatrixCell, independent: MatrixCell | None
-) -> Judged:
-    served, before, upper = (c.figures["map"] for c in (cell, old, new))
+) -> Judgement:
+    served, old_map, upper = (c.figures["map"] for c in (cell, old, new))
     bound = None if independent is None else independent.figures["map"]
     return {
-        "compatible": is_compatible(served, before),
-        "update_gain": None if bound is None else update_gain(served, before, bound),
-        "upgrade_gain": upgrade_gain(served, before),
+        "compatible": is_compatible(served, old_map),
+        "update_gain": None if bound is None else update_gain(served, old_map, bound),
+        "upgrade_gain": upgrade_gain(served, old_map),
         "degradation": None if bound is None else degradation(upper, bound),
         "share_kept": share_kept(served, upper),
-        "gap_closed": gap_closed(served, before, upper),
+        "gap_closed": gap_closed(served, old_map, upper),
         "negative_flips": negative_flips(old.cmc1, cell.cmc1),
     }
 
 
-def _strict(name: CellName, queries: Published, gallery: Published, relevance: Relevance) -> Judged:
-    """BCT Eq. (1): the share of pairs that keep to it, of two classes and of one."""
+def _strict(
+    name: CellName, queries: Published, gallery: Published, relevance: Relevance
+) -> Judgement:
+    """Measure BCT Eq. (1): the shares of pairs of two classes and of one that satisfy it."""
     if len(name.gallery) > 1:
         return {"strict_apart": None, "strict_together": None}
     (old,) = name.gallery
-    asking, held = cell_vectors(name, queries, gallery)
+    new_queries, vectors = cell_vectors(name, queries, gallery)
     shares = strict_criterion(
-        asking,
+        new_queries,
         queries.native(old),
-        held,
+        vectors,
         relevance,
         queries.metric(name.query),
     )
-    told = {"strict_apart": shares.apart, "strict_together": shares.together}
-    return {key: None if np.isnan(share) else share for key, share in told.items()}
+    values = {"strict_apart": shares.apart, "strict_together": shares.together}
+    return {key: None if np.isnan(share) else share for key, share in values.items()}

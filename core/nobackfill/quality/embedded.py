@@ -1,4 +1,4 @@
-"""One set of images, or of texts, in the spaces of several releases: cells are measured on it."""
+"""Hold one set of images or texts as vectors in the spaces of several releases."""
 
 import os
 import time
@@ -18,33 +18,46 @@ from nobackfill.release.routes import open_route, route_along
 from nobackfill.release.text_models import open_text_encoder
 from nobackfill.vectors import Vectors
 
-# Images decoded and embedded at a time: a ResNet50 at 224 x 224 takes some 10 MB for each.
+# Images that are decoded and embedded at a time: a ResNet50 at 224 x 224 takes about 10 MB for
+# each.
 BATCH = 32
 _METRICS: dict[str, Metric] = {"squared_l2": "l2", "cosine": "cosine"}
 
 
 class Embedded(ABC):
-    """Images as vectors. Published files make them, or encoders that are still in training."""
+    """A listing as vectors, made by published files or by encoders in training."""
 
     def __init__(self, listing: Listing) -> None:
         self.listing = listing
 
     @abstractmethod
     def native(self, release: int) -> Vectors:
-        """Embeddings [n,dim] by the release's own model."""
+        """Return embeddings [n, dim] by the release's own model."""
 
     @abstractmethod
     def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
-        """Vectors of the first release carried along the others."""
+        """Return vectors of the first release, upgraded along the others.
+
+        Args:
+            releases: The source, then the route.
+            int8: Use int8 files where they exist.
+        """
 
     @abstractmethod
     def metric(self, release: int) -> Metric:
-        """The metric that the release's space is searched by."""
+        """Return the metric of the release's space."""
 
 
 class Published(Embedded):
-    """By ONNX files, published or drafted, as they run on a gateway or a device. Each set of
-    vectors is computed when first asked for."""
+    """A listing as vectors by ONNX files, published or drafted, as gateways and devices run them.
+
+    Each set of vectors is computed on first use.
+
+    Attributes:
+        files: The publication folder or the draft's files.
+        manifests: The releases by number.
+        seconds: Time of embedding with one release, or of upgrading along several.
+    """
 
     def __init__(
         self,
@@ -55,27 +68,42 @@ class Published(Embedded):
         *,
         role: TextRole = "document",
     ) -> None:
-        """`threads`: of each model; None: all cores. `role`: what texts are read as."""
+        """Choose the files.
+
+        Args:
+            listing: The images or texts.
+            files: The publication folder or the draft's files.
+            manifests: The releases by number.
+            threads: Threads of each model; None: all cores.
+            role: Whether texts are embedded as queries or as documents.
+        """
         super().__init__(listing)
         self.files, self.manifests = files, dict(manifests)
         self._threads = threads or os.cpu_count() or 1
         self._role = role
         self._native: dict[int, Vectors] = {}
         self._side: dict[int, Vectors] = {}
-        # What embedding with one release, or carrying along several, took.
         self.seconds: dict[tuple[int, ...], float] = {}
 
     def native(self, release: int) -> Vectors:
-        """Raises NotFoundError for a release that is not there."""
+        """Return embeddings [n, dim] by the release's own model.
+
+        Raises:
+            NotFoundError: No such release.
+        """
         if release not in self._native:
             embed = self._embed(release)
-            started = time.perf_counter()
+            begin = time.perf_counter()
             self._native[release] = embed()
-            self.seconds[release,] = time.perf_counter() - started
+            self.seconds[release,] = time.perf_counter() - begin
         return self._native[release]
 
     def side(self, release: int) -> Vectors | None:
-        """Side-information [n,side_dim] by the release's own encoder, None where it has none."""
+        """Return side-information [n, side_dim] by the release's own encoder; None if it has none.
+
+        Raises:
+            NotFoundError: No such release.
+        """
         manifest = self.manifest(release)
         if manifest.side_encoder is None or isinstance(self.listing, TextListing):
             return None
@@ -85,9 +113,10 @@ class Published(Embedded):
         return self._side[release]
 
     def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
-        """Vectors of the first release carried along the others, with int8 files where there are.
+        """Return vectors of the first release, upgraded along the others.
 
-        Raises NotFoundError where a release, or an upgrade on the way, does not exist.
+        Raises:
+            NotFoundError: A release or an upgrade of the route does not exist.
         """
         for release in releases:
             self.manifest(release)
@@ -103,11 +132,15 @@ class Published(Embedded):
         return carried
 
     def metric(self, release: int) -> Metric:
-        """The metric that the release's space is searched by."""
+        """Return the metric of the release's space."""
         return _METRICS[self.manifest(release).embedder.metric]
 
     def manifest(self, release: int) -> Manifest:
-        """Raises NotFoundError for a release that is not there."""
+        """Return the manifest of a release.
+
+        Raises:
+            NotFoundError: No such release.
+        """
         if release not in self.manifests:
             raise NotFoundError(
                 f"release {release} is not published; known: "
@@ -116,7 +149,7 @@ class Published(Embedded):
         return self.manifests[release]
 
     def _embed(self, release: int) -> Callable[[], Vectors]:
-        """What embeds the listing, its model opened."""
+        """Open the model, and return a function that embeds the listing."""
         manifest = self.manifest(release)
         if not isinstance(self.listing, TextListing):
             run = open_embedder(self.files, manifest, self._threads).run
@@ -136,31 +169,45 @@ class Published(Embedded):
 def cell_vectors(
     cell: CellName, queries: Embedded, gallery: Embedded, *, int8: bool = False
 ) -> tuple[Vectors, Vectors]:
-    """Query and gallery vectors of a cell, of one dimension: longer queries meet raw vectors by
-    their first elements (BCT section 3.6).
+    """Return query and gallery vectors of a cell, of the same dimension.
 
-    Raises InvalidInputError where raw vectors of two releases cannot even be compared.
+    Longer queries search raw vectors with their first elements (BCT section 3.6).
+
+    Args:
+        cell: The cell.
+        queries: The queries.
+        gallery: The gallery.
+        int8: Use int8 files where they exist.
+
+    Raises:
+        InvalidInputError: Raw vectors of two releases cannot be compared.
     """
-    held = gallery.along(cell.gallery, int8=int8).embedding
-    return asking(cell, queries, held), held
+    vectors = gallery.along(cell.gallery, int8=int8).embedding
+    return query_vectors(cell, queries, vectors), vectors
 
 
-def asking(cell: CellName, queries: Embedded, held: Vectors) -> Vectors:
-    """Query vectors of a cell, as they meet those that its gallery holds; see `cell_vectors`."""
+def query_vectors(cell: CellName, queries: Embedded, vectors: Vectors) -> Vectors:
+    """Return the query vectors of a cell for given gallery vectors; see `cell_vectors`."""
     own = queries.native(cell.query)
-    if cell.raw and own.shape[1] > held.shape[1]:
-        own = as_old(own, held, queries.metric(cell.query))
-    if own.shape[1] != held.shape[1]:
+    if cell.raw and own.shape[1] > vectors.shape[1]:
+        own = as_old(own, vectors, queries.metric(cell.query))
+    if own.shape[1] != vectors.shape[1]:
         raise InvalidInputError(
-            f"cell {cell}: dimensions {own.shape[1]} and {held.shape[1]} "
-            "cannot be compared; carry the gallery along a route"
+            f"cell {cell}: dimensions {own.shape[1]} and {vectors.shape[1]} "
+            "cannot be compared; migrate the gallery along a route"
         )
     return own
 
 
 def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
-    """The first elements of new vectors, as many as `old` [n,dim] has, renormalised where
-    directions are compared.
+    """Return the first elements of new vectors, as many as the old ones have.
+
+    They are normalised again where directions are compared.
+
+    Args:
+        new: [q, new dim].
+        old: [n, old dim].
+        metric: How distances are computed.
     """
     first = new[:, : old.shape[1]]
     unit_space = np.allclose(np.linalg.norm(old, axis=1), 1, atol=1e-3)

@@ -1,17 +1,16 @@
-"""The gate: a release goes out only if M(new, served old) > M(old, old) (BCT Eq. 2).
+"""Decide whether a release may be published: only if M(new, served old) > M(old, old) (BCT Eq. 2).
 
-Measured on the exported files, through the gallery room's HNSW index, on images that nothing was
-trained on; for mAP and CMC-1, with the paired bootstrap's lower bound above 0. Classes are drawn;
-fewer than 10 are no sample, and the gate decides for these alone and says so. "Served" is every
-way in which the release would have old vectors answered: direct search where it declares it, and
-each route, direct (1->3) or chained (1->2->3), with the int8 files that gateways and devices run
-where there are any, and with float32 files alone, which a device may ask for.
+The gate measures the exported files, through the HNSW index of galleries, on held-out images. For
+mAP and CMC-1, the lower bound of the paired bootstrap must be above 0. Whole classes are drawn;
+fewer than 10 are no sample, so the gate then decides for these classes only and says so. "Served"
+means every way of answering from old vectors: direct search if the release declares it, and each
+route, direct (1->3) or chained (1->2->3). Routes are measured with int8 files where they exist, as
+gateways and devices run them, and with float32 files alone, which a device may request.
 
-Where texts have no classes, agreement@10 with new/new decides, and finding the very item may not
-get worse. Where there are classes, the same is measured beside them, without labels: a second view
-of a picture (another part of it, lighter or darker), or the first sentence of a text, asks for the
-very item. That does not keep a release from going out, it says for which kind of search the verdict
-holds.
+For texts without classes, agreement@10 with new/new decides, and known-item search must not get
+worse. With classes, the same is measured without labels in addition: a second view of a picture
+(another part, lighter or darker) or the first sentence of a text is the query for its own item.
+This does not block a release; it tells for which kind of search the verdict holds.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ from nobackfill.metrics.backfill import AS_THEY_ARE, Line
 from nobackfill.metrics.bootstrap import FEWEST_CLASSES, Difference, paired_bootstrap
 from nobackfill.metrics.ranking import Ints
 from nobackfill.metrics.retrieval import PerQuery, mean
-from nobackfill.quality.cells import CellName, alone, served_cells
+from nobackfill.quality.cells import CellName, own_cell, served_cells
 from nobackfill.quality.embedded import Published
 from nobackfill.quality.listing import ITEMS, Rows, TextListing, among_others, halves, of_class
 from nobackfill.quality.retrieval import Measured, measure_cell, search_cell
@@ -54,25 +53,32 @@ from nobackfill.release.routes import plan_route, route_along
 from nobackfill.release.trust.trust import Publication
 from nobackfill.vectors import Origin
 
-# Of each query's hits: how many are compared with those of new/new.
+# Hits of each query that are compared with those of new/new.
 NEIGHBOURS = 10
-# What finding the very item may lose as it is measured: few queries prove no loss.
+# How much known-item search may measurably lose: few queries cannot prove that there is no loss.
 _LOSS = 0.01
 
 
 @dataclass(frozen=True)
 class GainRow:
-    """One line of the gate's table: how the old release's vectors would be served."""
+    """A line of the gate's table: one way to serve the old release's vectors.
+
+    Attributes:
+        cell: The served cell.
+        old: The old release's own cell.
+        exact: Measured with float32 files alone, though a step has an int8 twin.
+        map_gain: Gain in mAP over the old cell.
+        cmc1_gain: Gain in CMC-1 over the old cell.
+        by_text: Whether texts are the queries for images.
+        agreement_gain: Gain in agreement@10, if the texts have no classes.
+    """
 
     cell: CellName
     old: CellName
-    # With float32 files alone, though some of the way has int8 twins.
     exact: bool
     map_gain: Difference
     cmc1_gain: Difference
-    # Images that are asked for by texts.
     by_text: bool = False
-    # Where no class is known: of agreement@10, beside figures of finding the very item.
     agreement_gain: Difference | None = None
 
     def __str__(self) -> str:
@@ -81,53 +87,68 @@ class GainRow:
 
     @property
     def passed(self) -> bool:
-        """Both lower bounds are above 0. Without classes: what is similar is found better, and the
-        very item not worse, neither by more than a point nor measurably."""
+        """Tell whether the row passes the gate.
+
+        With classes, both lower bounds must be above 0. Without classes, agreement must rise, and
+        known-item search must not get worse, neither by more than a point nor measurably.
+        """
         if self.agreement_gain is None:
             return self.map_gain.low > 0 and self.cmc1_gain.low > 0
         return self.finds_similar and self.keeps_items
 
     @property
     def finds_similar(self) -> bool:
-        """Whether what is similar is found better."""
+        """Tell whether agreement with new/new rises."""
         return self.agreement_gain is not None and self.agreement_gain.low > 0
 
     @property
     def keeps_items(self) -> bool:
-        """Whether the very item is found not worse, neither by more than a point nor measurably."""
+        """Tell whether known-item search stays as good: no loss above a point, and no measurable
+        one."""
         gains = (self.map_gain, self.cmc1_gain)
         return all(gain.mean >= -_LOSS and gain.high >= 0 for gain in gains)
 
     @property
     def finds_items(self) -> bool:
-        """Whether the very item is found better, too."""
+        """Tell whether known-item search gets better, too."""
         return self.map_gain.low > 0 and self.cmc1_gain.low > 0
 
 
 def gain_row(
-    name: CellName, old: CellName, served: Measured, before: Measured, own: Measured | None,
+    name: CellName, old: CellName, served: Measured, stayed: Measured, own: Measured | None,
     *, classes: Ints | None, exact: bool, by_text: bool,
 ) -> GainRow:  # fmt: skip
-    """Compare a served cell with the old release.
+    """Compare a served cell with the old release's own cell.
 
-    `own`: new/new, where agreement with it decides. `classes`: of each query, where they are known.
+    Args:
+        name: The served cell.
+        old: The old release's own cell.
+        served: Figures of the served cell.
+        stayed: Figures of the old cell.
+        own: Figures of new/new, if agreement with it decides; otherwise None.
+        classes: Class of each query, [q]; None if unknown.
+        exact: Whether float32 files alone were used.
+        by_text: Whether texts are the queries for images.
     """
 
-    def gained(found: PerQuery, other: PerQuery) -> Difference:
+    def bootstrap(values: PerQuery, other: PerQuery) -> Difference:
         labels = None if classes is None else [classes]
-        return paired_bootstrap([found], [other], classes=labels)
+        return paired_bootstrap([values], [other], classes=labels)
 
-    agreement = None if own is None else gained(agrees(served, own), agrees(before, own))
+    agreement_gain = (
+        None if own is None else bootstrap(agreement_at(served, own), agreement_at(stayed, own))
+    )
     return GainRow(
         name, old, exact,
-        gained(served.map, before.map), gained(served.cmc1, before.cmc1),
-        by_text, agreement,
+        bootstrap(served.map, stayed.map), bootstrap(served.cmc1, stayed.cmc1),
+        by_text, agreement_gain,
     )  # fmt: skip
 
 
-def agrees(found: Measured, own: Measured) -> PerQuery:
-    """The share of each query's first NEIGHBOURS hits that new/new has among its own."""
-    pairs = zip(found.neighbours[:, :NEIGHBOURS], own.neighbours[:, :NEIGHBOURS], strict=True)
+def agreement_at(measured: Measured, own: Measured) -> PerQuery:
+    """Return the share of each query's first NEIGHBOURS hits that new/new has among its own,
+    [q]."""
+    pairs = zip(measured.neighbours[:, :NEIGHBOURS], own.neighbours[:, :NEIGHBOURS], strict=True)
     return np.array([np.isin(a[a >= 0], b).sum() / max(1, (b >= 0).sum()) for a, b in pairs])
 
 
@@ -137,8 +158,14 @@ def verdict(
     new: Manifest,
     unlabelled: Sequence[Unlabelled] = (),
 ) -> GateVerdict:
-    """Of all rows; what it holds for. `unlabelled`: of the same ways by what needs no labels, which
-    decide nothing where there are classes."""
+    """Decide by all rows, and describe for what the verdict holds.
+
+    Args:
+        published: The published releases.
+        rows: The gate's table.
+        new: The release.
+        unlabelled: The same ways measured without labels; they only add to the description.
+    """
     if not published.manifests:
         return GateVerdict(verdict="first")
     problems = []
@@ -155,17 +182,17 @@ def verdict(
     beaten = [f"{row} does not beat {row.old}{_why(row)}" for row in rows if not row.passed]
     if beaten:
         problems.append(few(beaten))
-    told = problems or [_holds_for(rows) or _holds_beside(unlabelled)]
+    details = problems or [_holds_for(rows) or _holds_beside(unlabelled)]
     return GateVerdict(
         verdict="failed" if problems else "passed",
         map_gain_low=min((row.map_gain.low for row in rows), default=None),
         cmc1_gain_low=min((row.cmc1_gain.low for row in rows), default=None),
-        detail="; ".join(filter(None, [*told, _of_these_classes(rows)])),
+        detail="; ".join(filter(None, [*details, _of_these_classes(rows)])),
     )
 
 
 def _of_these_classes(rows: Sequence[GainRow]) -> str:
-    """Say that the verdict holds for no other classes, where they are too few to draw."""
+    """Tell that the verdict holds for no other classes, if they are too few to draw."""
     few_classes = [row.map_gain.classes or 0 for row in rows if row.map_gain.of_these_classes]
     if not few_classes:
         return ""
@@ -176,7 +203,7 @@ def _of_these_classes(rows: Sequence[GainRow]) -> str:
 
 
 def _texts_left_behind(published: Publication, newest: int, new: Manifest) -> bool:
-    """Whether images are carried, and texts in the same galleries are not."""
+    """Tell whether an upgrade migrates images, but not texts of the same galleries."""
     old = published.manifests[newest]
     if old.text_encoder is None or new.searches(old.space):
         return False
@@ -196,65 +223,86 @@ def _why(row: GainRow) -> str:
     return " at finding the very item (healing or embedding again does)"
 
 
-def _holds_beside(told: Sequence[Unlabelled]) -> str:
-    """For which kinds of search a verdict by classes holds; what is worst of each."""
-    if not told:
+def _holds_beside(cells: Sequence[Unlabelled]) -> str:
+    """Describe for which kinds of search a verdict by classes holds; the worst way counts."""
+    if not cells:
         return ""
-    similar = min(told, key=lambda one: one.agreement - one.stayed_agreement)
-    item = min(told, key=lambda one: one.recall1 - one.stayed_recall1)
+    similar = min(cells, key=lambda one: one.agreement - one.stayed_agreement)
+    item = min(cells, key=lambda one: one.recall1 - one.stayed_recall1)
     agreement = f"{100 * similar.stayed_agreement:.1f} to {100 * similar.agreement:.1f}"
     recall = f"{100 * item.stayed_recall1:.1f} to {100 * item.recall1:.1f}"
     kinds = {
-        f"similar things (agreement@10 {agreement} %)": all(one.similar for one in told),
-        f"finding the very item (R@1 {recall} %)": all(one.very_item for one in told),
+        f"similar things (agreement@10 {agreement} %)": all(one.similar for one in cells),
+        f"finding the very item (R@1 {recall} %)": all(one.very_item for one in cells),
     }
-    held = ["things of a class", *(kind for kind, holds in kinds.items() if holds)]
+    kinds_held = ["things of a class", *(kind for kind, holds in kinds.items() if holds)]
     missed = [kind for kind, holds in kinds.items() if not holds]
-    return f"holds for {', '.join(held)}" + (f"; not for {', '.join(missed)}" if missed else "")
+    return f"holds for {', '.join(kinds_held)}" + (
+        f"; not for {', '.join(missed)}" if missed else ""
+    )
 
 
 def _holds_for(rows: Sequence[GainRow]) -> str:
-    """For which kind of search a verdict without classes holds."""
-    known = [row for row in rows if row.agreement_gain is not None]
-    if not known:
+    """Describe for which kind of search a verdict without classes holds."""
+    decided = [row for row in rows if row.agreement_gain is not None]
+    if not decided:
         return ""
-    least = min(row.agreement_gain.low for row in known if row.agreement_gain is not None)
+    least = min(row.agreement_gain.low for row in decided if row.agreement_gain is not None)
     similar = f"holds for similar things (agreement@10 {100 * least:+.1f} at least)"
-    if all(row.finds_items for row in known):
+    if all(row.finds_items for row in decided):
         return f"{similar} and for finding the very item"
     return f"{similar}; the very item is found neither better nor worse, as far as these texts say"
 
 
-# Queries: what they cost, once a model, does not grow with --eval.
+# Largest number of queries: their cost for each model does not grow with --eval.
 MOST = 500
-# Of a view: larger pictures are made smaller first; its share of either side; its light.
+# Second views: larger pictures are reduced first; share of either side; brightness.
 _SIDE = 640
 _PART = (0.75, 0.875)
 _LIGHT = (0.8, 1.2)
 
 
 def measure_unlabelled(items: Published, served: Sequence[CellName]) -> tuple[Unlabelled, ...]:
-    """Of each served cell, by MOST of the items at most; nothing where they are too few to tell.
-    Searches are exact. Raises InvalidInputError for what is no image."""
-    rows = _drawn(items.listing)
+    """Measure served cells without labels, by exact search.
+
+    Args:
+        items: The images or texts; at most MOST of them become queries.
+        served: The cells.
+
+    Returns:
+        Empty if there are too few items, or no cells.
+
+    Raises:
+        InvalidInputError: A file is no image.
+    """
+    rows = _sample_rows(items.listing)
     if len(rows) < ITEMS or not served:
         return ()
-    drawn = items.listing.select(rows)
-    if isinstance(drawn, TextListing):
-        known, label = drawn.by_parts(), dict(zip(drawn.paths, drawn.labels, strict=True))
-        held = Published(known, items.files, items.manifests)
-        classes = np.array([label[path] for path in known.paths])
-        return _measured_unlabelled(known.asking(), held, served, classes)
+    sample = items.listing.select(rows)
+    if isinstance(sample, TextListing):
+        parts, label = sample.by_parts(), dict(zip(sample.paths, sample.labels, strict=True))
+        rest_of_texts = Published(parts, items.files, items.manifests)
+        classes = np.array([label[path] for path in parts.paths])
+        return _measure_views(parts.as_queries(), rest_of_texts, served, classes)
     with tempfile.TemporaryDirectory() as folder:
-        views = second_views(drawn, Path(folder))
-        return _measured_unlabelled(views, items, served, drawn.labels)
+        views = second_views(sample, Path(folder))
+        return _measure_views(views, items, served, sample.labels)
 
 
 def second_views(listing: Listing, folder: Path) -> Listing:
-    """A second view of each picture, written below `folder`; each is a class of its own, named by
-    the picture's path. A picture has the same view whatever is beside it.
+    """Write a second view of each picture below a folder.
 
-    Raises InvalidInputError for what is no image.
+    A picture always gets the same view, whatever else is in the listing.
+
+    Args:
+        listing: The pictures.
+        folder: The folder.
+
+    Returns:
+        The views; each is a class of its own, named by the picture's path.
+
+    Raises:
+        InvalidInputError: A file is no image.
     """
     views = tuple(f"{path}.png" for path in listing.paths)
     for path, view in zip(listing.paths, views, strict=True):
@@ -279,46 +327,49 @@ def _digest(path: str) -> bytes:
     return hashlib.sha256(path.encode("utf-8", "surrogateescape")).digest()
 
 
-def _drawn(listing: Listing) -> Rows:
+def _sample_rows(listing: Listing) -> Rows:
     order = sorted(range(len(listing)), key=lambda row: _digest(listing.paths[row]))
     return np.sort(np.array(order[:MOST], np.int64))
 
 
-def _measured_unlabelled(
-    asking: Listing, held: Published, served: Sequence[CellName], classes: Ints
+def _measure_views(
+    views: Listing, items: Published, served: Sequence[CellName], classes: Ints
 ) -> tuple[Unlabelled, ...]:
-    own = held.listing
-    relevance = of_class(asking, Listing(own.root, own.paths, own.paths, np.arange(len(own))))
-    asked = Published(asking, held.files, held.manifests, role="query")
-    done: dict[CellName, Measured] = {}
+    own = items.listing
+    relevance = of_class(views, Listing(own.root, own.paths, own.paths, np.arange(len(own))))
+    queries = Published(views, items.files, items.manifests, role="query")
+    measured: dict[CellName, Measured] = {}
 
     def cell(name: CellName) -> Measured:
-        if name not in done:
-            done[name] = measure_cell(
-                name, asked, held, relevance, neighbours=NEIGHBOURS, int8=True
+        if name not in measured:
+            measured[name] = measure_cell(
+                name, queries, items, relevance, neighbours=NEIGHBOURS, int8=True
             )
-        return done[name]
+        return measured[name]
 
-    told = []
+    cells = []
     for name in served:
-        old = alone(name.gallery[0])
-        found, before, new = cell(name), cell(old), cell(alone(name.query))
-        row = gain_row(name, old, found, before, new, classes=classes, exact=False, by_text=False)
-        told.append(
+        old = own_cell(name.gallery[0])
+        migrated, stayed, new = cell(name), cell(old), cell(own_cell(name.query))
+        row = gain_row(
+            name, old, migrated, stayed, new, classes=classes, exact=False, by_text=False
+        )
+        cells.append(
             Unlabelled(
-                query=str(name.query), gallery=name.carried, queries=len(asking), items=len(own),
-                agreement=mean(agrees(found, new)), stayed_agreement=mean(agrees(before, new)),
-                recall1=mean(found.cmc1), stayed_recall1=mean(before.cmc1),
-                mrr=mean(found.map), stayed_mrr=mean(before.map),
+                query=str(name.query), gallery=name.carried, queries=len(views), items=len(own),
+                agreement=mean(agreement_at(migrated, new)),
+                stayed_agreement=mean(agreement_at(stayed, new)),
+                recall1=mean(migrated.cmc1), stayed_recall1=mean(stayed.cmc1),
+                mrr=mean(migrated.map), stayed_mrr=mean(stayed.map),
                 similar=row.finds_similar, very_item=row.keeps_items,
             )
         )  # fmt: skip
-    return tuple(told)
+    return tuple(cells)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What measuring a release gives to its manifest."""
+    """The result of measuring a release, for its manifest."""
 
     cells: tuple[Cell, ...]
     routes: tuple[RouteEvidence, ...]
@@ -330,9 +381,16 @@ class Evidence:
 
 
 class Measuring:
-    """Cells on one set of images, or of texts, each a query against all others; each cell is
-    measured once. `asked`: texts that are the queries instead, for images of the same classes.
-    Texts of no known class are asked for by queries of their own."""
+    """Measure cells on one set of images or texts, each cell once; each item searches all others.
+
+    Attributes:
+        embedded: The items.
+        asked: The queries.
+        by_text: Whether texts are the queries for images.
+        of_items: Whether each text is a class of its own.
+        relevance: The relevant items of each query.
+        classes: Class of each query; None if each is its own class.
+    """
 
     def __init__(
         self, listing: Listing, files: Files, manifests: Mapping[int, Manifest],
@@ -340,23 +398,21 @@ class Measuring:
     ) -> None:  # fmt: skip
         self.embedded = self.asked = Published(listing, files, manifests)
         self.by_text = asked is not None
-        # Each text is a class of its own.
         self.of_items = isinstance(listing, TextListing) and bool(listing.queries)
         if isinstance(listing, TextListing) and listing.queries:
-            asked = listing.asking()
+            asked = listing.as_queries()
         if asked is not None or isinstance(listing, TextListing):
             self.asked = Published(asked or listing, files, manifests, role="query")
         self.relevance = among_others(listing) if asked is None else of_class(asked, listing)
-        # Of each query; None where each is a class of its own.
         self.classes: Ints | None = None if self.of_items else self.asked.listing.labels
         self._done: dict[tuple[CellName, bool], Measured] = {}
 
     def quantised(self, name: CellName) -> bool:
-        """Whether a step of the cell's route has an int8 twin."""
+        """Tell whether a step of the cell's route has an int8 twin."""
         return route_along(self.embedded.manifests, name.gallery).quantised
 
     def cell(self, name: CellName, *, exact: bool = False) -> Measured:
-        """The cell through HNSW, as it is served; `exact`: with float32 files alone."""
+        """Measure a cell through HNSW as it is served; with `exact`, use float32 files alone."""
         int8 = self.quantised(name) and not exact
         if (name, int8) not in self._done:
             self._done[name, int8] = search_cell(
@@ -365,13 +421,13 @@ class Measuring:
         return self._done[name, int8]
 
     def replace(self, manifest: Manifest) -> None:
-        """Go on with another manifest of a release; what int8 files gave is measured again."""
+        """Use another manifest of a release; figures of int8 files are measured again."""
         for one in (self.asked, self.embedded):
             one.manifests[manifest.release] = manifest
-        self._done = {key: done for key, done in self._done.items() if not key[1]}
+        self._done = {key: figures for key, figures in self._done.items() if not key[1]}
 
     def evidence(self, name: CellName) -> Cell:
-        """The cell as the manifest records it."""
+        """Return a cell as the manifest records it."""
         measured = self.cell(name)
         return Cell(
             query=str(name.query),
@@ -394,13 +450,25 @@ def measure_release(
     int8_loss: float,
     texts: TextListing | None = None,
 ) -> tuple[Manifest, Evidence]:
-    """Measure a drafted release on two disjoint halves of `listing`: one for calibration, one for
-    evidence and the gate. `texts`, of the same classes as images, ask for those, too: then the gate
-    is passed by both kinds of queries.
+    """Measure a drafted release on two disjoint halves of a listing.
 
-    Returns the manifest without the int8 twins that lose more than `int8_loss` mAP (a share) or the
-    gate, and what was measured. Raises InvalidInputError where a half holds too few images to
-    compare anything.
+    One half fits the calibration, the other gives evidence and decides the gate.
+
+    Args:
+        release: The draft's manifest.
+        published: The published releases.
+        files: The publication folder or the draft's files.
+        listing: Held-out images or texts.
+        seed: Chooses the halves.
+        int8_loss: Largest loss of mAP by an int8 twin, a share.
+        texts: Texts of the same classes as images; then the gate must pass for both kinds of
+            queries.
+
+    Returns:
+        The manifest without the int8 twins that lose more or fail the gate, and the evidence.
+
+    Raises:
+        InvalidInputError: A half has too few images to compare anything.
     """
     calibration_rows, gate_rows = halves(listing, seed)
     manifests = {**published.manifests, release.release: release}
@@ -414,7 +482,7 @@ def measure_release(
         gate.replace(new)
         rows = tuple(_rows(gate, new, manifests, published.withdrawn))
     manifests[release.release] = new
-    cells = [alone(new.release)]
+    cells = [own_cell(new.release)]
     cells += [name for row in rows for name in (row.old, row.cell)]
     cells += [
         CellName(new.release, (number,))
@@ -424,10 +492,10 @@ def measure_release(
     calibrating = Measuring(listing.select(calibration_rows), files, manifests)
     cross, cells_by_text = tuple[GainRow, ...](), tuple[Cell, ...]()
     if texts is not None:
-        asking = Measuring(listing.select(gate_rows), files, manifests, texts)
-        asking.embedded = gate.embedded  # the same images, embedded once
-        cross = tuple(_rows(asking, new, manifests, published.withdrawn))
-        cells_by_text = tuple(asking.evidence(name) for name in dict.fromkeys(cells))
+        by_texts = Measuring(listing.select(gate_rows), files, manifests, texts)
+        by_texts.embedded = gate.embedded  # the same images, embedded once
+        cross = tuple(_rows(by_texts, new, manifests, published.withdrawn))
+        cells_by_text = tuple(by_texts.evidence(name) for name in dict.fromkeys(cells))
     lines, routes = dict[CellName, Line](), list[RouteEvidence]()
     for name in (row.cell for row in rows if len(row.cell.gallery) > 1 and not row.exact):
         route, lines[name] = _route(gate, calibrating, name)
@@ -445,14 +513,14 @@ def measure_release(
 
 
 def _unlabelled(gate: Measuring, rows: tuple[GainRow, ...]) -> tuple[Unlabelled, ...]:
-    """What needs no labels, where the gate decided by them."""
+    """Measure the rows without labels, if classes decided the gate."""
     if gate.of_items:
         return ()
     return measure_unlabelled(gate.embedded, [row.cell for row in rows if not row.exact])
 
 
 def _lossy_twins(gate: Measuring, release: Manifest, int8_loss: float) -> set[int]:
-    """The sources whose int8 twin loses more than `int8_loss` mAP."""
+    """Return the sources whose int8 twin loses more than `int8_loss` mAP."""
     lossy = set()
     for upgrade in release.upgrades:
         name = CellName(release.release, (upgrade.from_release, release.release))
@@ -463,8 +531,7 @@ def _lossy_twins(gate: Measuring, release: Manifest, int8_loss: float) -> set[in
 
 
 def _harmful_twins(rows: tuple[GainRow, ...]) -> set[int]:
-    """The sources whose upgrade is the last step of a route that passes, but not as it is
-    served."""
+    """Return the sources whose int8 twin makes a route fail that passes with float32 files."""
     exactly = {row.cell for row in rows if row.exact and row.passed}
     return {
         row.cell.gallery[-2]
@@ -487,23 +554,23 @@ def _rows(
     gate: Measuring, new: Manifest, manifests: Mapping[int, Manifest], withdrawn: frozenset[int]
 ) -> Iterator[GainRow]:
     for name in served_cells(new, manifests, withdrawn):
-        old = alone(name.gallery[0])
-        before = gate.cell(old)
+        old = own_cell(name.gallery[0])
+        stayed = gate.cell(old)
         for exact in (False, True) if gate.quantised(name) else (False,):
             served = gate.cell(name, exact=exact)
-            own = gate.cell(alone(new.release)) if gate.of_items else None
+            own = gate.cell(own_cell(new.release)) if gate.of_items else None
             yield gain_row(
-                name, old, served, before, own,
+                name, old, served, stayed, own,
                 classes=gate.classes, exact=exact, by_text=gate.by_text,
             )  # fmt: skip
 
 
 def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[RouteEvidence, Line]:
-    """What is said of a route, and the line that its carried vectors are ranked along."""
-    upper = mean(gate.cell(alone(name.query)).map)
-    # Fitted to one half of the images, what it does to the curves is told of the other.
+    """Return the evidence of a route, and the line by which its migrated vectors are ranked."""
+    upper = mean(gate.cell(own_cell(name.query)).map)
+    # Fitted on one half of the images; its effect on the curves is measured on the other.
     scale = same_scale(
-        calibrating.cell(name), calibrating.cell(alone(name.query)), calibrating.relevance
+        calibrating.cell(name), calibrating.cell(own_cell(name.query)), calibrating.relevance
     )
     exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
     fitting, judging = (
@@ -531,22 +598,22 @@ def _calibrations(
     lines: Mapping[CellName, Line],
 ) -> Iterator[Calibration]:
     def fit(name: CellName, query: str, gallery: str, origin: Origin) -> Calibration:
-        found = measuring.cell(name)
+        measured = measuring.cell(name)
         return fit_calibration(
             query,
             gallery,
             origin,
-            found.neighbours,
-            found.distances,
+            measured.neighbours,
+            measured.distances,
             measuring.relevance,
             len(measuring.embedded.listing),
         )
 
-    own = alone(new.release)
+    own = own_cell(new.release)
     native = fit(own, new.space, new.space, "native")
     yield native
     yield native.model_copy(update={"origin": "re-embedded"})
-    # Of the newest release that is served through an upgrade, by its best route.
+    # The newest release that is served through an upgrade, by its best route.
     routes = [row for row in rows if len(row.cell.gallery) > 1 and not row.exact]
     if routes:
         newest = max(row.cell.gallery[0] for row in routes)
@@ -562,4 +629,4 @@ def _calibrations(
             yield fit(row.cell, new.space, manifests[row.old.query].space, "direct")
     for number in sorted({row.old.query for row in rows}):
         space = manifests[number].space
-        yield fit(alone(number), space, space, "old-model")
+        yield fit(own_cell(number), space, space, "old-model")

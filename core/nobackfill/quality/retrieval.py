@@ -1,4 +1,4 @@
-"""Cells of the compatibility matrix, measured by an exact search, or as a gateway serves them."""
+"""Measure cells of the compatibility matrix, by exact search or as a gateway serves them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,23 +29,31 @@ from nobackfill.quality.cells import CellName
 from nobackfill.quality.embedded import Embedded, Published, cell_vectors
 from nobackfill.vectors import Vectors
 
-# Answers asked of the index for mAP; relevant items beyond count as not found.
+# Hits that are requested from the index for mAP; relevant items beyond count as not found.
 DEPTH = 1000
-# Answers asked for CMC, as a served search asks: a deeper search of a graph finds more.
+# Hits that are requested for CMC, as in production: a deeper search of a graph finds more.
 SERVED = 20
 _QUERIES = 256
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell's figures by query (shares 0..1, NaN where a query has no answer in the gallery)."""
+    """The figures of a cell by query: shares 0 to 1, NaN if a query has no answer in the gallery.
+
+    Attributes:
+        cmc1: [q].
+        cmc5: [q].
+        map: Average precision, [q].
+        ranking: Ranks of the relevant items.
+        neighbours: Gallery positions [q, k], nearest first. A served search includes ignored items,
+            and -1 where it finds no more.
+        distances: Distances of the neighbours [q, k].
+    """
 
     cmc1: PerQuery
     cmc5: PerQuery
     map: PerQuery
     ranking: Ranking
-    # Gallery positions [q,k] and distances [q,k], nearest first. A served search names ignored
-    # items too, and -1 and infinity where it finds no more.
     neighbours: Ints
     distances: Vectors
 
@@ -59,7 +67,19 @@ def measure_cell(
     neighbours: int = 0,
     int8: bool = False,
 ) -> Measured:
-    """Measure a cell by exact search, in the metric of the query's release."""
+    """Measure a cell by exact search, in the metric of the query's release.
+
+    Args:
+        cell: The cell.
+        queries: The queries.
+        gallery: The gallery.
+        relevance: The relevant items of each query.
+        neighbours: Number of nearest items to return for each query.
+        int8: Use int8 files where they exist.
+
+    Raises:
+        InvalidInputError: The vectors of the two releases cannot be compared.
+    """
     vectors = cell_vectors(cell, queries, gallery, int8=int8)
     return measure(*vectors, relevance, queries.metric(cell.query), neighbours=neighbours)
 
@@ -72,26 +92,44 @@ def measure(
     *,
     neighbours: int = 0,
 ) -> Measured:
-    """Search `gallery` [g,dim] with `queries` [q,dim] exactly; `neighbours` of each query's nearest
-    are named, ignored items left out (fewer where there are no more)."""
+    """Search exactly and measure.
+
+    Args:
+        queries: [q, dim].
+        gallery: [g, dim].
+        relevance: The relevant items of each query.
+        metric: How distances are computed.
+        neighbours: Number of nearest items to return for each query without ignored ones; fewer if
+            there are no more.
+    """
     ranking = rank(queries, gallery, relevance, metric)
-    near: Ints = np.empty((len(queries), 0), np.int64)
-    apart: Vectors = np.empty((len(queries), 0), np.float32)
+    nearest_items: Ints = np.empty((len(queries), 0), np.int64)
+    near_distances: Vectors = np.empty((len(queries), 0), np.float32)
     if neighbours:
         own = max((len(ignored) for ignored in relevance.ignored), default=0)
-        near, apart = nearest(queries, gallery, min(neighbours + own, len(gallery)), metric)
-        near, apart = _without_ignored(near, apart, relevance, neighbours)
-    return Measured(**figures(ranking), ranking=ranking, neighbours=near, distances=apart)
+        nearest_items, near_distances = nearest(
+            queries, gallery, min(neighbours + own, len(gallery)), metric
+        )
+        nearest_items, near_distances = _without_ignored(
+            nearest_items, near_distances, relevance, neighbours
+        )
+    return Measured(
+        **figures(ranking), ranking=ranking, neighbours=nearest_items, distances=near_distances
+    )
 
 
 def _without_ignored(
-    near: Ints, apart: Vectors, relevance: Relevance, most: int
+    positions: Ints, distances_: Vectors, relevance: Relevance, most: int
 ) -> tuple[Ints, Vectors]:
-    """Drop ignored positions from each row; rows keep one length."""
-    kept = [~np.isin(row, ignored) for row, ignored in zip(near, relevance.ignored, strict=True)]
-    width = min(most, *map(np.count_nonzero, kept))
-    rows = [np.flatnonzero(row)[:width] for row in kept]
-    return np.take_along_axis(near, np.stack(rows), 1), np.take_along_axis(apart, np.stack(rows), 1)
+    """Drop ignored positions from each row; all rows keep the same length."""
+    masks = [
+        ~np.isin(row, ignored) for row, ignored in zip(positions, relevance.ignored, strict=True)
+    ]
+    width = min(most, *map(np.count_nonzero, masks))
+    rows = [np.flatnonzero(row)[:width] for row in masks]
+    return np.take_along_axis(positions, np.stack(rows), 1), np.take_along_axis(
+        distances_, np.stack(rows), 1
+    )
 
 
 def search_cell(
@@ -102,10 +140,17 @@ def search_cell(
     *,
     int8: bool = False,
 ) -> Measured:
-    """Measure a cell as a gateway serves it, through an HNSW index of the gallery room.
+    """Measure a cell as a gateway serves it, through an HNSW index.
 
-    Raises InvalidInputError for raw vectors of another dimension, which no gallery holds beside the
-    query's own.
+    Args:
+        cell: The cell.
+        queries: The queries.
+        gallery: The gallery.
+        relevance: The relevant items of each query.
+        int8: Use int8 files where they exist.
+
+    Raises:
+        InvalidInputError: Raw vectors of another dimension, which no gallery can search.
     """
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
     spec = SpaceSpec.of(queries.manifest(cell.query))
@@ -113,25 +158,26 @@ def search_cell(
     if gallery_vectors.shape[1] != own:
         raise InvalidInputError(
             f"cell {cell}: a gallery's vectors have one dimension, got {own} and "
-            f"{gallery_vectors.shape[1]}; carry the gallery along a route"
+            f"{gallery_vectors.shape[1]}; migrate the gallery along a route"
         )
     # One thread: the same graph, and so the same verdict, each time.
     index = hnsw.build(spec, np.arange(len(gallery_vectors)), gallery_vectors)
-    found = _search(index, query_vectors, DEPTH)
+    answers = _search(index, query_vectors, DEPTH)
     first = rank_neighbours(_search(index, query_vectors, SERVED).labels, relevance)
-    ranking = rank_neighbours(found.labels, relevance)
+    ranking = rank_neighbours(answers.labels, relevance)
     return Measured(
         cmc(first, 1),
         cmc(first, 5),
         average_precision(ranking),
         ranking,
-        found.labels,
-        found.distances,
+        answers.labels,
+        answers.distances,
     )
 
 
 def _search(index: Index, queries: Vectors, k: int) -> Neighbours:
-    """The `k` nearest, some queries at a time: each brings k candidate vectors into memory."""
+    """Return the k nearest, in blocks of queries: each query needs memory for k candidate
+    vectors."""
     k = min(k, len(index.labels))
     parts = [
         index.search(queries[start : start + _QUERIES], k)
@@ -143,10 +189,10 @@ def _search(index: Index, queries: Vectors, k: int) -> Neighbours:
     )
 
 
-# Neighbours that hubness counts, and the k of mAP@k.
+# Neighbours for hubness, and the k of mAP@k.
 HUB_NEIGHBOURS = 10
 MAP_AT = 100
-# Rates of false accepts (1:1) and of false positives (1:N), and the pairs drawn for the former.
+# Rates of false accepts (1:1) and of false positives (1:N), and the number of pairs for the former.
 FAR = 1e-3
 FPIR = 0.01
 PAIRS = 4_000_000
@@ -154,8 +200,15 @@ PAIRS = 4_000_000
 
 @dataclass(frozen=True)
 class MatrixCell:
-    """A measured cell: figures by name (shares 0..1) and by query, and the nearest
-    positions [q,k].
+    """A measured cell.
+
+    Attributes:
+        name: Its name.
+        figures: Its figures by name; shares 0 to 1.
+        cmc1: By query, [q].
+        map: Average precision by query, [q].
+        neighbours: Nearest gallery positions, [q, k].
+        worst_class: Name of the class with the lowest mAP.
     """
 
     name: CellName
@@ -175,7 +228,19 @@ def evaluate_cells(
     neighbours: int,
     int8: bool = False,
 ) -> list[MatrixCell]:
-    """Measure cells by exact search in the metric of the query's release."""
+    """Measure cells by exact search, in the metric of the query's release.
+
+    Args:
+        cells: The cells.
+        queries: The queries.
+        gallery: The gallery.
+        relevance: The relevant items of each query.
+        neighbours: Number of nearest items to return for each query.
+        int8: Use int8 files where they exist.
+
+    Raises:
+        InvalidInputError: The vectors of two releases cannot be compared.
+    """
     return [
         _evaluate(name, queries, gallery, relevance, neighbours=neighbours, int8=int8)
         for name in cells
@@ -192,16 +257,16 @@ def _evaluate(
     int8: bool,
 ) -> MatrixCell:
     vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.metric(name.query)
-    found = measure(*vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS))
-    worst, worst_map = worst_class(found.map, queries.listing.labels)
+    measured = measure(*vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS))
+    worst, worst_map = worst_class(measured.map, queries.listing.labels)
     items = len(gallery.listing)
     figures = {
-        "cmc1": mean(found.cmc1),
-        "cmc5": mean(found.cmc5),
-        "map": mean(found.map),
-        f"map_at_{MAP_AT}": mean(average_precision_at(found.ranking, MAP_AT)),
+        "cmc1": mean(measured.cmc1),
+        "cmc5": mean(measured.cmc5),
+        "map": mean(measured.map),
+        f"map_at_{MAP_AT}": mean(average_precision_at(measured.ranking, MAP_AT)),
         "worst_class_map": worst_map,
-        "hub_skewness": hubness(found.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
+        "hub_skewness": hubness(measured.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
         **_recognition(*vectors, relevance, metric),
         "queries": float(len(queries.listing)),
         "items": float(items),
@@ -209,9 +274,9 @@ def _evaluate(
     return MatrixCell(
         name,
         figures,
-        found.cmc1,
-        found.map,
-        found.neighbours[:, :neighbours],
+        measured.cmc1,
+        measured.map,
+        measured.neighbours[:, :neighbours],
         queries.listing.class_names[worst],
     )
 
@@ -219,18 +284,17 @@ def _evaluate(
 def _recognition(
     queries: Vectors, gallery: Vectors, relevance: Relevance, metric: Metric
 ) -> dict[str, float]:
-    """TAR@FAR over the pairs of a seeded draw of queries, and TPIR@FPIR where some queries have no
-    mate in the gallery.
-    """
+    """Compute TAR@FAR over pairs of a seeded draw of queries, and TPIR@FPIR if some queries have no
+    mate."""
     mated = np.array([len(relevant) > 0 for relevant in relevance.relevant])
     figures = {}
     if not mated.all():
         search = open_set_search(queries, gallery, relevance, metric)
         figures[f"tpir_at_fpir_{FPIR:g}"] = tpir_at_fpir(search, FPIR)
     order = np.random.default_rng(0).permutation(np.flatnonzero(mated))
-    drawn = order[: max(1, PAIRS // len(gallery))]
+    sample = order[: max(1, PAIRS // len(gallery))]
     genuine, impostor = [], []
-    for row, query in zip(distances(queries[drawn], gallery, metric), drawn, strict=True):
+    for row, query in zip(distances(queries[sample], gallery, metric), sample, strict=True):
         stranger = np.ones(len(gallery), bool)
         stranger[relevance.relevant[query]] = False
         own = np.isin(np.arange(len(gallery)), relevance.ignored[query])
@@ -245,6 +309,6 @@ def _recognition(
 def neighbour_paths(
     cell: MatrixCell, queries: Listing, gallery: Listing
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each query's path with the paths of its nearest gallery images."""
+    """Yield each query's path with the paths of its nearest gallery images."""
     for path, row in zip(queries.paths, cell.neighbours, strict=True):
         yield path, [gallery.paths[position] for position in row]

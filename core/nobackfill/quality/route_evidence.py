@@ -1,7 +1,7 @@
-"""What a release says of its routes, fitted on held-out items.
+"""Fit the facts about routes that a release publishes, on held-out items.
 
-These are the probability of a match by distance, the weights of a score by both models, and what a
-backfill would bring: quality while served vectors are replaced by re-embedded ones.
+They are the probability of a match by distance, the weights of rank fusion, and the effect of a
+backfill: quality while served vectors are replaced by re-embedded ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,16 +27,16 @@ from nobackfill.metrics.bootstrap import Difference, paired_bootstrap
 from nobackfill.metrics.distances import Metric, distances, unit
 from nobackfill.metrics.ranking import Ints, Relevance
 from nobackfill.metrics.retrieval import PerQuery, mean
-from nobackfill.quality.cells import CellName, alone
-from nobackfill.quality.embedded import Embedded, Published, asking, cell_vectors
+from nobackfill.quality.cells import CellName, own_cell
+from nobackfill.quality.embedded import Embedded, Published, cell_vectors, query_vectors
 from nobackfill.quality.retrieval import Measured, measure
 from nobackfill.release.calibration import Joint, find
 from nobackfill.release.manifest import BothEvidence, Calibration, HealingEvidence
 from nobackfill.vectors import Origin, Vectors
 
-# Retrieved pairs of each query that are counted.
+# Retrieved pairs of each query that are used.
 PAIRS_A_QUERY = 20
-# Breakpoints at most, and pairs a breakpoint stands for at least.
+# Largest number of breakpoints, and smallest number of pairs for each.
 BREAKPOINTS = 64
 PAIRS_A_BREAKPOINT = 20
 
@@ -44,15 +44,23 @@ PAIRS_A_BREAKPOINT = 20
 def retrieved_pairs(
     neighbours: NDArray[np.int64], distances: NDArray[np.float32], relevance: Relevance
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]:
-    """Distances [p], matches [p] (0 or 1) and queries [p] of each query's nearest pairs, the query
-    itself left out."""
+    """Return the nearest pairs of all queries, without ignored items.
+
+    Args:
+        neighbours: Gallery positions [q, k], nearest first.
+        distances: Their distances [q, k].
+        relevance: The relevant items of each query.
+
+    Returns:
+        For p pairs: distances [p], matches [p] (0 or 1) and queries [p].
+    """
     kept_distances, matches, counts = [], [], []
-    for row, near, relevant, ignored in zip(
+    for row, row_distances, relevant, ignored in zip(
         neighbours, distances, relevance.relevant, relevance.ignored, strict=True
     ):
-        kept = (row >= 0) & ~np.isin(row, ignored)
-        kept_distances.append(near[kept][:PAIRS_A_QUERY])
-        matches.append(np.isin(row[kept][:PAIRS_A_QUERY], relevant))
+        valid = (row >= 0) & ~np.isin(row, ignored)
+        kept_distances.append(row_distances[valid][:PAIRS_A_QUERY])
+        matches.append(np.isin(row[valid][:PAIRS_A_QUERY], relevant))
         counts.append(len(matches[-1]))
     return (
         np.concatenate(kept_distances).astype(np.float64),
@@ -64,13 +72,21 @@ def retrieved_pairs(
 def fit_curve(
     distances: NDArray[np.float64], matches: NDArray[np.float64]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Breakpoints of a strictly decreasing curve through isotonic regression.
+    """Fit a strictly decreasing curve from distance to the probability of a match (isotonic
+    regression).
 
-    Pairs are pooled into bins of near distances first, each at its mean distance. A block of equal
-    probability keeps its first and its last bin, so that the curve covers the distances that were
-    seen: at each end half a bin lies outside. With one bin the curve is a hint of a slope.
+    Pairs are pooled into bins of similar distance, each at its mean distance. A block of equal
+    probability keeps its first and its last bin, so that the curve covers the observed distances
+    except half a bin at each end. With a single bin, the curve has only a slight slope.
+
+    Args:
+        distances: [p].
+        matches: 0 or 1, [p].
+
+    Returns:
+        Distances and probabilities of the breakpoints.
     """
-    # Imported here: it takes a second, and only a release that is measured is calibrated.
+    # Imported here: the import takes a second, and only measuring a release needs it.
     from sklearn.isotonic import IsotonicRegression
 
     order = np.argsort(distances, kind="stable")
@@ -79,7 +95,7 @@ def fit_curve(
     parts = [part for part in np.array_split(np.arange(len(distances)), bins) if len(part)]
     centre = np.array([distances[part].mean() for part in parts])
     weight = np.array([len(part) for part in parts], np.float64)
-    # Laplace's rule keeps certainty out of what a few pairs can show.
+    # Laplace's rule: a few pairs cannot show certainty.
     share = np.array([(matches[part].sum() + 1) / (len(part) + 2) for part in parts])
     curve = IsotonicRegression(increasing=False).fit(centre, share, sample_weight=weight)
     fitted = curve.predict(centre)
@@ -91,12 +107,12 @@ def _strict(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     changes = np.diff(fitted) != 0
     starts, ends = np.r_[True, changes], np.r_[changes, True]
-    # A manifest's curve falls everywhere: a block does by the smallest step of a float.
+    # A manifest's curve must fall everywhere: a block falls by the smallest step of a float.
     y = np.where(starts, fitted, np.nextafter(fitted, 0))[starts | ends]
     x = centre[starts | ends]
-    # Bins at one distance (a gallery of copies) have one block or several.
-    apart = np.r_[True, (np.diff(x) > 0) & (np.diff(y) < 0)]
-    x, y = x[apart], y[apart]
+    # Several bins may have the same distance (a gallery of copies).
+    distinct = np.r_[True, (np.diff(x) > 0) & (np.diff(y) < 0)]
+    x, y = x[distinct], y[distinct]
     if len(x) == 1:
         spread = max(abs(float(x[0])), 1e-3) * 0.5
         x = np.array([x[0] - spread, x[0] + spread])
@@ -105,49 +121,60 @@ def _strict(
 
 
 def same_scale(carried: Measured, embedded: Measured, relevance: Relevance) -> Line:
-    """The line on which a carried item's distance means what a re-embedded one's does, for the same
-    query: one logistic regression over the PAIRS_A_QUERY nearest of each query that were measured
-    in either origin, with a slope for each.
+    """Fit the line that converts migrated items' distances to those of re-embedded items.
 
-    How near a query's hits are at all, in either origin, is told apart from that: a curve fitted
-    across queries bends towards what makes queries differ, and the first hits were then those of
-    the origin in which queries differ more. Unlike `fit_curve`'s steps it keeps the order within an
-    origin. The line of distances as they are where one origin's pairs do not tell matches from
-    others.
+    A converted distance means the same match probability for the same query. The fit is one
+    logistic regression over the PAIRS_A_QUERY nearest items of each query in either origin, with a
+    slope for each. It separates how near a query's hits are in general: a curve fitted across
+    queries would bend towards the differences between queries, and the first hits would come from
+    the origin in which queries differ more. Unlike the steps of `fit_curve`, it preserves the order
+    within an origin.
+
+    Args:
+        carried: The cell with migrated vectors.
+        embedded: The cell with the new model's own vectors.
+        relevance: The relevant items of each query.
+
+    Returns:
+        AS_THEY_ARE if the pairs of one origin do not separate matches from others.
     """
-    found = [retrieved_pairs(m.neighbours, m.distances, relevance) for m in (carried, embedded)]
-    if any(len(np.unique(matches)) < 2 for _, matches, _ in found):
+    pairs = [retrieved_pairs(m.neighbours, m.distances, relevance) for m in (carried, embedded)]
+    if any(len(np.unique(matches)) < 2 for _, matches, _ in pairs):
         return AS_THEY_ARE
-    means = [_means(distances, rows, len(relevance.relevant)) for distances, _, rows in found]
+    means = [_means(distances, rows, len(relevance.relevant)) for distances, _, rows in pairs]
     columns = []
-    for origin, (apart, _, rows) in enumerate(found):
-        # Two slopes, what carried ones have beside, and the query twice.
-        column = np.zeros((len(apart), 5))
-        column[:, origin] = apart
+    for origin, (origin_distances, _, rows) in enumerate(pairs):
+        # Two slopes, an offset for migrated items, and the query's mean distance in either origin.
+        column = np.zeros((len(origin_distances), 5))
+        column[:, origin] = origin_distances
         column[:, 2] = origin == 0
         column[:, 3], column[:, 4] = means[0][rows], means[1][rows]
         columns.append(column)
-    its, own, beside, *_ = _logistic(
-        np.concatenate(columns), np.concatenate([matches for _, matches, _ in found])
+    slope, native_slope, offset, *_ = _logistic(
+        np.concatenate(columns), np.concatenate([matches for _, matches, _ in pairs])
     )
-    return Line(its / own, beside / own) if max(its, own) < 0 else AS_THEY_ARE
+    return (
+        Line(slope / native_slope, offset / native_slope)
+        if max(slope, native_slope) < 0
+        else AS_THEY_ARE
+    )
 
 
 def _means(
     distances: NDArray[np.float64], rows: NDArray[np.int64], queries: int
 ) -> NDArray[np.float64]:
-    """Of each query's distances."""
+    """Return the mean distance of each query."""
     counts = np.maximum(1, np.bincount(rows, minlength=queries))
     return np.asarray(np.bincount(rows, distances, queries) / counts, np.float64)
 
 
 def _logistic(columns: NDArray[np.float64], matches: NDArray[np.float64]) -> list[float]:
-    """Weights of log-odds of a match."""
+    """Return the weights of the log-odds of a match."""
     from sklearn.linear_model import LogisticRegression
 
     spread = columns.std(0)
     scale = np.where(spread > 0, spread, 1)
-    # A weak prior: pairs that are told apart without error have no finite slope.
+    # A weak prior: perfectly separated pairs have no finite slope.
     curve = LogisticRegression(C=1e3, max_iter=1000).fit(columns / scale, matches)
     weights: list[float] = (curve.coef_[0] / scale).tolist()
     return weights
@@ -162,8 +189,16 @@ def fit_calibration(
     relevance: Relevance,
     items: int,
 ) -> Calibration:
-    """The calibration of one (query space, gallery space, origin) from what a search retrieved in a
-    gallery of `items`.
+    """Fit the calibration of one (query space, gallery space, origin).
+
+    Args:
+        query_space: Id of the query's space.
+        gallery_space: Id of the gallery's space.
+        origin: How the gallery's vectors were made.
+        neighbours: Gallery positions [q, k] of a search, nearest first.
+        distances: Their distances [q, k].
+        relevance: The relevant items of each query.
+        items: Number of items of the gallery.
     """
     x, y = fit_curve(*retrieved_pairs(neighbours, distances, relevance)[:2])
     return Calibration(
@@ -176,34 +211,40 @@ def fit_calibration(
     )
 
 
-# Of the new model in the score of a carried item, beside 1: none of the old one.
+# Weights of the new model in rank fusion that are tried; 1 is the new model alone.
 SHARES = (0.0, 0.2, 0.4, 0.6, 0.8)
-# Queries, and items that tell what is far in a space, at most.
+# Largest number of queries and items for estimating the spread of a space.
 _SOME = 1000
 
 
 @dataclass(frozen=True)
 class QuerySet:
-    """Queries, items and what is relevant: of one half of what was held out. `classes`: of each
-    query, where they are known."""
+    """Queries, items and relevance of one half of the held-out data.
+
+    Attributes:
+        queries: The queries.
+        items: The items.
+        relevance: The relevant items of each query.
+        classes: Class of each query, [q]; None if unknown.
+    """
 
     queries: Embedded
     items: Embedded
     relevance: Relevance
     classes: Ints | None = None
 
-    def gained(self, found: PerQuery, other: PerQuery) -> Difference:
-        """By how much `found` is above `other`."""
+    def gained(self, values: PerQuery, other: PerQuery) -> Difference:
+        """Bootstrap the difference of a figure by query between `values` and `other`."""
         labels = None if self.classes is None else [self.classes]
-        return paired_bootstrap([found], [other], classes=labels)
+        return paired_bootstrap([values], [other], classes=labels)
 
 
 @dataclass(frozen=True)
 class _Space:
-    """Queries [q, d] and items [n, d]; their squared distances are those of a gallery.
+    """Queries [q, d] and items [n, d] whose squared distances are those of a gallery.
 
-    A sum of two squared distances is the squared distance of both vectors beside each other, each
-    times the root of its weight, so that whatever measures one space measures both.
+    A weighted sum of two squared distances is the squared distance of the concatenated vectors,
+    each times the root of its weight. So the code that measures one space also measures both.
     """
 
     queries: Vectors
@@ -211,36 +252,48 @@ class _Space:
 
     @property
     def spread(self) -> float:
-        """By how much items differ in their distance to a query, on average."""
+        """Return the mean standard deviation of the items' distances to a query."""
         return max(1e-12, float(distances(_some(self.queries), _some(self.items)).std(1).mean()))
 
     def times(self, weight: float) -> "_Space":
-        """All squared distances times `weight`."""
+        """Multiply all squared distances by `weight`."""
         root = np.float32(np.sqrt(weight))
         return _Space(root * self.queries, root * self.items)
 
-    def measured(self, relevance: Relevance) -> Measured:
+    def measure(self, relevance: Relevance) -> Measured:
         return measure(self.queries, self.items, relevance, neighbours=PAIRS_A_QUERY)
 
 
 def both_evidence(
     cell: CellName, fitting: QuerySet, judging: QuerySet, *, int8: bool
 ) -> BothEvidence | None:
-    """What both models find of a carried gallery: weights that find most (CMC-1 and mAP) of
-    `fitting`, judged on `judging`. None where the new model alone does as well, or where both are
-    measurably worse than it, or than staying, by either figure.
+    """Measure rank fusion by both models on a migrated gallery.
+
+    The weights that find most (CMC-1 + mAP) are fitted on one half and judged on the other.
+
+    Args:
+        cell: The cell of the migrated gallery.
+        fitting: The half for fitting.
+        judging: The half for judging.
+        int8: Use int8 files where they exist.
+
+    Returns:
+        None if the new model alone is as good, or if both are measurably worse than it or than
+        staying by either figure.
     """
-    joint = _fitted(cell, fitting, int8=int8)
+    joint = _fit_joint(cell, fitting, int8=int8)
     if joint is None:
         return None
     carried, stayed = _spaces(cell, judging, int8=int8)
-    found = _beside(carried.times(joint.new), stayed.times(joint.old)).measured(judging.relevance)
+    fused = _concatenate(carried.times(joint.new), stayed.times(joint.old)).measure(
+        judging.relevance
+    )
     gains = {}
     for name, one in (("carried", carried), ("stayed", stayed)):
-        alone_ = one.measured(judging.relevance)
+        alone_ = one.measure(judging.relevance)
         gains[name] = (
-            judging.gained(found.map, alone_.map),
-            judging.gained(found.cmc1, alone_.cmc1),
+            judging.gained(fused.map, alone_.map),
+            judging.gained(fused.cmc1, alone_.cmc1),
         )
     if any(gain.high < 0 for pair in gains.values() for gain in pair):
         return None
@@ -249,48 +302,48 @@ def both_evidence(
     of_map, of_cmc1 = gains["stayed"]
     return BothEvidence(
         **joint._asdict(),
-        map=mean(found.map),
-        cmc1=mean(found.cmc1),
+        map=mean(fused.map),
+        cmc1=mean(fused.cmc1),
         map_gain_low=of_map.low,
         cmc1_gain_low=of_cmc1.low,
     )
 
 
-def _fitted(cell: CellName, asked: QuerySet, *, int8: bool) -> Joint | None:
-    """None: the new model alone finds most."""
-    carried, stayed = _spaces(cell, asked, int8=int8)
-    # As far as each model tells items apart, so that a share means the same of any two.
+def _fit_joint(cell: CellName, half: QuerySet, *, int8: bool) -> Joint | None:
+    """Fit the weights; None if the new model alone finds most."""
+    carried, stayed = _spaces(cell, half, int8=int8)
+    # Scaled by the spread of each model, so that a weight means the same for any two models.
     unlike = carried.spread / stayed.spread
-    best, share = carried.measured(asked.relevance), 1.0
+    best, share = carried.measure(half.relevance), 1.0
     for one in SHARES:
-        space = _beside(carried.times(one), stayed.times((1 - one) * unlike))
-        found = space.measured(asked.relevance)
-        if _figure(found) > _figure(best):
-            best, share = found, one
+        space = _concatenate(carried.times(one), stayed.times((1 - one) * unlike))
+        fused = space.measure(half.relevance)
+        if _objective(fused) > _objective(best):
+            best, share = fused, one
     if share == 1.0:
         return None
-    native = _space(alone(cell.query), asked, int8=int8).measured(asked.relevance)
-    line: Line = same_scale(best, native, asked.relevance)
+    native = _space(own_cell(cell.query), half, int8=int8).measure(half.relevance)
+    line: Line = same_scale(best, native, half.relevance)
     return Joint(line.slope * share, line.slope * (1 - share) * unlike, line.offset)
 
 
-def _figure(found: Measured) -> float:
-    return mean(found.cmc1) + mean(found.map)
+def _objective(measured: Measured) -> float:
+    return mean(measured.cmc1) + mean(measured.map)
 
 
-def _spaces(cell: CellName, asked: QuerySet, *, int8: bool) -> tuple[_Space, _Space]:
-    """What was carried, and what stayed."""
-    return _space(cell, asked, int8=int8), _space(alone(cell.gallery[0]), asked, int8=int8)
+def _spaces(cell: CellName, half: QuerySet, *, int8: bool) -> tuple[_Space, _Space]:
+    """Return the space of the migrated vectors and that of the old ones."""
+    return _space(cell, half, int8=int8), _space(own_cell(cell.gallery[0]), half, int8=int8)
 
 
-def _space(cell: CellName, asked: QuerySet, *, int8: bool) -> _Space:
-    metric = asked.queries.metric(cell.query)
-    queries, items = cell_vectors(cell, asked.queries, asked.items, int8=int8)
+def _space(cell: CellName, half: QuerySet, *, int8: bool) -> _Space:
+    metric = half.queries.metric(cell.query)
+    queries, items = cell_vectors(cell, half.queries, half.items, int8=int8)
     return _Space(_squared(queries, metric), _squared(items, metric))
 
 
 def _squared(vectors: Vectors, metric: Metric) -> Vectors:
-    """1 - cosine is half the squared distance of vectors of norm 1."""
+    """Scale unit vectors so that their squared distance is 1 - cosine."""
     if metric == "l2":
         return vectors
     return np.asarray(unit(vectors) * np.sqrt(0.5), np.float32)
@@ -300,17 +353,17 @@ def _some(rows: Vectors) -> Vectors:
     return rows[np.linspace(0, len(rows) - 1, min(len(rows), _SOME)).astype(np.int64)]
 
 
-def _beside(carried: _Space, stayed: _Space) -> _Space:
+def _concatenate(carried: _Space, stayed: _Space) -> _Space:
     return _Space(
         np.concatenate([carried.queries, stayed.queries], axis=1),
         np.concatenate([carried.items, stayed.items], axis=1),
     )
 
 
-# Random; by class in steps of 2 % of them (BCT's supplement); by the true error (what a perfect
-# uncertainty would reach); by the upgrade's uncertainty; by that and by how many searches meet it.
+# Random; by class in steps of 2 % of them (BCT's supplement); by the true error (a perfect
+# uncertainty); by the upgrade's uncertainty; by uncertainty and number of searches.
 ORDERS = ("random", "class", "oracle", "uncertainty", "gain")
-# A valley of less is no reason to rank carried vectors otherwise than by distance.
+# A shallower valley is no reason to rank migrated vectors other than by distance.
 MOST_BELOW = 0.01
 
 
@@ -324,35 +377,44 @@ def backfill_curves(
     int8: bool = False,
     line: Line | None = None,
 ) -> dict[str, BackfillCurve]:
-    """The curves of a cell of an older gallery, searched as it is or carried along a route, by
-    order; by uncertainty and gain where the upgrade predicts a variance. `line`: of what is
-    carried; None: the one that the release ranks it along."""
+    """Measure the backfill curves of a cell of an older gallery, by order.
+
+    Args:
+        cell: The cell.
+        queries: The queries.
+        gallery: The gallery.
+        relevance: The relevant items of each query.
+        orders: Names of ORDERS; uncertainty and gain are left out if the upgrade predicts no
+            variance.
+        int8: Use int8 files where they exist.
+        line: Converts distances of migrated items; None: the release's own line.
+    """
     line = served_line(cell, queries) if line is None else line
-    served, whole = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
-    meets_served = asking(cell, queries, served.embedding)
+    served, native = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
+    meets_served = query_vectors(cell, queries, served.embedding)
     uncertainty = served.uncertainty
-    made: dict[str, Callable[[], Ints]] = {
-        "random": lambda: random_order(len(whole), 0),
+    makers: dict[str, Callable[[], Ints]] = {
+        "random": lambda: random_order(len(native), 0),
         "class": lambda: class_order(gallery.listing.labels, 0),
-        "oracle": lambda: oracle_order(served.embedding, whole),
+        "oracle": lambda: oracle_order(served.embedding, native),
     }
     if uncertainty is not None:
-        made["uncertainty"] = lambda: uncertainty_order(uncertainty)
+        makers["uncertainty"] = lambda: uncertainty_order(uncertainty)
         metric = queries.metric(cell.query)
-        made["gain"] = lambda: gain_order(served.embedding, uncertainty, metric)
-    wanted = {}
+        makers["gain"] = lambda: gain_order(served.embedding, uncertainty, metric)
+    selected = {}
     for name in orders:
-        if name in made:
-            order = made[name]()
+        if name in makers:
+            order = makers[name]()
             labels = gallery.listing.labels
-            wanted[name] = (
+            selected[name] = (
                 Order(order, class_shares(labels, order)) if name == "class" else Order(order)
             )
     return curves_by_order(
         queries.native(cell.query),
         served.embedding,
-        whole,
-        wanted,
+        native,
+        selected,
         relevance,
         metric=queries.metric(cell.query),
         served_queries=meets_served,
@@ -361,8 +423,7 @@ def backfill_curves(
 
 
 def served_line(cell: CellName, queries: Embedded) -> Line:
-    """The line that the cell's carried vectors are ranked along beside embedded ones, if a release
-    says so."""
+    """Return the line by which a release ranks the cell's migrated vectors among native ones."""
     if len(cell.gallery) == 1 or not isinstance(queries, Published):
         return AS_THEY_ARE
     manifest = queries.manifest(cell.query)
@@ -370,23 +431,40 @@ def served_line(cell: CellName, queries: Embedded) -> Line:
     return AS_THEY_ARE if curve is None or curve.scale is None else Line(*curve.scale)
 
 
-def ranked_along(healing: HealingEvidence, gains: Sequence[Difference], line: Line) -> Line:
-    """`line` where distances fall into a valley that it closes, at least in part, and one of its
-    `gains` over the way is more than chance; else distances as they are, which need no second
-    search."""
+def choose_line(healing: HealingEvidence, gains: Sequence[Difference], line: Line) -> Line:
+    """Choose the line by which a release ranks migrated vectors.
+
+    Args:
+        healing: The curves with and without the line.
+        gains: Gains of the line over the whole curve.
+        line: The line.
+
+    Returns:
+        `line` if distances alone have a valley that it reduces, and one of the gains is
+        significant; otherwise AS_THEY_ARE, which needs no second search.
+    """
     closes = healing.valley > MOST_BELOW and healing.scaled_valley < healing.valley
-    # A few queries fall by more than a point without any valley.
+    # A few queries may fall by more than a point without any valley.
     return line if closes and any(gain.low > 0 for gain in gains) else AS_THEY_ARE
 
 
 def healing_evidence(
-    cell: CellName, asked: QuerySet, line: Line, *, int8: bool
+    cell: CellName, half: QuerySet, line: Line, *, int8: bool
 ) -> tuple[HealingEvidence, Line]:
-    """What a release says of its galleries on the way, the curves in random order, and the line
-    that it ranks them along; `line` as in `backfill_curves`."""
+    """Measure quality during lazy re-embedding, in random order, with and without a line.
+
+    Args:
+        cell: The cell of the migrated gallery.
+        half: The data.
+        line: Converts distances of migrated items.
+        int8: Use int8 files where they exist.
+
+    Returns:
+        The curves, and the line by which the release ranks.
+    """
     raw, scaled = (
         backfill_curves(
-            cell, asked.queries, asked.items, asked.relevance, ("random",), int8=int8, line=one
+            cell, half.queries, half.items, half.relevance, ("random",), int8=int8, line=one
         )["random"]
         for one in (AS_THEY_ARE, line)
     )
@@ -397,7 +475,7 @@ def healing_evidence(
         scaled_cmc1=tuple(scaled.cmc1.tolist()),
     )
     gains = [
-        asked.gained(scaled.map_areas, raw.map_areas),
-        asked.gained(scaled.cmc1_areas, raw.cmc1_areas),
+        half.gained(scaled.map_areas, raw.map_areas),
+        half.gained(scaled.cmc1_areas, raw.cmc1_areas),
     ]
-    return evidence, ranked_along(evidence, gains, line)
+    return evidence, choose_line(evidence, gains, line)

@@ -1,4 +1,4 @@
-"""One HTML page that shows what an upgrade does to a gallery; needs the extra `training`.
+"""Write one HTML page that shows the effect of an upgrade on a gallery; needs the extra `training`.
 
 `python -m nobackfill.report` writes it to a file.
 

@@ -1,4 +1,4 @@
-"""`python -m nobackfill.report`: write the picture of an upgrade."""
+"""The command `python -m nobackfill.report`: write the page of an upgrade."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def command(
     output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file to write.")],
     images: Annotated[
         Path | None,
-        typer.Option(help="A folder of class folders to measure and to show; it is only read."),
+        typer.Option(help="A folder of class folders to measure on and to show; it is only read."),
     ] = None,
     console: Annotated[
         str, typer.Option(help="Link to the gateway's console at this address.")
@@ -32,7 +32,7 @@ def command(
         from nobackfill.report.page import Served, upgrade_page
 
     page = upgrade_page(model_repo, release, images, Served(console, browse))
-    # Addresses of pages hold their secret.
+    # The addresses of these pages contain their secret.
     write_file(output, page.encode(), 0o600 if console or browse else 0o644)
     print(f"report: wrote {output}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""The report's charts, as SVG images in data URIs."""
+"""Draw the report's charts as SVG images in data URIs."""
 
 import base64
 import io
@@ -15,38 +15,44 @@ from nobackfill.metrics.retrieval import mean
 from nobackfill.report.comparison import Comparison
 from nobackfill.vectors import Vectors
 
-# Colours that stay apart for most colour-blind eyes (Okabe and Ito), then two more.
+# Colours that most colour-blind readers can tell apart (Okabe and Ito), then two more.
 COLOURS = (
     "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#000000",
     "#7b4fa3", "#8a6d3b",
 )  # fmt: skip
 GREY = "#c8ccd0"
-# What a reader calls an order of the backfill.
+# Titles of the orders of a backfill.
 ORDERS = {
     "random": "random order",
     "uncertainty": "least certain first",
     "gain": "most expected gain first",
 }
-# Inches. A phone shows a chart about as wide as this, so that its text keeps its size there.
+# Width in inches. A phone shows a chart about this wide, so that its text keeps its size.
 WIDTH = 4.6
 
 
 @dataclass(frozen=True)
 class Panel:
+    """A chart with its title."""
+
     title: str
     chart: str
 
 
 @dataclass(frozen=True)
 class GalleryMap:
-    """The gallery in two dimensions, a panel a state, and the colour of each class shown."""
+    """The gallery in two dimensions: a panel for each state, and the colour of each class."""
 
     panels: list[Panel]
     legend: dict[str, str]
 
 
 def backfill_chart(comparison: Comparison) -> str:
-    """mAP in percent against the share of images embedded again, up to the upper bound."""
+    """Draw mAP in percent against the share of re-embedded images, with the upper bound.
+
+    Returns:
+        A data URI.
+    """
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for (order, curve), colour in zip(comparison.curves.items(), COLOURS, strict=False):
@@ -64,23 +70,23 @@ def backfill_chart(comparison: Comparison) -> str:
 
 
 def gallery_map(comparison: Comparison) -> GalleryMap:
-    """The gallery in two dimensions: as stored, upgraded, and as re-embedding would have it.
+    """Draw the gallery in two dimensions: as stored, after the upgrade, and re-embedded.
 
-    Each side on its own two principal components; upgraded and re-embedded share theirs, so that
-    they can be compared point by point.
+    Old and new vectors are projected onto their own two principal components. Upgraded and
+    re-embedded vectors share theirs, so that they can be compared point by point.
     """
     pictures = comparison.pictures
     labels = [pictures.class_of(row) for row in range(len(pictures))]
-    shown = sorted(label for label, _ in Counter(labels).most_common(len(COLOURS)))
+    classes = sorted(label for label, _ in Counter(labels).most_common(len(COLOURS)))
     points = {"stored by the old model": _plane(comparison.old_vectors)(comparison.old_vectors)}
-    after = _plane(comparison.new_vectors)
+    project_new = _plane(comparison.new_vectors)
     if comparison.served_vectors.shape[1] == comparison.new_vectors.shape[1]:
-        points["after the upgrade"] = after(comparison.served_vectors)
-    points["images embedded again"] = after(comparison.new_vectors)
-    legend = dict(zip(shown, COLOURS, strict=False))
+        points["after the upgrade"] = project_new(comparison.served_vectors)
+    points["images embedded again"] = project_new(comparison.new_vectors)
+    legend = dict(zip(classes, COLOURS, strict=False))
     colours = np.array([legend.get(label, GREY) for label in labels])
     panels = [Panel(title, _scatter(places, colours)) for title, places in points.items()]
-    if len(set(labels)) > len(shown):
+    if len(set(labels)) > len(classes):
         legend["other classes"] = GREY
     return GalleryMap(panels, legend)
 
@@ -88,7 +94,7 @@ def gallery_map(comparison: Comparison) -> GalleryMap:
 def _scatter(points: NDArray[np.float64], colours: NDArray[np.str_]) -> str:
     figure = Figure(figsize=(WIDTH, WIDTH), layout="constrained")
     axes = figure.add_subplot()
-    # Grey lies below.
+    # Grey points are drawn first.
     order = np.argsort(colours != GREY, kind="stable")
     size = float(np.clip(12000 / len(points), 8, 60))
     across, up = points[order].T
@@ -99,7 +105,7 @@ def _scatter(points: NDArray[np.float64], colours: NDArray[np.str_]) -> str:
 
 
 def _plane(vectors: Vectors) -> Callable[[Vectors], NDArray[np.float64]]:
-    """The projection onto the two principal components of `vectors` [n, dim]."""
+    """Return the projection onto the two principal components of vectors [n, dim]."""
     centre = vectors.mean(axis=0)
     _, _, components = np.linalg.svd(vectors - centre, full_matrices=False)
 
@@ -111,7 +117,7 @@ def _plane(vectors: Vectors) -> Callable[[Vectors], NDArray[np.float64]]:
 
 def _data_uri(figure: Figure) -> str:
     buffer = io.BytesIO()
-    # Text stays text, and nothing depends on the hour or the run: equal reports are equal files.
+    # Text stays text, and nothing depends on time or run: equal reports are equal files.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "nobackfill"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}"

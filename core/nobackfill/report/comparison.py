@@ -1,8 +1,8 @@
-"""One upgrade, measured on pictures: every one of them asks, and all the others are the gallery.
+"""Measure one upgrade on pictures: each picture is a query, and all others are its gallery.
 
-`old` is the release that the gallery was stored with, `new` the release in question, `served` what
-the gallery holds after the upgrade (upgraded vectors, or the old ones where `new` searches them
-directly). The figures are the matrix, quality kept, and flips.
+`old` is the release of the stored gallery, `new` the release in question, `served` the gallery
+after the upgrade (upgraded vectors, or the old ones if `new` searches them directly). The figures
+are the matrix, the quality kept, and flips.
 """
 
 from collections.abc import Mapping
@@ -26,13 +26,19 @@ from nobackfill.release.routes import Route, plan_route
 from nobackfill.vectors import Vectors
 
 HITS = 5
-# Orders of the backfill that a reader could follow.
+# Orders of a backfill that a reader could follow.
 ORDERS = ("random", "uncertainty", "gain")
 
 
 @dataclass(frozen=True)
 class UpgradeSeconds:
-    """What the upgrade took here, on one core, against embedding the images again."""
+    """Time of the upgrade on one core of this machine, and of re-embedding the images.
+
+    Attributes:
+        items: Number of images.
+        upgrade_seconds: Time of the upgrade.
+        reembed_seconds: Time of re-embedding.
+    """
 
     items: int
     upgrade_seconds: float
@@ -41,33 +47,44 @@ class UpgradeSeconds:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that the pictures tell about an upgrade."""
+    """The figures of an upgrade on a set of pictures.
+
+    Attributes:
+        old: The old release.
+        new: The new release.
+        route: Releases of the route; empty if the old vectors are searched directly.
+        pictures: The pictures.
+        cells: Figures by query/gallery, such as new/served, with each picture's HITS nearest
+            others. new/old is missing if the dimensions differ.
+        old_vectors: [n, old dim].
+        served_vectors: [n, served dim].
+        new_vectors: [n, new dim].
+        uncertainty: [n], larger is less certain; None if the upgrade predicts none.
+        curves: Backfill curves by order; empty if served and new vectors differ in dimension.
+        cost: Measured times.
+    """
 
     old: Manifest
     new: Manifest
-    # Releases on the way; empty where the old vectors are searched directly.
     route: tuple[int, ...]
     pictures: Listing
-    # By query/gallery, as in "new/served", with each picture's nearest HITS others; new/old is
-    # missing where the dimensions differ.
     cells: Mapping[str, Measured]
     old_vectors: Vectors
     served_vectors: Vectors
     new_vectors: Vectors
-    # [n], larger is less certain; None where the upgrade predicts none.
     uncertainty: NDArray[np.float32] | None
-    # By order of the backfill; empty where served and new vectors differ in dimension.
     curves: Mapping[str, BackfillCurve]
     cost: UpgradeSeconds
 
 
 def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route | None:
-    """The route that a gallery of `old`, whose items all have side-information, takes to `new`."""
+    """Return the route from `old` to `new` for a gallery whose items all have side-information."""
     return plan_route(manifests, old, new, manifests[old].side_space)
 
 
 def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
-    """The newest older release whose galleries `release` can take over, or None."""
+    """Return the newest older release whose galleries `release` can migrate or search; None without
+    one."""
     for number in sorted((n for n in manifests if n < release), reverse=True):
         old = manifests[number]
         if plan_route(manifests, number, release, old.side_space, directly=old.space):
@@ -78,22 +95,29 @@ def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
 def compare(
     folder: Path, manifests: Mapping[int, Manifest], old: int, new: int, pictures: Listing
 ) -> Comparison:
-    """Measure the upgrade from release `old` to `new` on pictures, with what gateways and devices
-    run by default: int8 transforms where they are published.
+    """Measure an upgrade on pictures, with int8 files where they are published.
 
-    Raises VerificationError for models that are not the published ones, InvalidInputError for a
-    file that is no image.
+    Args:
+        folder: The publication folder.
+        manifests: The releases by number.
+        old: The old release.
+        new: The new release.
+        pictures: The pictures.
+
+    Raises:
+        VerificationError: A model differs from the published one.
+        InvalidInputError: A file is no image.
     """
-    found = best_route(manifests, old, new)
-    route = () if found is None else found.releases
+    best = best_route(manifests, old, new)
+    route = () if best is None else best.releases
     names = upgrade_cells(old, new, route)
     images = Published(pictures, folder, manifests, threads=1)
     relevance = among_others(pictures)
-    before, native = images.native(old), images.native(new)
+    old_vectors, native = images.native(old), images.native(new)
     served = images.along(names["new/served"].gallery, int8=True)
     comparable = {
         "old/old": True,
-        "new/old": before.shape[1] == native.shape[1],
+        "new/old": old_vectors.shape[1] == native.shape[1],
         "new/served": served.embedding.shape[1] == native.shape[1],
         "new/new": True,
     }
@@ -112,7 +136,7 @@ def compare(
         route=route,
         pictures=pictures,
         cells=cells,
-        old_vectors=before,
+        old_vectors=old_vectors,
         served_vectors=served.embedding,
         new_vectors=native,
         uncertainty=served.uncertainty,
@@ -121,14 +145,14 @@ def compare(
     )
 
 
-# Rows and columns of the matrix, as query model and gallery.
+# Rows (query models) and columns (galleries) of the matrix.
 QUERIES = ("old", "new")
 GALLERIES = ("old", "served", "new")
 
 
 @dataclass(frozen=True)
 class ShadedCell:
-    """A cell in percent, and how dark it is drawn, 0 to 1 of the best cell."""
+    """Figures of a cell in percent, and its shade: 0 to 1 of the best cell."""
 
     map: float
     cmc1: float
@@ -140,8 +164,8 @@ Matrix = Mapping[tuple[str, str], ShadedCell]
 
 
 def matrix_of_pictures(cells: Mapping[str, Measured]) -> Matrix:
-    """The matrix as the pictures give it."""
-    return _shaded(
+    """Return the matrix that was measured on the pictures."""
+    return _shade(
         {
             name: (percent(cell.map), percent(cell.cmc1), percent(cell.cmc5))
             for name, cell in cells.items()
@@ -150,10 +174,15 @@ def matrix_of_pictures(cells: Mapping[str, Measured]) -> Matrix:
 
 
 def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> Matrix:
-    """The matrix that the release was published with; cells that were not measured are missing.
+    """Return the matrix of the release's manifest, without cells that were not measured.
 
-    What is served is told with int8 transforms where they are published, as they are what gateways
-    and devices run; the CMC of older manifests is that of exact ones.
+    mAP of new/served is that with int8 files where they are published, as gateways and devices run
+    them. CMC of older manifests is that of float32 files.
+
+    Args:
+        old: The old release.
+        new: The new release.
+        route: Releases of the route.
     """
     cells = upgrade_cells(old.release, new.release, route)
     names = {str(cell): name for name, cell in cells.items()}
@@ -165,22 +194,22 @@ def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> 
     int8_map = _int8_map(new, route)
     if int8_map is not None and "new/served" in figures:
         figures["new/served"] = (100 * int8_map, *figures["new/served"][1:])
-    return _shaded(figures)
+    return _shade(figures)
 
 
 def basis_of_evidence(new: Manifest, route: tuple[int, ...]) -> str:
-    """What the manifest tells of how its matrix was measured; it names no images."""
+    """Describe in a sentence how the manifest's matrix was measured; empty without evidence."""
     if not new.evidence:
         return ""
     cell = new.evidence[0]
     text = (
         f"Measured when the release was published: {cell.queries} searches in {cell.items} images "
-        "of the publisher's choice. Which images, and whether a model had been trained on them, "
-        "the release does not tell."
+        "of the publisher's choice. The release does not tell which images, and whether a model "
+        "had been trained on them."
     )
     if _int8_map(new, route) is not None:
         text += (
-            " Precision after the upgrade is that of the int8 transform, which gateways and "
+            " Precision after the upgrade is measured with the int8 transform, which gateways and "
             "devices run."
         )
     return text
@@ -191,11 +220,11 @@ def _int8_map(new: Manifest, route: tuple[int, ...]) -> float | None:
 
 
 def percent(values: PerQuery) -> float:
-    """The mean over the queries that can be answered."""
+    """Return the mean in percent over answerable queries."""
     return 100 * mean(values)
 
 
-def _shaded(figures: Mapping[str, tuple[float, float, float]]) -> Matrix:
+def _shade(figures: Mapping[str, tuple[float, float, float]]) -> Matrix:
     best = max((values[0] for values in figures.values()), default=0) or 1
     cells = {}
     for name, values in figures.items():
@@ -204,8 +233,8 @@ def _shaded(figures: Mapping[str, tuple[float, float, float]]) -> Matrix:
     return cells
 
 
-def kept(matrix: Matrix) -> float | None:
-    """Quality kept in percent: mAP of new/served as a share of new/new; None where unmeasured."""
+def quality_kept(matrix: Matrix) -> float | None:
+    """Return mAP of new/served as a percentage of new/new; None if it was not measured."""
     served, bound = matrix.get(("new", "served")), matrix.get(("new", "new"))
     if served is None or bound is None or bound.map <= 0:
         return None
@@ -214,25 +243,31 @@ def kept(matrix: Matrix) -> float | None:
 
 @dataclass(frozen=True)
 class Flips:
-    """Queries whose first hit became right or wrong, positions, the largest change in AP first."""
+    """Pictures whose first hit became right or wrong, the largest change in average precision
+    first.
+
+    Attributes:
+        improved: Positions of pictures whose first hit became right.
+        worsened: Positions of pictures whose first hit became wrong.
+        answerable: Pictures that share their class with another one.
+        worsened_percent: Share of the answerable pictures, in percent.
+    """
 
     improved: list[int]
     worsened: list[int]
-    # Queries that share their class with another picture; the others have nothing to find.
     answerable: int
-    # Share of the answerable queries in percent.
     worsened_percent: float
 
 
 def flips(comparison: Comparison) -> Flips:
-    """What the upgrade changed for each picture asked, against the old model on its own gallery."""
-    before, after = comparison.cells["old/old"], comparison.cells["new/served"]
-    change = after.map - before.map
-    improved = np.flatnonzero((before.cmc1 == 0) & (after.cmc1 == 1))
-    worsened = np.flatnonzero((before.cmc1 == 1) & (after.cmc1 == 0))
+    """Compare the first hit of each picture after the upgrade with that of the old model."""
+    old, served = comparison.cells["old/old"], comparison.cells["new/served"]
+    change = served.map - old.map
+    improved = np.flatnonzero((old.cmc1 == 0) & (served.cmc1 == 1))
+    worsened = np.flatnonzero((old.cmc1 == 1) & (served.cmc1 == 0))
     return Flips(
         improved=improved[np.argsort(-change[improved], kind="stable")].tolist(),
         worsened=worsened[np.argsort(change[worsened], kind="stable")].tolist(),
-        answerable=int((~np.isnan(before.cmc1)).sum()),
-        worsened_percent=100 * negative_flips(before.cmc1, after.cmc1),
+        answerable=int((~np.isnan(old.cmc1)).sum()),
+        worsened_percent=100 * negative_flips(old.cmc1, served.cmc1),
     )

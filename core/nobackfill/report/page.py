@@ -1,6 +1,6 @@
-"""The page of a published release: one self-contained HTML file.
+"""Build the page of a published release: one self-contained HTML file.
 
-It shows what the upgrade does to a gallery, measured where there are images.
+It shows the effect of the upgrade on a gallery, measured if there are images.
 """
 
 import base64
@@ -33,37 +33,44 @@ from nobackfill.report.comparison import (
     best_route,
     compare,
     flips,
-    kept,
     matrix_of_evidence,
     matrix_of_pictures,
     predecessor,
+    quality_kept,
 )
 
 
 @dataclass(frozen=True)
 class Served:
-    """Addresses of pages as their commands print them; empty where none are served."""
+    """Addresses of running pages as their commands print them; empty if none run.
 
-    # `gateway serve --console`.
+    Attributes:
+        console: Printed by `gateway serve --console`.
+        browse: Printed by `edge-client browse`.
+    """
+
     console: str = ""
-    # `edge-client browse`.
     browse: str = ""
 
     def links(self, release: int) -> Sequence[tuple[str, str]]:
-        """What there is to see of a release, and its address. Raises InvalidInputError."""
+        """Return title and address of each page about a release.
+
+        Raises:
+            InvalidInputError: An address does not begin with http:// or https://.
+        """
         pages = (
             (self.console, f"release/{release}", f"release {release} at the gateway's console"),
             (self.console, "playground", "old and new side by side"),
             (self.browse, "release", "what a sync does to the device's gallery"),
             (self.browse, "uncertain", "its least certain pictures"),
         )
-        return [(said, _base(served) + path) for served, path, said in pages if served]
+        return [(title, _base(address) + path) for address, path, title in pages if address]
 
 
 def _base(address: str) -> str:
     if not address.startswith(("http://", "https://")):
         raise InvalidInputError(
-            f"expected an address as gateway serve --console or edge-client browse prints it, "
+            "expected an address that gateway serve --console or edge-client browse prints, "
             f"http://…, got {address!r}"
         )
     return address.rstrip("/") + "/"
@@ -73,15 +80,23 @@ def _base(address: str) -> str:
 MOST_IMAGES = 2000
 # Sides of a small copy in pixels.
 THUMBNAIL = 64
-# Of a small copy of a photograph, JPEG is a tenth of the size that PNG is.
+# JPEG takes a tenth of the bytes of PNG for a small copy of a photograph.
 JPEG_QUALITY = 80
 
 
 def read_folder(folder: Path, seed: int) -> tuple[Listing, int]:
-    """Pictures of class folders, at most MOST_IMAGES drawn by seed; and how many there are in all.
+    """List the pictures of class folders; draw MOST_IMAGES if there are more.
 
-    Raises NotFoundError for a missing folder, InvalidInputError where fewer than two classes have
-    two images each: nothing could be found, or nothing confused.
+    Args:
+        folder: The class folders.
+        seed: Chooses the pictures.
+
+    Returns:
+        The pictures, and the number of all pictures.
+
+    Raises:
+        NotFoundError: No such folder.
+        InvalidInputError: Fewer than two classes have two images.
     """
     if not folder.is_dir():
         raise NotFoundError(f"no folder {folder}; --images expects a folder of class folders")
@@ -93,29 +108,39 @@ def read_folder(folder: Path, seed: int) -> tuple[Listing, int]:
         )
     if len(listing) <= MOST_IMAGES:
         return listing, len(listing)
-    drawn = np.random.default_rng(seed).choice(len(listing), MOST_IMAGES, replace=False)
-    return listing.select(np.sort(drawn)), len(listing)
+    sample = np.random.default_rng(seed).choice(len(listing), MOST_IMAGES, replace=False)
+    return listing.select(np.sort(sample)), len(listing)
 
 
 def thumbnail(file: Path) -> str:
-    """A small copy as a data URI, so that the report needs no other file."""
+    """Return a small copy of a picture as a data URI, so that the page needs no other file.
+
+    Raises:
+        InvalidInputError: The file is no image.
+    """
     image = Image.fromarray(decode_file(file, THUMBNAIL, THUMBNAIL))
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=JPEG_QUALITY)
     return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-# Beside the release's own files, the figures come from these.
+# Packages that the figures depend on, besides the release's own files.
 SOFTWARE = ("nobackfill", "onnxruntime", "numpy", "pillow")
 
 
 def downloads(
     manifests: Mapping[int, Manifest], old: int, release: int, route: tuple[int, ...]
 ) -> dict[str, int]:
-    """Bytes by part that a device of release `old` downloads to follow `release`.
+    """Return the bytes that a device downloads to follow a release, by part.
 
-    As a device chooses: int8 transforms where they are published, the probes of every release on
-    the way, nothing that `old` has brought already. Manifests and signatures come on top.
+    A device downloads int8 transforms where they are published and the probes of every release of
+    the route, but no file that it has already. Manifests and signatures are not counted.
+
+    Args:
+        manifests: The releases by number.
+        old: The release of the device.
+        release: The new release.
+        route: Releases of the route; empty for a direct search.
     """
     new = manifests[release]
     steps = route_along(manifests, route).steps
@@ -127,16 +152,16 @@ def downloads(
         "transform": transforms,
         "probes": [manifests[number].probes.file for number in route[1:] or (release,)],
     }
-    held = {file.path for file in manifests[old].files()}
+    present = {file.path for file in manifests[old].files()}
     lengths = {
-        part: sum(file.length for file in files if file.path not in held)
+        part: sum(file.length for file in files if file.path not in present)
         for part, files in parts.items()
     }
     return {part: length for part, length in lengths.items() if length}
 
 
 def facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Version, method, digests and recipe of a release, as rows of name and value."""
+    """Return version, method, digests and recipe of a release, as rows of name and value."""
     embedder = manifest.embedder
     rows = [
         ("release", str(manifest.release)),
@@ -158,35 +183,35 @@ def _unlabelled(cell: Unlabelled) -> str:
         "agreement@10 with new / new": (cell.agreement, cell.stayed_agreement),
         "R@1 of the very item": (cell.recall1, cell.stayed_recall1),
     }
-    told = [
+    parts = [
         f"{name} {100 * new:.1f} % (old / old {100 * old:.1f})"
         for name, (new, old) in figures.items()
     ]
-    return f"{', '.join(told)}; of {cell.queries} second views"
+    return f"{', '.join(parts)}; of {cell.queries} second views"
 
 
 def _input(manifest: Manifest) -> str:
     kinds = []
     if manifest.embedder.file is not None:
         frame = manifest.frame
-        told = [f"{frame.width} x {frame.height} pixels", frame.fit, frame.interpolation]
-        kinds.append(", ".join(one for one in told if one not in ("stretch", "bilinear")))
+        parts = [f"{frame.width} x {frame.height} pixels", frame.fit, frame.interpolation]
+        kinds.append(", ".join(one for one in parts if one not in ("stretch", "bilinear")))
     if (text := manifest.text_encoder) is not None:
         kinds.append(f"{text.length} tokens of text")
     return ", ".join(kinds)
 
 
 def software() -> str:
-    """The versions that the figures were computed with, as one line."""
+    """Return the versions of the packages that computed the figures, as one line."""
     versions = ", ".join(f"{name} {version(name)}" for name in SOFTWARE)
     return f"{versions}, Python {platform.python_version()}"
 
 
 TITLES = {"old": "stored by the old model", "served": "after the upgrade", "new": "embedded again"}
-# What a cell of the matrix is to a person; the others are only told by their row and column.
+# Names of some cells for readers.
 BOUNDS = {("old", "old"): "lower bound", ("new", "new"): "upper bound"}
 MARKS = BOUNDS | {("new", "old"): "naive swap", ("new", "served"): "what you get"}
-# Rows of the picture grid, and the cell of the matrix that each shows.
+# Rows of the picture grid, with the cell of each.
 ROWS = {
     "before": "old/old",
     "naive swap": "new/old",
@@ -199,30 +224,37 @@ VERDICTS = {
     "failed": "failed, published by force",
     "not_measured": "not measured, published by force",
 }
-# Queries of each group, and least certain items, that the page shows.
+# Queries of each group, and least certain items, on the page.
 SHOWN = 6
 LEAST_CERTAIN = 16
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A small picture with its class."""
+    """A small picture with its class.
+
+    Attributes:
+        picture: A data URI.
+        label: The class.
+        times: Uncertainty as a multiple of the median item's, on the list of least certain items.
+    """
 
     picture: str
     label: str
-    # Of a least certain item: its uncertainty in multiples of the median item's.
     times: float | None = None
 
 
 @dataclass(frozen=True)
 class HitRow:
+    """The first hits of a query in one cell."""
+
     title: str
     hits: list[Tile]
 
 
 @dataclass(frozen=True)
 class QueryHits:
-    """A query with its first hits by ROWS."""
+    """A query with its first hits, by the rows of ROWS."""
 
     picture: str
     label: str
@@ -231,6 +263,8 @@ class QueryHits:
 
 @dataclass(frozen=True)
 class Group:
+    """A titled group of queries."""
+
     title: str
     text: str
     queries: list[QueryHits]
@@ -245,13 +279,23 @@ def render(
     seed: int,
     links: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """The page. `old` None: a first release. Without `comparison` it shows what the manifests say.
+    """Render the page.
 
-    `basis` says in words what the comparison was measured on; `links`: what is served, its address.
+    Args:
+        manifests: The releases by number.
+        release: The release to show.
+        old: The release before; None for a first release.
+        comparison: Measured figures; None: those of the manifest.
+        basis: A sentence about the data of the comparison.
+        seed: The seed of the drawn pictures.
+        links: Title and address of running pages.
+
+    Returns:
+        HTML.
     """
     new = manifests[release]
-    found = None if old is None else best_route(manifests, old, release)
-    route = () if found is None else found.releases
+    best = None if old is None else best_route(manifests, old, release)
+    route = () if best is None else best.releases
     matrix: Matrix = {}
     if comparison is not None:
         matrix = matrix_of_pictures(comparison.cells)
@@ -272,7 +316,7 @@ def render(
             titles=TITLES,
             bounds=BOUNDS,
             marks=MARKS,
-            kept=kept(matrix),
+            kept=quality_kept(matrix),
             basis=basis or basis_of_evidence(new, route),
             downloads={} if old is None else downloads(manifests, old, release, route),
             cost=comparison.cost if comparison else None,
@@ -292,27 +336,27 @@ def render(
 
 def _groups(comparison: Comparison) -> list[Group]:
     changed = flips(comparison)
-    asked = f"of {changed.answerable} searches"
-    alone = len(comparison.pictures) - changed.answerable
-    if alone:
-        asked += f" (and {alone} with nothing to find, alone in their class)"
+    total = f"of {changed.answerable} searches"
+    lonely = len(comparison.pictures) - changed.answerable
+    if lonely:
+        total += f" (and {lonely} with nothing to find, alone in their class)"
     return [
         Group(
             "What got better",
-            f"{len(changed.improved)} {asked} now find the right class first, where the old model "
+            f"{len(changed.improved)} {total} now find the right class first, where the old model "
             "did not. Green is right, dotted red wrong.",
-            [_asked(comparison, query) for query in changed.improved[:SHOWN]],
+            [_query_hits(comparison, query) for query in changed.improved[:SHOWN]],
         ),
         Group(
             "What got worse",
-            f"{len(changed.worsened)} {asked}, {changed.worsened_percent:.1f} %, found the right "
+            f"{len(changed.worsened)} {total}, {changed.worsened_percent:.1f} %, found the right "
             "class first before and do not any more.",
-            [_asked(comparison, query) for query in changed.worsened[:SHOWN]],
+            [_query_hits(comparison, query) for query in changed.worsened[:SHOWN]],
         ),
     ]
 
 
-def _asked(comparison: Comparison, query: int) -> QueryHits:
+def _query_hits(comparison: Comparison, query: int) -> QueryHits:
     cells = comparison.cells
     rows = [
         HitRow(title, [_tile(comparison, hit) for hit in cells[name].neighbours[query].tolist()])
@@ -345,17 +389,29 @@ def _bytes(value: int) -> str:
     return f"{value / 1e6:.1f} MB" if value >= 1e6 else f"{value / 1e3:.0f} kB"
 
 
-# Draws the pictures of a large folder, and the random order of the backfill curve.
+# Seed of the drawn pictures and of the random order of the backfill curve.
 SEED = 0
 
 
 def upgrade_page(
     model_repo: Path, release: int, images: Path | None, served: Served | None = None
 ) -> str:
-    """The HTML of `release`, from a publication folder that is verified first.
+    """Return the page of a release from a publication folder, which is verified first.
 
-    `images`: a folder of class folders to measure on and to show; it is only read. `served`: pages
-    that it leads to. Raises NotFoundError, VerificationError, InvalidInputError.
+    Args:
+        model_repo: The publication folder.
+        release: The release to show.
+        images: Class folders to measure on and to show; only read. None: use the manifest's
+            figures.
+        served: Running pages to link to.
+
+    Returns:
+        HTML.
+
+    Raises:
+        NotFoundError: No such release in use, or no such folder.
+        VerificationError: A file or signature is wrong.
+        InvalidInputError: Too few images, a file that is no image, or an invalid address.
     """
     links = () if served is None else served.links(release)
     with tempfile.TemporaryDirectory() as state:

@@ -24,8 +24,8 @@ from nobackfill.metrics.hubness import hubness
 from nobackfill.metrics.neighbours import nearest
 from nobackfill.metrics.ranking import Relevance
 from nobackfill.metrics.retrieval import PerQuery
-from nobackfill.quality.cells import CellName, alone, upgrade_cells
-from nobackfill.quality.embedded import asking
+from nobackfill.quality.cells import CellName, own_cell, upgrade_cells
+from nobackfill.quality.embedded import query_vectors
 from nobackfill.quality.listing import among_others
 from nobackfill.quality.retrieval import Measured, measure, measure_cell
 from nobackfill.quality.route_evidence import PAIRS_A_QUERY, backfill_curves, same_scale
@@ -97,7 +97,7 @@ def row_cells(row: MethodRow, test: Evaluation) -> Cells:
         cells["served/served"] = by_query(carried)
     for name, curve in _curves(row, names["new/served"], images, test).items():
         cells[f"backfill {name}"] = {"cmc1": curve.cmc1_areas, "map": curve.map_areas}
-    meets_served = asking(names["new/served"], images, served.embedding)
+    meets_served = query_vectors(names["new/served"], images, served.embedding)
     extras = {"hubness": _hubness(meets_served, served.embedding, test)}
     if served.uncertainty is not None:
         squared = ((served.embedding - new) ** 2).mean(axis=1)
@@ -153,7 +153,7 @@ def _line(row: MethodRow, served: CellName, test: Evaluation) -> Line:
         measure_cell(
             cell, images, images, held_out.relevance, neighbours=PAIRS_A_QUERY, int8=row.int8
         )
-        for cell in (served, alone(NEW))
+        for cell in (served, own_cell(NEW))
     )
     return same_scale(carried, embedded, held_out.relevance)
 
