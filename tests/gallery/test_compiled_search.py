@@ -130,7 +130,7 @@ def test_what_passes_is_found_and_nothing_else(
     assert isinstance(base, hnsw.HnswIndex)
     chosen: Mask = of < max(1, share * 40) if clustered else rng.random(6000) < share
     if dead:
-        snapshot = snapshot.without(1 + np.flatnonzero(~chosen))
+        snapshot = snapshot.remove(1 + np.flatnonzero(~chosen))
     true = base.exact(queries, 10, chosen)
     found = [
         snapshot.search(one[None], 10, None if dead else lambda labels: chosen[labels - 1])

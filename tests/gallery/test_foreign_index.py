@@ -79,7 +79,7 @@ def test_it_is_refused(skeleton: Skeleton, tmp_path: Path, number: int) -> None:
         ),
     )
     other.write(tmp_path / "index")
-    with pytest.raises(VerificationError, match="build it anew"):
+    with pytest.raises(VerificationError, match="build it again"):
         hnsw.load(tmp_path / "index", spec(), LABELS, CONTENT)
 
 

@@ -101,7 +101,7 @@ def test_what_is_gone_is_forgotten_by_the_memory(old: hnsw.HnswIndex) -> None:
 def test_an_unrelated_space_is_built_afresh(old: hnsw.HnswIndex) -> None:
     rng = np.random.default_rng(8)
     content = rng.standard_normal((COUNT, 64)).astype(np.float32)
-    with pytest.raises(VerificationError, match="build a fresh one"):
+    with pytest.raises(VerificationError, match="build a new one"):
         hnsw.carry(old, spec(2, dim=64), LABELS, content)
     assert hnsw.renew(spec(2, dim=64), LABELS, content, old=old).fresh
     with pytest.raises(VerificationError, match="metric"):
@@ -277,9 +277,9 @@ def test_making_a_graph_can_be_given_up_within_a_piece(fresh: bool) -> None:
 
         with pytest.raises(GivenUpError):
             if fresh:
-                hnsw.build(spec(), LABELS, content, between=between)
+                hnsw.build(spec(), LABELS, content, after_piece=between)
             else:
-                hnsw.carry(before, spec(), LABELS, content, between=between)
+                hnsw.carry(before, spec(), LABELS, content, after_piece=between)
 
 
 def test_a_graph_is_built_where_no_thread_can_be_had() -> None:

@@ -69,6 +69,6 @@ def test_queries_are_kept_at_random_and_late_ones_too() -> None:
     for number in range(4000):
         asked.see(np.full((1, 3), number, np.float32))
     kept = asked.sample()
-    assert kept.shape == (asked_queries.SAMPLE_QUERIES, 3) and asked.seen == 4000
+    assert kept.shape == (asked_queries.SAMPLE_QUERIES, 3) and asked.count == 4000
     assert len(np.unique(kept)) == asked_queries.SAMPLE_QUERIES
     assert kept.max() > 2000 and np.median(kept) < 3900

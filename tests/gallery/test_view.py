@@ -163,7 +163,7 @@ def test_a_snapshot_without_what_another_space_answers_for(tmp_path: Path) -> No
         put(store, ["late"], seed=5)
         staging.write(store, TWO, np.array([2, 4, 21]), vectors(3, 2))
         upgraded = new.snapshot()
-        rest = old.snapshot().without(upgraded.labels())
+        rest = old.snapshot().remove(upgraded.labels())
         assert sorted([*rest.labels(), *upgraded.labels()]) == list(range(1, 22))
         found = rest.search(vectors(1, 1), 30).labels
         assert set(found[found >= 0]) == set(range(1, 21)) - {2, 4}
@@ -202,7 +202,7 @@ def test_one_deletion_costs_the_searches_that_follow_nothing(
     flat = SpaceSpec("sp-x", 1, 2, "squared_l2", False, None, 0)
     content = np.random.default_rng(1).random((count, 2), np.float32)
     whole = snapshot_of(flat, hnsw.build(flat, np.arange(count), content))
-    less = whole.without(np.array([7, 7, count + 5])).without(np.array([7, 8]))
+    less = whole.remove(np.array([7, 7, count + 5])).remove(np.array([7, 8]))
     assert (len(whole), len(less), len(less.base)) == (count, count - 2, count - 2)
     took: dict[int, list[float]] = {id(whole): [], id(less): []}
     for row in range(200):

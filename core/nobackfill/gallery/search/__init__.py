@@ -1,6 +1,6 @@
-"""Indexes over the vectors of one space: exact, or a graph (`hnsw`, which needs hnswlib).
+"""Search the vectors of one space: exactly, or by a graph (`hnsw`, which needs hnswlib).
 
-An index never changes; a `LiveView` puts what came since beside it.
+An index is immutable; a `LiveView` adds changes beside it.
 
 >>> import numpy as np
 >>> from nobackfill.gallery import SpaceSpec

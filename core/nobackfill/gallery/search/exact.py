@@ -1,4 +1,5 @@
-"""Exact search: one matrix, one BLAS call. The edge's engine, and the oracle of the others."""
+"""Search exactly with one matrix product; the engine of devices, and the oracle of other
+engines."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,34 +11,40 @@ from nobackfill.gallery.search.index import (
     Neighbours,
     Rows,
     best,
-    between,
     merge,
+    pair_distances,
     prepare,
 )
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.vectors import Vectors
 
-# Elements of the largest distance matrix made at once (64 MiB).
+# Elements of the largest distance matrix (64 MiB).
 BLOCK_ELEMENTS = 1 << 24
-# Candidates taken beyond k, so that rounding seldom leaves the k-th in doubt.
+# Candidates beyond k, so that rounding seldom leaves the k-th in doubt.
 SPARE_CANDIDATES = 8
-# More rows than this many times k a query are no improvement but a search.
+# With more improving rows than this times k for each query, a full search is cheaper.
 MOST_IMPROVING = 4
-# A filter that passes less than one row in this many is answered from those rows alone.
+# A filter that passes less than one row in this many is answered from these rows alone.
 PICKED_SHARE = 3
-# Elements of them that are picked at once: 128 KiB stay in the processor's cache.
+# Elements of such rows that are gathered at a time: 128 KiB fit into the processor's cache.
 PICKED_ELEMENTS = 1 << 15
-# Rows of spare room at least, in an index that grows.
+# Smallest spare capacity, in rows, of an index that grows.
 LEAST_ROOM = 256
-# Rows widened to float64 at once.
+# Rows that are converted to float64 at a time.
 WIDE_ROWS = 1 << 10
 
 
 class ExactIndex:
-    """All vectors of a space in one float32 matrix."""
+    """An index that holds all vectors of a space in one float32 matrix."""
 
     def __init__(self, spec: SpaceSpec, labels: Labels, vectors: Content) -> None:
-        """`labels` int64 [n] strictly increasing, `vectors` float32 [n, dim], checked."""
+        """Prepare the vectors.
+
+        Args:
+            spec: The space.
+            labels: int64 [n], strictly increasing.
+            vectors: float32 [n, dim], checked.
+        """
         prepared = prepare(spec.metric, np.asarray(vectors))
         self._set(spec, labels, prepared, offsets(spec, prepared))
 
@@ -54,17 +61,19 @@ class ExactIndex:
     def of_prepared(
         cls, spec: SpaceSpec, labels: Labels, prepared: Vectors, offsets_: NDArray[np.float32]
     ) -> "ExactIndex":
-        """The same from prepared vectors and their `offsets`, without computing anything. Labels
-        need not increase where it is only searched."""
+        """Build an index from prepared vectors and their `offsets`, without computing anything.
+
+        Labels need not increase if the index is only searched.
+        """
         index = cls.__new__(cls)
         index._set(spec, labels, prepared, offsets_)
         return index
 
     def extended(self, labels: Labels, vectors: Vectors) -> "ExactIndex":
-        """The same with more rows, whose labels are all larger than those here.
+        """Return an index with more rows, whose labels are all larger.
 
-        Costs little: new rows go into spare room at the end of the same arrays, which no older
-        index reads; only the newest index of a chain is extended in place.
+        New rows go into spare capacity of the same arrays, which no older index reads. Only the
+        newest index of a chain is extended in place.
         """
         prepared = prepare(self.spec.metric, vectors)
         old, count = len(self.labels), len(self.labels) + len(labels)
@@ -89,7 +98,8 @@ class ExactIndex:
         passing: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
-        """See Index.search. Every row is compared, so that counting is nothing beside it."""
+        """Search as Index.search does. Every row is compared, so that `passing` and `ef` are
+        ignored."""
         if allowed is None:
             return self._search(queries, k, None, None)
         rows = np.flatnonzero(allowed)
@@ -98,7 +108,7 @@ class ExactIndex:
         return self._search(queries, k, None, rows)
 
     def search_rows(self, queries: Vectors, k: int, rows: Rows) -> Neighbours:
-        """The nearest of some rows, each named once: cheaper than `search` where they are few."""
+        """Search only some distinct rows; cheaper than `search` if they are few."""
         return self._search(queries, k, None, rows)
 
     def _search(
@@ -116,38 +126,46 @@ class ExactIndex:
         )
 
     def improve(
-        self, queries: Vectors, found: Neighbours, allowed: Mask | None = None
+        self, queries: Vectors, hits: Neighbours, allowed: Mask | None = None
     ) -> Neighbours:
-        """What another index `found` [q, k], with the rows here that are nearer than its last ones.
+        """Add the rows of this index that are nearer than the last hits of another index.
 
-        Far cheaper than `search` where few rows are: a small index beside a large one.
+        This is much cheaper than `search` if few rows are: for a small index beside a large one.
+
+        Args:
+            queries: float32 [q, dim].
+            hits: The other index's hits, [q, k].
+            allowed: bool [n], the rows that may be found; None for all.
         """
-        k = found.labels.shape[1]
+        k = hits.labels.shape[1]
         if len(queries) * len(self.labels) > BLOCK_ELEMENTS:
-            return merge([found, self.search(queries, k, allowed)], k)
+            return merge([hits, self.search(queries, k, allowed)], k)
         prepared = prepare(self.spec.metric, queries)
         rough = self._rough(prepared, None if allowed is None else ~allowed)
-        last = found.distances[:, -1].astype(np.float64)
+        last = hits.distances[:, -1].astype(np.float64)
         squares = np.vecdot(prepared, prepared, dtype=np.float64)
         limit = (last - squares) / 2 if self.spec.metric == "squared_l2" else last - 1
         query, row = np.nonzero(rough <= (limit + self._error(prepared))[:, None])
         if len(row) > len(queries) * MOST_IMPROVING * k:
-            return merge([found, self.search(queries, k, allowed)], k)
+            return merge([hits, self.search(queries, k, allowed)], k)
         if not len(row):
-            return found
-        apart = between(self.spec.metric, prepared[query], self.vectors[row][:, None, :])
+            return hits
+        distances = pair_distances(self.spec.metric, prepared[query], self.vectors[row][:, None, :])
         owner = np.concatenate([np.repeat(np.arange(len(queries)), k), query])
-        names = np.concatenate([found.labels.ravel(), self.labels[row]])
-        values = np.concatenate([found.distances.ravel(), apart[:, 0]])
+        names = np.concatenate([hits.labels.ravel(), self.labels[row]])
+        values = np.concatenate([hits.distances.ravel(), distances[:, 0]])
         order = np.lexsort((names, values, owner))
-        # Each query has at least k candidates: those that came in.
+        # Each query has at least k candidates: the other index's hits.
         starts = np.searchsorted(owner[order], np.arange(len(queries)))
-        chosen = order[starts[:, None] + np.arange(k)]
-        return Neighbours(names[chosen], values[chosen])
+        nearest = order[starts[:, None] + np.arange(k)]
+        return Neighbours(names[nearest], values[nearest])
 
     def _rough(self, queries: Vectors, barred: Mask | None) -> Vectors:
-        """[q, n]: orders as the distance does, but for rounding. Half the squared distance less a
-        constant a query, or the cosine distance less 1."""
+        """Return values [q, n] in the order of the distances, except for rounding.
+
+        The value is half the squared distance minus a constant for each query, or the cosine
+        distance minus 1.
+        """
         rough: Vectors = queries @ self.vectors.T
         np.subtract(self._offsets, rough, out=rough)
         if barred is not None:
@@ -155,14 +173,14 @@ class ExactIndex:
         return rough
 
     def _rows(self, rows: Rows) -> Vectors:
-        # Each row is one opaque value: an index of these is fastest, and what is no whole array is
-        # not copied first.
+        # As one opaque value for each row, indexing is fastest, and an array that is not contiguous
+        # is not copied first.
         dim = self.spec.dim
-        taken = self.vectors.view(f"V{4 * dim}")[:, 0][rows]
-        return taken.view(np.float32).reshape(*rows.shape, dim)
+        selected = self.vectors.view(f"V{4 * dim}")[:, 0][rows]
+        return selected.view(np.float32).reshape(*rows.shape, dim)
 
     def _rough_among(self, queries: Vectors, among: Rows) -> Vectors:
-        """The same for the rows `among` only, [q, len(among)]."""
+        """Return the values of `_rough` for the rows `among` only, [q, len(among)]."""
         rough = np.empty((len(queries), len(among)), np.float32)
         step = max(1, PICKED_ELEMENTS // self.spec.dim)
         for start in range(0, len(among), step):
@@ -174,7 +192,7 @@ class ExactIndex:
         return np.subtract(self._offsets[among], rough, out=rough)
 
     def _error(self, queries: Vectors) -> NDArray[np.float64]:
-        """More than rounding can make of a query's rough values, [q]."""
+        """Return an upper bound of the rounding error of each query's rough values, [q]."""
         largest = 1.0
         if self.spec.metric == "squared_l2" and len(self._offsets):
             largest = float(np.sqrt(2 * max(0.0, float(self._offsets.max()))))
@@ -192,17 +210,17 @@ class ExactIndex:
             rough = self._rough_among(queries, among)
         count = len(among)
         allowed = count if barred is None else count - int(np.count_nonzero(barred))
-        taken = min(allowed, k + SPARE_CANDIDATES)
-        if taken < count:
-            rows = np.argpartition(rough, taken - 1, axis=1)[:, :taken]
+        candidates = min(allowed, k + SPARE_CANDIDATES)
+        if candidates < count:
+            rows = np.argpartition(rough, candidates - 1, axis=1)[:, :candidates]
         else:
             rows = np.broadcast_to(np.arange(count), (len(queries), count))
         places = among[rows]
-        apart = between(self.spec.metric, queries, self._rows(places))
-        found = best(self.labels[places], apart, k)
-        if taken < allowed:
-            self._settle(queries, k, rough, rows, among, found)
-        return found
+        distances = pair_distances(self.spec.metric, queries, self._rows(places))
+        hits = best(self.labels[places], distances, k)
+        if candidates < allowed:
+            self._settle(queries, k, rough, rows, among, hits)
+        return hits
 
     def _settle(
         self,
@@ -211,24 +229,28 @@ class ExactIndex:
         rough: Vectors,
         rows: Rows,
         among: Rows,
-        found: Neighbours,
+        hits: Neighbours,
     ) -> None:
-        """Search again, in `found`, the queries whose k-th neighbour rounding leaves in doubt: rows
-        of `among` that were not taken could be as near. Many equal vectors do that."""
+        """Search again the queries whose k-th neighbour is in doubt after rounding; update `hits`.
+
+        Rows of `among` that were not candidates could be as near. Many equal vectors cause this.
+        """
         nearest = rough[np.arange(len(rows))[:, None], rows]
         limit = np.partition(nearest, k - 1, axis=1)[:, k - 1] + 2 * self._error(queries)
         for query in np.flatnonzero(nearest.max(axis=1) <= limit):
-            again = among[np.flatnonzero(rough[query] <= limit[query])]
+            doubtful = among[np.flatnonzero(rough[query] <= limit[query])]
             one = queries[query : query + 1]
-            pieces = np.split(again, range(WIDE_ROWS, len(again), WIDE_ROWS))
-            nearby = [between(self.spec.metric, one, self.vectors[piece][None]) for piece in pieces]
-            settled = best(self.labels[again][None], np.concatenate(nearby, axis=1), k)
-            found.labels[query] = settled.labels[0]
-            found.distances[query] = settled.distances[0]
+            pieces = np.split(doubtful, range(WIDE_ROWS, len(doubtful), WIDE_ROWS))
+            nearby = [
+                pair_distances(self.spec.metric, one, self.vectors[piece][None]) for piece in pieces
+            ]
+            settled = best(self.labels[doubtful][None], np.concatenate(nearby, axis=1), k)
+            hits.labels[query] = settled.labels[0]
+            hits.distances[query] = settled.distances[0]
 
 
 class _Spare:
-    """Arrays with room for more rows; the first `used` are some index's."""
+    """Arrays with capacity for more rows; the first `used` rows belong to an index."""
 
     def __init__(self, index: ExactIndex, room: int) -> None:
         self.used = len(index.labels)
@@ -241,7 +263,8 @@ class _Spare:
 
 
 def offsets(spec: SpaceSpec, prepared: Vectors) -> NDArray[np.float32]:
-    """What a row adds to minus its product with a query: half its squared norm, or nothing, [n]."""
+    """Return the term that completes minus the product of row and query: half the squared norm, or
+    0, [n]."""
     half = np.zeros(len(prepared), np.float32)
     if spec.metric == "squared_l2":
         for start in range(0, len(prepared), WIDE_ROWS):

@@ -1,7 +1,7 @@
-"""A graph without its vectors, as it lies on the disk and as it is carried to other vectors.
+"""Store a graph without its vectors in a file, and rebuild it over other vectors.
 
-The vectors are read where the truth is, so that a file outlives what was deleted and holds none of
-it. A vector that was replaced shows in a sum of its bits, 64 of them.
+The vectors are read from the gallery, so that the file need not change on deletion and contains no
+deleted vector. A replaced vector is noticed by a 64-bit sum of its bits.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class IndexFile:
-    """What was read: the engine's own parameters, and its arrays (read-only)."""
+    """The content of an index file: parameters of the engine, and read-only arrays."""
 
     parameters: Mapping[str, Any]
     arrays: Arrays
@@ -51,9 +51,19 @@ class IndexFile:
 def write_index(
     path: Path, spec: SpaceSpec, engine: str, parameters: Mapping[str, Any], arrays: Arrays
 ) -> None:
-    """Put an index at `path`, wholly or not at all. `arrays` holds `labels` among others; `engine`
-    names the library and version that understands the rest. One writer a path at a time: what a
-    killed one left is removed. Raises CannotWriteError.
+    """Write an index file atomically.
+
+    Only one process may write a path at a time: temporary files of others are removed.
+
+    Args:
+        path: The file.
+        spec: The space.
+        engine: Library and version that understands the arrays.
+        parameters: Parameters of the engine.
+        arrays: `labels` and the engine's arrays.
+
+    Raises:
+        CannotWriteError: The file cannot be written.
     """
     for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
         durable.remove_tree(stale)
@@ -67,8 +77,7 @@ def write_index(
             "arrays": [[name, a.dtype.str, list(a.shape)] for name, a in arrays.items()],
         }
     ).encode()
-    # As they lie in memory: a copy as bytes is made while nobody else has the interpreter, .1 s
-    # for a million rows.
+    # Without copies: copying to bytes would block the interpreter, .1 s for a million rows.
     bodies = [np.ascontiguousarray(a).reshape(-1).view(np.uint8).data for a in arrays.values()]
     digest = hashlib.sha256(struct.pack("<I", len(header)) + header)
     for body in bodies:
@@ -85,12 +94,19 @@ def write_index(
 
 
 def read_index(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:
-    """Read and check an index of `spec`, written for `engine`.
+    """Read and check an index file.
 
-    Raises NotFoundError; VerificationError for anything else than exactly what was written.
+    Args:
+        path: The file.
+        spec: The space that it must have.
+        engine: The engine that it must have.
+
+    Raises:
+        NotFoundError: No such file.
+        VerificationError: The file is damaged, or belongs to another space or engine.
     """
     try:
-        # One read, then checks and use of the same bytes: the file may change under us.
+        # Read once, then check and use the same bytes: the file may change.
         content = np.frombuffer(path.read_bytes(), np.uint8)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path}: no index file; build the index") from error
@@ -100,12 +116,12 @@ def read_index(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:
     expected = _identity(spec, engine)
     if differing := sorted(key for key in expected if header[key] != expected[key]):
         raise VerificationError(
-            f"{path}: made for another {' and '.join(differing)}; build the index anew"
+            f"{path}: made for another {' and '.join(differing)}; build the index again"
         )
     arrays = {}
     for name, dtype, shape in header["arrays"]:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        # Copied only where an engine would meet misaligned numbers.
+        # Copied only if numbers would be misaligned.
         arrays[name] = np.require(
             content[start : start + size].view(dtype).reshape(shape), requirements=["A"]
         )
@@ -118,8 +134,8 @@ def _identity(spec: SpaceSpec, engine: str) -> dict[str, Any]:
 
 
 def _header(path: Path, content: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
-    """The header, and where the arrays begin, of a file whose digest is right."""
-    damaged = VerificationError(f"{path}: not a whole index file; build the index anew")
+    """Return the header and the start of the arrays, after checking the digest."""
+    damaged = VerificationError(f"{path}: damaged index file; build the index again")
     if len(content) < _FIXED.size:
         raise damaged
     magic, digest, length = _FIXED.unpack(content[: _FIXED.size].tobytes())
@@ -132,22 +148,24 @@ def _header(path: Path, content: NDArray[np.uint8]) -> tuple[dict[str, Any], int
     return header, _FIXED.size + length
 
 
-# The links of an hnswlib graph without its vectors, and a graph made of them over other vectors.
-#
-# Elements are numbered as they came; in a graph that is made here an element's number is its label,
-# too. hnswlib 0.8 keeps one record an element: links of the ground level (their count in 2 bytes, a
-# delete mark in the third), the vector, and an 8-byte label.
+# The links of an hnswlib graph without its vectors, and graphs made of them over other vectors.
+# Elements are numbered in the order of insertion; in a graph made here, an element's number is also
+# its label. hnswlib 0.8 stores one record for each element: the links of the ground level (their
+# count in 2 bytes, a delete mark in the third), the vector, and an 8-byte label.
 
 Bytes = NDArray[np.uint8]
 
 _LABEL_BYTES = 8
-# Lists of links that are looked at together.
+# Lists of links that are checked at a time.
 _LISTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Bytes of a record: links up to `vector`, the vector up to `label`, a label up to `size`."""
+    """Offsets in a record: links up to `vector`, the vector up to `label`, the label up to `size`.
+
+    `upper` is the size of a list of links above the ground level.
+    """
 
     vector: int
     label: int
@@ -156,16 +174,21 @@ class Layout:
 
     @classmethod
     def of(cls, dim: int, m: int) -> "Layout":
-        """Give hnswlib's for this dimension and M. `upper`: bytes of a list of links above."""
+        """Return hnswlib's layout for a dimension and M."""
         vector = 4 + 4 * 2 * m
         return cls(vector, vector + 4 * dim, vector + 4 * dim + _LABEL_BYTES, 4 + 4 * m)
 
 
 @dataclass(frozen=True)
 class Links:
-    """`parameters`: what the state calls so. Of each element: `ground`, its links on the ground
-    level, uint8 [count, bytes]; `levels`, how many there are above, int32 [count]; `upper`, the
-    links there, one element after another."""
+    """The links of a graph.
+
+    Attributes:
+        parameters: Values of the state by their names.
+        ground: Links of each element on the ground level, uint8 [count, bytes].
+        levels: Number of levels above the ground of each element, int32 [count].
+        upper: The links there, element by element.
+    """
 
     parameters: Mapping[str, Any]
     ground: Bytes
@@ -177,8 +200,11 @@ class Links:
 
 
 def check_links(links: Links) -> None:
-    """Raises VerificationError where a walk along them would leave the graph's memory: neither
-    hnswlib nor `native/` looks as it walks."""
+    """Check that a walk along the links stays in the graph's memory; neither engine checks that.
+
+    Raises:
+        VerificationError: A link leads out.
+    """
     m, count, levels = links.parameters["M"], len(links), links.levels
     top, entry = links.parameters["max_level"], links.parameters["enterpoint_node"]
     upper = Layout.of(1, m).upper
@@ -195,26 +221,26 @@ def check_links(links: Links) -> None:
         at = 1 + np.arange(len(above)) - np.repeat(firsts, levels)
         sound = _lead(links.ground, np.zeros(count, np.int64), levels) and _lead(above, at, levels)
     if not sound:
-        raise VerificationError("the index leads out of its own graph; build it anew")
+        raise VerificationError("the index leads out of its own graph; build it again")
 
 
 def _lead(lists: Bytes, at: NDArray[np.int64], levels: NDArray[np.int32]) -> bool:
-    """Whether every list, one of the level `at`, leads to elements that have that level."""
+    """Check that every list, one of the level `at`, leads to elements that have this level."""
     for start in range(0, len(lists), _LISTS):
         piece, level = lists[start : start + _LISTS], at[start : start + _LISTS, None]
         links, lengths = piece[:, 4:].view(np.uint32), piece[:, :2].view(np.uint16)
-        there = links < len(levels)
+        valid = links < len(levels)
         if level.any():
-            # On the ground everybody is.
-            there &= levels[np.minimum(links, len(levels) - 1)] >= level
-        there |= np.arange(links.shape[1]) >= lengths
-        if (lengths > links.shape[1]).any() or not there.all():
+            # Every element is on the ground.
+            valid &= levels[np.minimum(links, len(levels) - 1)] >= level
+        valid |= np.arange(links.shape[1]) >= lengths
+        if (lengths > links.shape[1]).any() or not valid.all():
             return False
     return True
 
 
 def links_of(graph: Hnsw) -> Links:
-    """Copy the links of a graph, which nobody changes meanwhile."""
+    """Copy the links of a graph, which must not change meanwhile."""
     parameters = {
         "space": graph.space, "M": graph.m, "ef_construction": graph.ef_construction,
         "max_level": graph.max_level, "enterpoint_node": graph.entry, "mult": graph.mult,
@@ -224,48 +250,55 @@ def links_of(graph: Hnsw) -> Links:
 
 
 def names_of(graph: Hnsw) -> Labels:
-    """The graph's label of each element, int64 [count]."""
+    """Return the graph's label of each element, int64 [count]."""
     part = np.ascontiguousarray(graph.records[:, -_LABEL_BYTES:])
     return part.view(np.int64)[:, 0]
 
 
 def vectors_of(graph: Hnsw) -> Vectors:
-    """The vector of each element, float32 [count, dim]: the graph's own memory, which holds until
-    it is resized. A graph of the package hnswlib gives a copy."""
+    """Return the vector of each element, float32 [count, dim], in the graph's own memory.
+
+    The array is valid until the graph is resized. A graph of the package hnswlib gives a copy.
+    """
     layout = Layout.of(graph.dim, graph.m)
     return graph.records[:, layout.vector : layout.label].view(np.float32)
 
 
 def graph_of(links: Links, dim: int, fill: Callable[[Vectors], Mask]) -> Hnsw:
-    """Make a graph with these links. `fill` writes the vectors, float32 [count, dim], and says
-    which of them nobody may find, bool [count]: those are passed through, at a place between the
-    elements they lead to, and what they held is forgotten."""
-    told = links.parameters
+    """Build a graph with given links.
+
+    Args:
+        links: The links.
+        dim: Dimension of the vectors.
+        fill: Writes the vectors, float32 [count, dim], and returns which of them must not be found,
+            bool [count]. Walks pass through these; each gets a position between its neighbours.
+    """
+    values = links.parameters
     graph = Hnsw.of_links(
-        told["space"], dim, told["M"], told["ef_construction"], told["max_level"],
-        told["enterpoint_node"], links.ground, links.levels, links.upper,
+        values["space"], dim, values["M"], values["ef_construction"], values["max_level"],
+        values["enterpoint_node"], links.ground, links.levels, links.upper,
     )  # fmt: skip
     vectors = vectors_of(graph)
     dead = fill(vectors)
-    _make_up(links.ground, vectors, dead)
+    _place_dead(links.ground, vectors, dead)
     graph.mark(dead)
     return graph
 
 
-def _make_up(ground: Bytes, vectors: Vectors, dead: Mask) -> None:
-    """The mean of the living that a dead element leads to."""
+def _place_dead(ground: Bytes, vectors: Vectors, dead: Mask) -> None:
+    """Move each dead element to the mean of the live elements that it leads to."""
     links = ground[:, 4:].view(np.uint32)
     counts = ground[:, :2].view(np.uint16)[:, 0]
     for element in np.flatnonzero(dead).tolist():
-        near = links[element, : counts[element]]
-        living = near[~dead[near]]
+        neighbours = links[element, : counts[element]]
+        living = neighbours[~dead[neighbours]]
         vectors[element] = vectors[living].mean(axis=0) if len(living) else 0
 
 
-# The version of the headers in native/hnswlib. Other versions of the package read the same links.
+# The version of the headers in native/hnswlib; other versions of the package read the same links.
 VERSION = "0.8.0"
 ENGINE = f"hnswlib {VERSION}, links"
-# Vectors read at once.
+# Vectors that are read at a time.
 _READ_ROWS = 512
 
 Sums = NDArray[np.uint64]
@@ -273,9 +306,17 @@ Sums = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Skeleton:
-    """`rows`: of each element the row in `labels` (increasing) whose vector it held; -1: nobody's.
-    `sums`: of each element's vector; None where they are not asked for. `ef`: with which it was
-    found to find enough of these vectors; 0: nobody has told."""
+    """A graph without its vectors.
+
+    Attributes:
+        spec: The space.
+        labels: Labels of the rows, increasing.
+        rows: Row in `labels` of each element's vector; -1 for none.
+        links: The links.
+        sums: Sum of each element's vector; None if not needed.
+        fresh: Whether the links were built for vectors of this space.
+        ef: Candidates with which enough neighbours were found; 0 if unknown.
+    """
 
     spec: SpaceSpec
     labels: Labels
@@ -286,7 +327,11 @@ class Skeleton:
     ef: int
 
     def write(self, path: Path) -> None:
-        """Write a checked file; `sums` must be there. Raises CannotWriteError."""
+        """Write the index file; `sums` must be set.
+
+        Raises:
+            CannotWriteError: The file cannot be written.
+        """
         assert self.sums is not None, "a file shows what was replaced"
         arrays: Arrays = {
             "labels": self.labels, "rows": self.rows.astype(np.int64), "sums": self.sums,
@@ -297,23 +342,31 @@ class Skeleton:
 
 
 def read_skeleton(path: Path, spec: SpaceSpec) -> Skeleton:
-    """Read a checked file. Raises VerificationError, NotFoundError."""
+    """Read and check an index file.
+
+    Raises:
+        NotFoundError: No such file.
+        VerificationError: The file is damaged, or belongs to another space or engine.
+    """
     file = read_index(path, spec, ENGINE)
-    found, parameters = file.arrays, dict(file.parameters)
+    arrays, parameters = file.arrays, dict(file.parameters)
     fresh, ef = bool(parameters.pop("fresh")), int(parameters.pop("ef", 0))
-    links = Links(parameters, found["ground"], found["levels"], found["upper"])
+    links = Links(parameters, arrays["ground"], arrays["levels"], arrays["upper"])
     check_links(links)
-    if not len(links) == len(found["rows"]) == len(found["sums"]):
-        raise VerificationError(f"{path}: expected a row and a sum an element; build it anew")
-    return Skeleton(spec, found["labels"], found["rows"], links, found["sums"], fresh, ef)
+    if not len(links) == len(arrays["rows"]) == len(arrays["sums"]):
+        raise VerificationError(
+            f"{path}: expected a row and a sum for each element; build it again"
+        )
+    return Skeleton(spec, arrays["labels"], arrays["rows"], links, arrays["sums"], fresh, ef)
 
 
 def sums_of(vectors: Content) -> Sums:
-    """A sum of each row's bits [n]: another one for another vector, but for one in 2^64."""
+    """Return a sum of each row's bits [n]; different vectors have the same with probability
+    2^-64."""
     sums = np.zeros(len(vectors), np.uint64)
     for start in range(0, len(vectors), _READ_ROWS):
         piece = np.ascontiguousarray(vectors[start : start + _READ_ROWS]).view(np.uint32)
-        # Of integers einsum takes half the time of @.
+        # For integers, einsum takes half the time of @.
         np.einsum(
             "ij,j->i", piece.astype(np.uint64), _factors(piece.shape[1]),
             out=sums[start : start + len(piece)],
@@ -326,47 +379,55 @@ def _factors(dim: int) -> Sums:
     return 2 * np.random.default_rng(5).integers(1, 2**63, dim, np.uint64) + 1
 
 
-def fleshed(
+def rebuild(
     skeleton: Skeleton,
     spec: SpaceSpec,
     labels: Labels,
     vectors: Content,
-    between: Callable[[], None],
+    after_piece: Callable[[], None],
 ) -> tuple[Hnsw, Rows]:
-    """A graph of the skeleton's links over other vectors, and the row in `labels` (increasing) of
-    each of its elements, -1 for those that nobody may find. Elements are named by their number.
+    """Build a graph of a skeleton's links over other vectors.
 
-    `vectors` [n, dim] are read once, in order; `between` is called after each piece.
+    Args:
+        skeleton: The links.
+        spec: The space of the vectors.
+        labels: Their labels, increasing.
+        vectors: [n, dim], read once, in order.
+        after_piece: Called after each piece; its error ends the work.
+
+    Returns:
+        The graph, and the row in `labels` of each element, -1 for elements that must not be found.
+        The graph's name of an element is its number.
     """
-    rows = _moved(skeleton, labels)
+    rows = _rows_in(skeleton, labels)
     element = np.full(len(labels), -1, np.int64)
     element[rows[rows >= 0]] = np.flatnonzero(rows >= 0)
     sums = skeleton.sums if skeleton.spec.space == spec.space else None
 
     def fill(memory: Vectors) -> Mask:
         for start in range(0, len(labels), _READ_ROWS):
-            there = np.flatnonzero(element[start : start + _READ_ROWS] >= 0)
-            piece = index.prepare(spec.metric, vectors[start : start + _READ_ROWS])[there]
-            places = element[start + there]
+            present = np.flatnonzero(element[start : start + _READ_ROWS] >= 0)
+            piece = index.prepare(spec.metric, vectors[start : start + _READ_ROWS])[present]
+            places = element[start + present]
             memory[places] = piece
             if sums is not None:
-                # What was replaced is another's neighbour: it cannot stay where it is.
+                # A replaced vector has other neighbours: it cannot stay there.
                 rows[places[sums_of(piece) != sums[places]]] = -1
-            between()
+            after_piece()
         dead: Mask = rows < 0
         return dead
 
     return graph_of(skeleton.links, spec.dim, fill), rows
 
 
-def _moved(skeleton: Skeleton, labels: Labels) -> Rows:
-    """Row in `labels` of each element, -1 where it has none there."""
+def _rows_in(skeleton: Skeleton, labels: Labels) -> Rows:
+    """Return the row in `labels` of each element; -1 if it has none."""
     if not len(labels):
         return np.full(len(skeleton.rows), -1, np.intp)
-    there = np.minimum(np.searchsorted(labels, skeleton.labels), len(labels) - 1)
-    there[labels[there] != skeleton.labels] = -1
-    if len(skeleton.rows) and skeleton.rows.max() >= len(there):
-        raise VerificationError("the index names rows it does not have; build it anew")
-    # The last -1 is nobody's: where row -1 leads.
-    moved: Rows = np.append(there, -1)[skeleton.rows]
+    positions = np.minimum(np.searchsorted(labels, skeleton.labels), len(labels) - 1)
+    positions[labels[positions] != skeleton.labels] = -1
+    if len(skeleton.rows) and skeleton.rows.max() >= len(positions):
+        raise VerificationError("the index names rows that it does not have; build it again")
+    # The last -1 is for elements without a row.
+    moved: Rows = np.append(positions, -1)[skeleton.rows]
     return moved

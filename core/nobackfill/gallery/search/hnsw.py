@@ -1,7 +1,7 @@
-"""Graphs for approximate search: the index, and how one is made.
+"""Build graphs for approximate search, and search them.
 
-A graph is built fresh, read from a file, or carried to other vectors. Server, training and report
-import this; nothing else does.
+A graph is built from scratch, read from a file, or transferred to other vectors. Only server,
+training and report import this module.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from nobackfill.gallery.search.graph_file import (
     Hnsw,
     Layout,
     Skeleton,
-    fleshed,
     read_skeleton,
+    rebuild,
     sums_of,
 )
 from nobackfill.gallery.search.index import (
@@ -37,18 +37,20 @@ from nobackfill.gallery.search.index import (
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.vectors import Vectors
 
-# Microseconds, measured at 200,000 x 128 with filters that pass .1 % to 95 %: which of two ways is
-# taken. Exact: for each row that passes, once and for each query. Graph: for each query, and for
-# each candidate it is asked for.
+# Microseconds, measured at 200,000 x 128 with filters that pass .1 % to 95 %; they decide between
+# the two ways. Exact: for each passing row, once and for each query. Graph: for each query and each
+# candidate.
 _EXACT_ROW, _EXACT_ROW_QUERY = 0.08, 0.01
 _GRAPH_QUERY, _GRAPH_CANDIDATE = 80.0, 0.6
-# The share of the candidates among which enough have to pass: at the far end a graph finds less.
+# Enough hits must be among this share of the candidates: at its far end, a graph finds less.
 _NEAR_END = 0.75
 
 
 class HnswIndex:
-    """A graph and the labels of its vectors, which are held once: in the graph's own memory. A
-    larger `ef` finds more, and takes longer."""
+    """A graph with the labels of its vectors, which exist only in the graph's own memory.
+
+    A larger `ef` finds more and takes longer.
+    """
 
     def __init__(
         self,
@@ -59,10 +61,15 @@ class HnswIndex:
         *,
         fresh: bool = True,
     ) -> None:
-        """`graph` knows row rows[i] of `labels` as i; -1 is nobody's, and marked deleted. None: row
-        i as i. Nobody else changes it.
+        """Wrap a graph; nobody else may change it.
 
-        `fresh`: its links were made for these vectors, not for those of a space before an upgrade.
+        Args:
+            spec: The space.
+            labels: int64 [n], increasing.
+            graph: The graph.
+            rows: Row in `labels` of each name in the graph; -1 for none, which must be marked
+                deleted. None: the name is the row.
+            fresh: Whether the links were built for these vectors, not for those of another space.
         """
         self.fresh = fresh
         self._least = 0
@@ -71,29 +78,29 @@ class HnswIndex:
         self.graph = graph
         self._rows = rows
         names = graph_file.names_of(graph)
-        # Row of each element, in the order of the graph's memory, and element of each row.
+        # Row of each element in the order of the graph's memory, and element of each row.
         self._held = names if rows is None else rows[names]
         memory = graph_file.vectors_of(graph)
         self.vectors: Content = memory
         self._elements: Rows | None = None
-        known = labels
+        element_labels = labels
         if not np.array_equal(self._held, np.arange(len(labels))):
             alive = np.flatnonzero(self._held >= 0)
             self._elements = np.empty(len(labels), np.intp)
             self._elements[self._held[alive]] = alive
             self.vectors = Picked(memory, self._elements)
-            known = np.append(labels, -1)[self._held]
+            element_labels = np.append(labels, -1)[self._held]
         _move_to_large_pages(graph)
-        self._exact = ExactIndex.of_prepared(spec, known, memory, offsets(spec, memory))
+        self._exact = ExactIndex.of_prepared(spec, element_labels, memory, offsets(spec, memory))
         self.compiled = view.graph_of(graph, self._held, labels, self._elements)
 
     @property
     def ef(self) -> int:
-        """Candidates of a search."""
+        """Return the number of candidates of a search."""
         return max(self._least, self.graph.ef)
 
     def exact(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
-        """The same search, comparing every row."""
+        """Search by comparing every row."""
         if self._elements is None:
             return self._exact.search(queries, k, allowed)
         if allowed is not None:
@@ -105,8 +112,10 @@ class HnswIndex:
         return self._exact.search(queries, k, mask)
 
     def seeking(self, ef: int) -> "HnswIndex":
-        """The same index with at least `ef` candidates a search. The graph stays as it is: it may
-        be searched at this moment, and its own ef is every search's."""
+        """Return the same index with at least `ef` candidates for each search.
+
+        The graph itself does not change: it may be in use, and its own ef applies to every search.
+        """
         index = copy.copy(self)
         index._least = ef
         return index
@@ -119,38 +128,38 @@ class HnswIndex:
         passing: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
-        """See Index.search. Distances are the graph's own, float32."""
-        asked = self._asked(k, ef)
-        if asked is None:
+        """Search as Index.search does; distances are the graph's own, in float32."""
+        candidates = self._candidates(k, ef)
+        if candidates is None:
             return self.exact(queries, k, allowed)
         if allowed is None:
-            found = None
-            if not _exact_is_cheaper(len(self.labels), len(queries), asked):
-                found = self._near(prepare(self.spec.metric, queries), asked)
-            if found is None:
+            near_rows = None
+            if not _exact_is_cheaper(len(self.labels), len(queries), candidates):
+                near_rows = self._near(prepare(self.spec.metric, queries), candidates)
+            if near_rows is None:
                 return self.exact(queries, k)
-            return _answer(self.labels[found[0][:, :k]], found[1][:, :k], k)
+            return _answer(self.labels[near_rows[0][:, :k]], near_rows[1][:, :k], k)
         if passing is None:
             passing = int(np.count_nonzero(allowed))
         answer = Neighbours(
             np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
         )
-        wide = asked if asked > max(k, self.graph.ef) else 0
-        left = self._filtered(queries, k, allowed, passing, wide, answer)
-        if len(left):
-            exact = self.exact(queries[left], k, allowed)
-            answer.labels[left], answer.distances[left] = exact.labels, exact.distances
+        wide = candidates if candidates > max(k, self.graph.ef) else 0
+        unanswered = self._filtered(queries, k, allowed, passing, wide, answer)
+        if len(unanswered):
+            exact = self.exact(queries[unanswered], k, allowed)
+            answer.labels[unanswered], answer.distances[unanswered] = exact.labels, exact.distances
         return answer
 
     def walked(self, k: int, ef: int) -> int | None:
-        """Candidates that one query asks the graph for; None: every row is compared with it."""
-        asked = self._asked(k, ef)
-        exact = asked is None or _exact_is_cheaper(len(self.labels), 1, asked)
-        return None if exact else asked
+        """Return the number of candidates for one query; None if every row is compared instead."""
+        candidates = self._candidates(k, ef)
+        exact = candidates is None or _exact_is_cheaper(len(self.labels), 1, candidates)
+        return None if exact else candidates
 
-    def _asked(self, k: int, ef: int) -> int | None:
+    def _candidates(self, k: int, ef: int) -> int | None:
         count = len(self.labels)
-        # A graph that is asked for more neighbours looks at as many candidates.
+        # hnswlib uses at least as many candidates as neighbours.
         wide = max(ef, self._least)
         return None if ef >= count else min(max(k, wide if wide > self.graph.ef else 0), count)
 
@@ -163,118 +172,135 @@ class HnswIndex:
         wide: int,
         answer: Neighbours,
     ) -> Rows:
-        """Fill the answers that the graph gives cheaper than comparing every row that passes, with
-        `wide` candidates at least; returns the queries without one.
+        """Fill the answers that the graph gives at lower cost than comparing every passing row.
 
-        Rows met on the way that may not be found make the search wider: so wide that, where the
-        filter has nothing to do with what is near, one query in two hundred finds too few. Where it
-        has, what passes lies at the far end or beyond, and the graph is not trusted with it.
+        Rows on the way that may not be found require a wider search: wide enough that, if the
+        filter is independent of nearness, one query in two hundred finds too few. If it is not, the
+        passing rows lie at the far end or beyond, and the graph is not used.
+
+        Args:
+            queries: float32 [q, dim].
+            k: Number of hits.
+            allowed: bool [n].
+            passing: Number of allowed rows.
+            wide: Minimum number of candidates.
+            answer: Filled in place.
+
+        Returns:
+            The queries without an answer.
         """
-        count, wanted = len(self.labels), min(k, passing)
-        some = (wanted + 2.5 * wanted**0.5 + 2) / _NEAR_END
-        asked = min(count, max(wide, int(some * count / max(1, passing))))
+        count, target = len(self.labels), min(k, passing)
+        some = (target + 2.5 * target**0.5 + 2) / _NEAR_END
+        candidates = min(count, max(wide, int(some * count / max(1, passing))))
         every = np.arange(len(queries))
-        if _exact_is_cheaper(passing, len(queries), asked):
+        if _exact_is_cheaper(passing, len(queries), candidates):
             return every
-        found = self._near(prepare(self.spec.metric, queries), asked)
-        if found is None:
+        result = self._near(prepare(self.spec.metric, queries), candidates)
+        if result is None:
             return every
-        rows, apart = found
-        passed = allowed[rows]
-        near = asked if asked == count else int(_NEAR_END * asked)
-        full = np.count_nonzero(passed[:, :near], axis=1) >= wanted
-        # Rows that passed first, still by distance.
-        order = np.argsort(~passed[full], axis=1, kind="stable")[:, :wanted]
+        rows, distances = result
+        passes = allowed[rows]
+        near_end = candidates if candidates == count else int(_NEAR_END * candidates)
+        full = np.count_nonzero(passes[:, :near_end], axis=1) >= target
+        # Passing rows first, each part in the order of distance.
+        order = np.argsort(~passes[full], axis=1, kind="stable")[:, :target]
         rows = np.take_along_axis(rows[full], order, axis=1)
-        fuller = _answer(self.labels[rows], np.take_along_axis(apart[full], order, axis=1), k)
+        fuller = _answer(self.labels[rows], np.take_along_axis(distances[full], order, axis=1), k)
         answer.labels[full], answer.distances[full] = fuller.labels, fuller.distances
-        left: Rows = np.flatnonzero(~full)
-        return left
+        unanswered: Rows = np.flatnonzero(~full)
+        return unanswered
 
-    def _near(self, prepared: Vectors, asked: int) -> tuple[Rows, Vectors] | None:
-        """Rows and distances [q, asked], nearest first; None if so many were not reached: parts of
-        the graph hang apart."""
-        found = self.graph.search(prepared, asked)
-        if found is None:
+    def _near(self, prepared: Vectors, candidates: int) -> tuple[Rows, Vectors] | None:
+        """Return rows and distances [q, candidates], nearest first; None if the graph is not
+        connected enough."""
+        result = self.graph.search(prepared, candidates)
+        if result is None:
             return None
-        names, apart = found
+        names, distances = result
         rows = names if self._rows is None else self._rows[names]
-        # The inner product of a vector with itself can be rounded to above 1.
-        np.maximum(apart, 0, out=apart)
-        return rows, apart
+        # The inner product of a vector with itself may be rounded to above 1.
+        np.maximum(distances, 0, out=distances)
+        return rows, distances
 
     def skeleton(self, *, sums: bool = True) -> Skeleton:
-        """What is left of it without its vectors."""
+        """Return the graph without its vectors."""
         links = graph_file.links_of(self.graph)
-        kept = sums_of(graph_file.vectors_of(self.graph)) if sums else None
+        vector_sums = sums_of(graph_file.vectors_of(self.graph)) if sums else None
         ef = self.graph.ef
-        return Skeleton(self.spec, self.labels, self._held, links, kept, self.fresh, ef)
+        return Skeleton(self.spec, self.labels, self._held, links, vector_sums, self.fresh, ef)
 
     def save(self, path: Path) -> None:
-        """Write a checked file, without the vectors. Raises CannotWriteError."""
+        """Write an index file without the vectors.
+
+        Raises:
+            CannotWriteError: The file cannot be written.
+        """
         self.skeleton().write(path)
 
 
-# Whatever is larger, glibc's malloc takes from the kernel and gives back to it.
+# glibc's malloc maps larger blocks directly from the kernel.
 _MAPPED_BYTES = 32 << 20
-# Advice to Linux: use large pages from now on; move what is written to them at once (from 6.1 on).
+# Advice to Linux: use large pages from now on; move written memory to them at once (from 6.1 on).
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 def _is_large(graph: Hnsw) -> bool:
-    """Whether the records are memory of their own, in which large pages help."""
+    """Tell whether the records are a memory block of their own, in which large pages help."""
     return graph.capacity * Layout.of(graph.dim, graph.m).size > _MAPPED_BYTES
 
 
 def _move_to_large_pages(graph: Hnsw) -> None:
-    """Move records that are written to large pages, in a thread of its own, while others read them:
-    a graph that is read from its file is searched sooner. On a virtual machine the host has to give
-    each large page back, which takes 2 s for 660 MB."""
+    """Move written records to large pages in a thread, while others read them.
+
+    So a graph is usable right after it was read from its file. On a virtual machine the host must
+    provide each large page, which takes 2 s for 660 MB.
+    """
 
     def move() -> None:
         give_way()
         if not graph.advise(_MADV_COLLAPSE):
-            # An older kernel, or no page to be had: the rest is done by and by.
+            # An older kernel, or no free page: the kernel does it gradually.
             graph.advise(_MADV_HUGEPAGE)
 
     if _is_large(graph):
         threading.Thread(target=move, name="large pages", daemon=True).start()
 
 
-def _exact_is_cheaper(passing: int, queries: int, asked: int) -> bool:
+def _exact_is_cheaper(passing: int, queries: int, candidates: int) -> bool:
     exact = passing * (_EXACT_ROW + _EXACT_ROW_QUERY * queries)
-    return exact <= queries * (_GRAPH_QUERY + _GRAPH_CANDIDATE * asked)
+    return exact <= queries * (_GRAPH_QUERY + _GRAPH_CANDIDATE * candidates)
 
 
-def _answer(labels: Labels, apart: Vectors, k: int) -> Neighbours:
-    """Sorted candidates as an answer: equal distances by label, padded to k."""
-    if labels.shape[1] < k or (apart[:, 1:] == apart[:, :-1]).any():
-        return best(labels, apart, k)
-    return Neighbours(labels, apart)
+def _answer(labels: Labels, distances: Vectors, k: int) -> Neighbours:
+    """Return sorted candidates as an answer: equal distances by label, padded to k."""
+    if labels.shape[1] < k or (distances[:, 1:] == distances[:, :-1]).any():
+        return best(labels, distances, k)
+    return Neighbours(labels, distances)
 
 
-# Rows that are added at a time; a build can be given up between two pieces.
+# Rows that are added at a time; a build can be cancelled between two pieces.
 PIECE = 500
-# Links a row (Malkov and Yashunin's M), and candidates while building.
+# Links of a row (Malkov and Yashunin's M), and candidates while building.
 M = 16
 EF_CONSTRUCTION = 100
-# Candidates while searching: the first that finds LEAST_RECALL of the 10 nearest in a probe.
+# Candidates that are tried for searches: the first that finds LEAST_RECALL of the 10 nearest of a
+# probe is used.
 TRIED_EF = (48, 64, 128, 256, 512, 1024)
-# The same for queries that were asked.
+# The same for real queries.
 WIDEST_EF = (*TRIED_EF, 2048, 4096)
 LEAST_RECALL = 0.99
-# Queries of such a probe, and how many neighbours of each.
+# Number of probes, and how many are searched exactly at a time; neighbours of each.
 PROBES, PROBES_AT_ONCE = 64, 4
 K = 10
-# Rows that came or went, as a share of all, up to which a graph is carried rather than built.
+# A graph is transferred rather than built if at most this share of the rows was added or removed.
 LARGEST_CHANGE = 0.3
 
-# How many threads may be busy now.
+# Returns how many threads may be used now.
 Threads = Callable[[], int]
 
 
 def one_thread() -> int:
-    """Adds all rows in the same order each time: the same graph."""
+    """Return 1: rows are added in the same order each time, which gives the same graph."""
     return 1
 
 
@@ -284,23 +310,27 @@ def build(
     vectors: Content,
     *,
     threads: Threads = one_thread,
-    between: Callable[[], None] = lambda: None,
+    after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
-    """A fresh graph of `vectors` float32 [n, dim]; other threads search on meanwhile.
+    """Build a graph; other threads may search meanwhile.
 
-    `threads` is asked before each PIECE of rows how many may add it; `between` is called after it,
-    and may raise to give up.
+    Args:
+        spec: The space.
+        labels: int64 [n], increasing.
+        vectors: float32 [n, dim].
+        threads: Called before each piece of rows: how many threads may add it.
+        after_piece: Called after each piece; its error ends the build.
     """
     space = "l2" if spec.metric == "squared_l2" else "ip"
     graph = Hnsw(space, spec.dim, max(1, len(labels)), M, EF_CONSTRUCTION)
     if _is_large(graph):
-        # Nothing is written yet. A walk goes from one record to any other, and with small pages
-        # waits as long for where it is as for what is there. A kernel without large pages refuses.
+        # Nothing is written yet. A walk jumps between records, and with small pages waits as long
+        # for their addresses as for their content. A kernel without large pages refuses.
         graph.advise(_MADV_HUGEPAGE)
     rows = np.arange(len(labels))
-    _add(graph, spec, vectors, rows, rows, threads, between)
+    _add(graph, spec, vectors, rows, rows, threads, after_piece)
     index = HnswIndex(spec, labels, graph)
-    _tune(index, between)
+    _tune(index, after_piece)
     return index
 
 
@@ -311,14 +341,14 @@ def _add(
     rows: Rows,
     names: Rows,
     threads: Threads,
-    between: Callable[[], None],
+    after_piece: Callable[[], None],
 ) -> None:
-    """Add `rows` of `vectors` in pieces, under `names`."""
+    """Add rows of vectors under given names, in pieces."""
     for start in range(0, len(rows), PIECE):
         piece = slice(start, start + PIECE)
         prepared = prepare(spec.metric, vectors[rows[piece]])
         graph.add(prepared, names[piece], threads())
-        between()
+        after_piece()
 
 
 def revive(
@@ -326,33 +356,42 @@ def revive(
     spec: SpaceSpec,
     labels: Labels,
     vectors: Content,
-    between: Callable[[], None] = lambda: None,
+    after_piece: Callable[[], None] = lambda: None,
 ) -> tuple[HnswIndex, Rows]:
-    """The links of `old` over as many of these vectors as had a place there, and the rows that had
-    none: they came since, or were replaced. Vectors are read once, in order.
+    """Rebuild a graph from a skeleton over vectors of the gallery, which are read once, in order.
 
-    Raises VerificationError where the outcome would find less than LEAST_RECALL, too much has
-    changed, or metrics differ: build afresh then.
+    Args:
+        old: The skeleton.
+        spec: The space of the vectors.
+        labels: int64 [n], increasing.
+        vectors: float32 [n, dim].
+        after_piece: Called after each piece; its error ends the work.
+
+    Returns:
+        The index, and the rows that it lacks because they are new or were replaced.
+
+    Raises:
+        VerificationError: The graph would find less than LEAST_RECALL, too much has changed, or the
+            metrics differ: build a new one.
     """
     _refuse_metric(old.spec, spec)
     _refuse_distant(len(old.links), old.labels, labels)
-    graph, rows = fleshed(old, spec, labels, vectors, between)
-    there = np.zeros(len(labels), np.bool_)
-    there[rows[rows >= 0]] = True
-    # Rows are counted among those that are there.
-    counted = np.append(np.cumsum(there) - 1, -1)[rows]
+    graph, rows = rebuild(old, spec, labels, vectors, after_piece)
+    present = np.zeros(len(labels), np.bool_)
+    present[rows[rows >= 0]] = True
+    rows_among_present = np.append(np.cumsum(present) - 1, -1)[rows]
     fresh = old.fresh and old.spec.space == spec.space
-    index = HnswIndex(spec, labels[there], graph, counted, fresh=fresh)
+    index = HnswIndex(spec, labels[present], graph, rows_among_present, fresh=fresh)
     if _unchanged(old, spec, labels, rows):
-        # To compare some of its vectors with all takes a third of a start.
+        # Skip the probe, which takes a third of the start.
         graph.ef = old.ef
     else:
-        _accept(index, between)
-    return index, np.flatnonzero(~there)
+        _accept(index, after_piece)
+    return index, np.flatnonzero(~present)
 
 
 def _unchanged(old: Skeleton, spec: SpaceSpec, labels: Labels, rows: Rows) -> bool:
-    """Whether each element has the very vector that it was tuned with."""
+    """Tell whether each element has the same vector as when the graph was tuned."""
     return (
         old.ef in TRIED_EF
         and old.sums is not None
@@ -364,28 +403,32 @@ def _unchanged(old: Skeleton, spec: SpaceSpec, labels: Labels, rows: Rows) -> bo
 
 def _refuse_metric(old: SpaceSpec, spec: SpaceSpec) -> None:
     if old.metric != spec.metric:
-        raise VerificationError("the graph is of another metric; build a fresh one")
+        raise VerificationError("the graph is of another metric; build a new one")
 
 
 def _refuse_distant(elements: int, old: Labels, labels: Labels) -> None:
-    kept = len(np.intersect1d(old, labels, assume_unique=True))
-    # Dead elements are in the way of every search; new ones cost what they cost in a build.
-    changes = len(labels) - kept + elements - kept
+    common = len(np.intersect1d(old, labels, assume_unique=True))
+    # Dead elements slow every search down; new ones cost as much as in a build.
+    changes = len(labels) - common + elements - common
     if changes > LARGEST_CHANGE * len(labels):
-        raise VerificationError(f"{changes} of {len(labels)} rows changed; build a fresh graph")
+        raise VerificationError(f"{changes} of {len(labels)} rows changed; build a new graph")
 
 
-def _accept(index: HnswIndex, between: Callable[[], None]) -> None:
-    if (found := _tune(index, between)) < LEAST_RECALL:
+def _accept(index: HnswIndex, after_piece: Callable[[], None]) -> None:
+    if (recall := _tune(index, after_piece)) < LEAST_RECALL:
         raise VerificationError(
-            f"the carried graph finds {found:.3f} of the true neighbours, expected {LEAST_RECALL}; "
-            "build a fresh one"
+            f"the transferred graph finds {recall:.3f} of the true neighbours, expected "
+            f"{LEAST_RECALL}; build a new one"
         )
 
 
 def load(path: Path, spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple[HnswIndex, Rows]:
-    """`revive` what a checked file holds. Raises VerificationError before hnswlib sees a byte,
-    NotFoundError."""
+    """Read an index file, and `revive` the graph.
+
+    Raises:
+        NotFoundError: No such file.
+        VerificationError: The file is damaged (hnswlib reads none of it), or as `revive` does.
+    """
     return revive(read_skeleton(path, spec), spec, labels, vectors)
 
 
@@ -396,29 +439,38 @@ def carry(
     vectors: Content,
     *,
     threads: Threads = one_thread,
-    between: Callable[[], None] = lambda: None,
+    after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
-    """The graph of `old` over new content, 40 times faster than a fresh one.
+    """Transfer a graph to new content, 40 times faster than building one. `old` does not change.
 
-    After an upgrade `spec` is another space: the links stay and the vectors are replaced, for an
-    upgrade keeps most neighbours; searching then takes a larger ef. Within one space, what is gone
-    is marked, and what is new is added. `old` is left as it is. Raises VerificationError where the
-    outcome would find less than LEAST_RECALL, or metrics differ. `threads` and `between` as in
-    `build`.
+    After an upgrade, `spec` is another space: the links stay and the vectors are replaced, since an
+    upgrade preserves most neighbours; searches then need a larger ef. Within one space, removed
+    rows are marked and new ones are added.
+
+    Args:
+        old: The graph.
+        spec: The space of the vectors.
+        labels: int64 [n], increasing.
+        vectors: float32 [n, dim].
+        threads: As in `build`.
+        after_piece: As in `build`.
+
+    Raises:
+        VerificationError: The graph would find less than LEAST_RECALL, or the metrics differ.
     """
     _refuse_metric(old.spec, spec)
     skeleton = old.skeleton(sums=old.spec.space == spec.space)
-    graph, rows = fleshed(skeleton, spec, labels, vectors, between)
+    graph, rows = rebuild(skeleton, spec, labels, vectors, after_piece)
     added = np.setdiff1d(np.arange(len(labels)), rows)
     if len(added):
-        # Nobody searches it yet.
+        # No thread searches it yet.
         graph.resize(len(rows) + len(added))
         names = len(rows) + np.arange(len(added))
-        _add(graph, spec, vectors, added, names, threads, between)
+        _add(graph, spec, vectors, added, names, threads, after_piece)
         rows = np.concatenate([rows, added])
     fresh = old.fresh and old.spec.space == spec.space
     index = HnswIndex(spec, labels, graph, rows, fresh=fresh)
-    _accept(index, between)
+    _accept(index, after_piece)
     return index
 
 
@@ -429,21 +481,27 @@ def renew(
     *,
     old: HnswIndex | None = None,
     threads: Threads = one_thread,
-    between: Callable[[], None] = lambda: None,
+    after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
-    """The cheapest good index of this content: `old`, as it is or carried to what changed; else a
-    fresh one.
+    """Return a good index of some content at the lowest cost: `old`, `old` transferred, or a new
+    one.
 
-    `old` may be of the space before an upgrade. What is carried to another space is not `fresh`,
-    and gives way to a fresh build when there is time. `between` as in `build`.
+    Args:
+        spec: The space of the vectors.
+        labels: int64 [n], increasing.
+        vectors: float32 [n, dim].
+        old: An index, perhaps of the space before an upgrade. A transfer to another space is not
+            `fresh`, and should be replaced by a build when there is time.
+        threads: As in `build`.
+        after_piece: As in `build`.
     """
     if old is not None:
         if _alike(old, spec, labels, vectors):
             return old
         with contextlib.suppress(VerificationError):
             _refuse_distant(len(old.graph), old.labels, labels)
-            return carry(old, spec, labels, vectors, threads=threads, between=between)
-    return build(spec, labels, vectors, threads=threads, between=between)
+            return carry(old, spec, labels, vectors, threads=threads, after_piece=after_piece)
+    return build(spec, labels, vectors, threads=threads, after_piece=after_piece)
 
 
 def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) -> bool:
@@ -461,54 +519,62 @@ def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) ->
 
 
 def tuned(
-    index: HnswIndex, queries: Vectors, between: Callable[[], None] = lambda: None
+    index: HnswIndex, queries: Vectors, after_piece: Callable[[], None] = lambda: None
 ) -> HnswIndex:
-    """The same index, wide enough for `queries` [q, dim] that were really asked: they may be of
-    another distribution than the vectors, and then find far less. `between` may raise to give up.
+    """Return the index with enough candidates for real queries.
+
+    Their distribution may differ from that of the vectors, so that a search finds far less.
+
+    Args:
+        index: The index.
+        queries: [q, dim].
+        after_piece: Called between pieces of work; its error ends it.
     """
     index = index.seeking(0)
-    farthest = _farthest(index, queries, between)
+    farthest = _farthest(index, queries, after_piece)
     for ef in (index.ef, *(ef for ef in WIDEST_EF if ef > index.ef)):
-        found = index.seeking(ef)
-        if _recall(found, queries, farthest, between) >= LEAST_RECALL:
+        candidate = index.seeking(ef)
+        if _recall(candidate, queries, farthest, after_piece) >= LEAST_RECALL:
             break
-    return found
+    return candidate
 
 
-def _tune(index: HnswIndex, between: Callable[[], None] = lambda: None) -> float:
-    """Set the smallest ef that finds enough of its own vectors, or the largest; returns the recall
-    it gives. Nobody searches it yet."""
+def _tune(index: HnswIndex, after_piece: Callable[[], None] = lambda: None) -> float:
+    """Set the smallest ef that finds enough of the index's own vectors, or the largest; return the
+    recall."""
     probes = index.vectors[:: max(1, len(index.labels) // PROBES)][:PROBES]
-    farthest = _farthest(index, probes, between)
-    found = 0.0
+    farthest = _farthest(index, probes, after_piece)
+    recall = 0.0
     for ef in TRIED_EF:
         index.graph.ef = ef
-        if (found := _recall(index, probes, farthest, between)) >= LEAST_RECALL:
+        if (recall := _recall(index, probes, farthest, after_piece)) >= LEAST_RECALL:
             break
-    return found
+    return recall
 
 
-def _farthest(index: HnswIndex, probes: Vectors, between: Callable[[], None]) -> Vectors:
-    """How far the last of the K nearest lies of each, [q, 1]."""
+def _farthest(index: HnswIndex, probes: Vectors, after_piece: Callable[[], None]) -> Vectors:
+    """Return the distance of the K-th nearest of each probe, [q, 1]."""
     farthest = [np.empty((0, 1), np.float32)]
-    # A few at a time: each brings its distance to every row into memory.
+    # A few at a time: each needs memory for its distance to every row.
     for start in range(0, len(probes), PROBES_AT_ONCE):
         piece = probes[start : start + PROBES_AT_ONCE]
         farthest.append(index.exact(piece, min(K, len(index.labels))).distances[:, -1:])
-        between()
+        after_piece()
     return np.concatenate(farthest)
 
 
 def _recall(
-    index: HnswIndex, probes: Vectors, farthest: Vectors, between: Callable[[], None]
+    index: HnswIndex, probes: Vectors, farthest: Vectors, after_piece: Callable[[], None]
 ) -> float:
-    """Share of the true K nearest of the probes that `index` finds for one query at a time: many
-    at once are cheaper compared with every row, and would say nothing of the graph."""
+    """Return the share of the probes' true K nearest that the index finds for one query at a time.
+
+    Many queries at a time would be compared with every row, and would tell nothing about the graph.
+    """
     if not len(probes):
         return 1.0
-    found = []
+    distances = []
     for probe in probes:
-        found.append(index.search(probe[None], min(K, len(index.labels))).distances)
-        between()
+        distances.append(index.search(probe[None], min(K, len(index.labels))).distances)
+        after_piece()
     # By distance, not by label: one of several equal vectors is as good as another.
-    return float((np.concatenate(found) <= farthest * (1 + 1e-5) + 1e-6).mean())
+    return float((np.concatenate(distances) <= farthest * (1 + 1e-5) + 1e-6).mean())

@@ -1,7 +1,7 @@
-"""What every index is: something immutable that finds the nearest labels.
+"""Define an index: an immutable search structure over the vectors of one space.
 
-Distances are smaller for nearer vectors, everywhere: squared L2, or 1 - cosine. Equal distances are
-ordered by label. exact.py is the oracle of every other engine.
+A smaller distance is always nearer: squared L2, or 1 - cosine. Equal distances are ordered by
+label. exact.py is the oracle of every other engine.
 """
 
 import os
@@ -21,26 +21,26 @@ from nobackfill.vectors import Vectors
 Labels = NDArray[np.int64]
 Rows = NDArray[np.intp]
 Mask = NDArray[np.bool_]
-# An `ef` that asks for an exact search.
+# The `ef` of an exact search.
 EVERY = sys.maxsize
 
 
 class Content(Protocol):
-    """Vectors float32 [n, dim] by row: an array, or what reads them when they are asked for."""
+    """Vectors float32 [n, dim] by row: an array, or an object that reads them on access."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: Any, /) -> Vectors:
-        """Those of a slice or of an array of rows."""
+        """Return the rows of a slice or of an array of row numbers."""
         ...
 
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]:
-        """All of them."""
+        """Return all rows."""
         ...
 
 
 class Picked:
-    """Rows of another content, in another order, read when they are asked for."""
+    """Some rows of another content, in another order, read on access."""
 
     def __init__(self, content: Content, rows: Rows) -> None:
         self._content = content
@@ -57,7 +57,7 @@ class Picked:
 
 
 class Joined:
-    """One content after another."""
+    """Two contents, one after the other."""
 
     def __init__(self, first: Content, second: Content) -> None:
         self._first = first
@@ -67,17 +67,17 @@ class Joined:
         return len(self._first) + len(self._second)
 
     def __getitem__(self, rows: Any, /) -> Vectors:
-        asked, border = np.arange(len(self))[rows], len(self._first)
-        later = asked >= border
+        numbers, border = np.arange(len(self))[rows], len(self._first)
+        later = numbers >= border
         if later.all():
-            return self._second[asked - border]
-        first = self._first[asked[~later]]
+            return self._second[numbers - border]
+        first = self._first[numbers[~later]]
         if not later.any():
             return first
-        found = np.empty((len(asked), first.shape[1]), np.float32)
-        found[~later] = first
-        found[later] = self._second[asked[later] - border]
-        return found
+        joined = np.empty((len(numbers), first.shape[1]), np.float32)
+        joined[~later] = first
+        joined[later] = self._second[numbers[later] - border]
+        return joined
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
@@ -85,9 +85,11 @@ class Joined:
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Nearest labels of each query, nearest first.
+    """The nearest labels of each query, nearest first.
 
-    `labels` int64 [q, k] padded with -1, `distances` float32 [q, k] padded with infinity.
+    Attributes:
+        labels: int64 [q, k], padded with -1.
+        distances: float32 [q, k], padded with infinity.
     """
 
     labels: Labels
@@ -95,21 +97,21 @@ class Neighbours:
 
 
 class Index(Protocol):
-    """Vectors of one space, never changed after it was made, safe to search from many threads."""
+    """Vectors of one space; immutable, so that many threads can search it."""
 
     @property
     def spec(self) -> SpaceSpec:
-        """The space whose vectors it holds."""
+        """Return the space of the vectors."""
         ...
 
     @property
     def labels(self) -> Labels:
-        """Labels of its rows, int64 [n], strictly increasing."""
+        """Return the labels of the rows, int64 [n], strictly increasing."""
         ...
 
     @property
     def vectors(self) -> Content:
-        """The rows themselves, float32 [n, dim], as distances.prepare leaves them."""
+        """Return the rows, float32 [n, dim], as `prepare` leaves them."""
         ...
 
     def search(
@@ -120,34 +122,43 @@ class Index(Protocol):
         passing: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
-        """The `k` nearest rows to each of `queries` (checked float32 [q, dim]), k >= 1.
+        """Return the k nearest rows to each query.
 
-        `allowed` bool [n], one for each of `labels`: rows that may be found; None means all.
-        `passing`: how many that are, where it is known: counting them takes longer than a search.
-        `ef`: candidates that are looked at, at least; EVERY, or as many as there are: an exact
-        search. An index that is exact anyway takes no notice.
+        Args:
+            queries: float32 [q, dim], checked.
+            k: At least 1.
+            allowed: bool [n], the rows that may be found; None for all.
+            passing: Number of these rows, if known: counting them takes longer than a search.
+            ef: Minimum number of candidates; EVERY or at least n for an exact search. An exact
+                index ignores it.
         """
         ...
 
 
-def rows_of(labels: Labels, wanted: Labels) -> Rows:
-    """Rows in `labels` (increasing) of those of `wanted` that are there, in their order."""
+def rows_of(labels: Labels, targets: Labels) -> Rows:
+    """Return the rows in `labels` (increasing) of those of `targets` that exist, in their order."""
     if not len(labels):
         return np.empty(0, np.intp)
-    rows = np.minimum(np.searchsorted(labels, wanted), len(labels) - 1)
-    found: Rows = rows[labels[rows] == wanted]
-    return found
+    rows = np.minimum(np.searchsorted(labels, targets), len(labels) - 1)
+    matches: Rows = rows[labels[rows] == targets]
+    return matches
 
 
 def mask_of(labels: Labels, allowed: Labels) -> Mask:
-    """Which of `labels` (increasing) are in `allowed`: bool [n], as Index.search takes it."""
+    """Return which of `labels` (increasing) are in `allowed`, bool [n]."""
     mask = np.zeros(len(labels), np.bool_)
     mask[rows_of(labels, allowed)] = True
     return mask
 
 
 def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
-    """The `k` nearest of candidates [q, c] (label -1 at distance infinity: none), padded to k."""
+    """Return the k nearest of candidates [q, c], padded to k.
+
+    Args:
+        labels: int64 [q, c], -1 for none.
+        distances: float32 [q, c], infinity for none.
+        k: At least 1.
+    """
     short = k - labels.shape[1]
     if short > 0:
         labels = np.pad(labels, ((0, 0), (0, short)), constant_values=-1)
@@ -158,7 +169,7 @@ def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
 
 
 def merge(parts: list[Neighbours], k: int) -> Neighbours:
-    """One ranking of the answers of indexes that share no label."""
+    """Merge the answers of indexes that share no label into one ranking."""
     if len(parts) == 1:
         return parts[0]
     return best(
@@ -168,56 +179,66 @@ def merge(parts: list[Neighbours], k: int) -> Neighbours:
     )
 
 
-# How engines hold vectors, and the distances that exact answers carry.
-#
-# Distances are computed in float64 and rounded once: the same numbers on every machine, and equal
-# distances for equal vectors.
+# How engines store vectors, and how exact distances are computed: in float64, rounded once. They
+# are the same on every machine, and equal for equal vectors.
 
-# Larger than what rounding leaves of a norm after one scaling.
+# More than the rounding error of a norm after one scaling.
 UNIT_TOLERANCE = 2.5e-7
 
 
 def prepare(metric: Metric, vectors: Vectors) -> Vectors:
-    """Vectors [n, dim] as engines hold them: with the cosine metric at norm 1 (zero stays zero)."""
+    """Return vectors [n, dim] as engines store them: with the cosine metric scaled to norm 1.
+
+    Zero stays zero. Vectors that were prepared before stay the same, bit for bit.
+    """
     if metric == "squared_l2":
         return vectors
     norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors, dtype=np.float64))
     if (np.abs(norms - 1) <= UNIT_TOLERANCE).all():
         return vectors
-    # What was prepared once stays as it is, bit for bit.
     norms[np.abs(norms - 1) <= UNIT_TOLERANCE] = 1
     scaled: Vectors = vectors / np.maximum(norms, 1e-30)[:, None].astype(np.float32)
     return scaled
 
 
-def between(metric: Metric, queries: Vectors, candidates: Vectors) -> Vectors:
-    """Distances float32 [q, c] from queries [q, dim] to candidates [q, c, dim], both prepared."""
+def pair_distances(metric: Metric, queries: Vectors, candidates: Vectors) -> Vectors:
+    """Compute distances from queries to their candidates, both prepared.
+
+    Args:
+        metric: squared_l2 or cosine.
+        queries: [q, dim].
+        candidates: [q, c, dim].
+
+    Returns:
+        float32 [q, c].
+    """
     if metric == "squared_l2":
-        apart = np.subtract(candidates, queries[:, None, :], dtype=np.float64)
-        found = np.vecdot(apart, apart)
+        differences = np.subtract(candidates, queries[:, None, :], dtype=np.float64)
+        distances = np.vecdot(differences, differences)
     else:
         wide = candidates.astype(np.float64)
-        # Norms of 1 are rounded, too: a vector is at distance 0 from itself, not below it.
-        found = np.maximum(1 - np.vecdot(wide, queries.astype(np.float64)[:, None, :]), 0)
-    rounded: Vectors = found.astype(np.float32)
+        # Norms of 1 are rounded, too: a vector must be at distance 0 from itself, not below.
+        distances = np.maximum(1 - np.vecdot(wide, queries.astype(np.float64)[:, None, :]), 0)
+    rounded: Vectors = distances.astype(np.float32)
     return rounded
 
 
 def to_one(metric: Metric, query: Vectors, vectors: Vectors) -> Vectors:
-    """Distances float32 [n] from one query [1, dim] to vectors [n, dim], as they were stored."""
-    found: Vectors = between(metric, prepare(metric, query), prepare(metric, vectors)[None])[0]
-    return found
+    """Compute distances float32 [n] from one query [1, dim] to stored vectors [n, dim]."""
+    distances: Vectors = pair_distances(
+        metric, prepare(metric, query), prepare(metric, vectors)[None]
+    )[0]
+    return distances
 
 
-# One ranking of the carried and the native vectors of a space, whose distances do not compare.
-#
-# A new query is nearer to what an upgrade has carried than to what its own model made, on average:
-# sorted as they are, distances let a gallery answer worse half-way than at either end. So each
-# origin gives its nearest, and a release's scale says where carried ones stand (docs/adr/0024).
+# One ranking of migrated and native vectors of a space, whose distances cannot be compared. On
+# average, a new query is nearer to migrated vectors than to those of its own model. Sorted by
+# distance, a half-migrated gallery would answer worse than at either end. So each origin returns
+# its nearest, and a release's scale places the migrated ones (docs/adr/0024).
 
-# Which of labels (increasing) may be found: bool, one for each.
+# Returns which of labels (increasing) may be found: bool of the same length.
 Allowed = Callable[[Labels], Mask]
-# The same of labels that were carried, and of those that were not.
+# Returns which of labels (increasing) are migrated, and which are not.
 Origins = Callable[[Labels], tuple[Mask, Mask]]
 
 
@@ -228,44 +249,60 @@ def search_origins(
     k: int,
     allowed: Allowed | None = None,
 ) -> Neighbours:
-    """The `k` best of those that are `allowed`; `nearest` gives the `k` nearest of some."""
-    # Asked once: what is embedded again meanwhile is found once, too.
-    known: dict[int, tuple[Mask, Mask]] = {}
+    """Search migrated and native vectors separately, and rank both on one scale.
+
+    Args:
+        nearest: Returns the k nearest of the allowed labels.
+        origins: Returns which labels are migrated.
+        scale: Converts distances of migrated vectors.
+        k: Number of hits.
+        allowed: Returns which labels may be found; None for all.
+    """
+    # Read once: an item that is re-embedded meanwhile must be found only once.
+    cached: dict[int, tuple[Mask, Mask]] = {}
 
     def of(origin: int) -> Neighbours:
-        def chosen(labels: Labels) -> Mask:
-            mask = known.setdefault(id(labels), origins(labels))[origin]
+        def select(labels: Labels) -> Mask:
+            mask = cached.setdefault(id(labels), origins(labels))[origin]
             return mask if allowed is None else mask & allowed(labels)
 
-        return nearest(chosen)
+        return nearest(select)
 
     return join_origins(of(0), of(1), scale, k)
 
 
 def join_origins(carried: Neighbours, native: Neighbours, scale: Scale, k: int) -> Neighbours:
-    """The `k` best of both, distances as they are."""
+    """Return the k best of both; the distances stay as they are."""
     both = Neighbours(
         np.concatenate([carried.labels, native.labels], axis=1),
         np.concatenate([carried.distances, native.distances], axis=1),
     )
-    found = rank_origins(both, np.arange(both.labels.shape[1]) < carried.labels.shape[1], scale)
-    return Neighbours(found.labels[:, :k], found.distances[:, :k])
+    joined = rank_origins(both, np.arange(both.labels.shape[1]) < carried.labels.shape[1], scale)
+    return Neighbours(joined.labels[:, :k], joined.distances[:, :k])
 
 
-def rank_origins(found: Neighbours, carried: Mask, scale: Scale) -> Neighbours:
-    """The same in the order of the distances at which native vectors would be as likely; equal ones
-    by their own distances, then by label. `carried`: of which labels [q, c] or columns [c]."""
-    apart = np.where(carried, scale(found.distances), found.distances)
-    order = np.lexsort((found.labels, found.distances, apart), axis=1)
+def rank_origins(hits: Neighbours, carried: Mask, scale: Scale) -> Neighbours:
+    """Sort hits by the distance of an equally likely native vector.
+
+    Equal ones are sorted by their own distance, then by label.
+
+    Args:
+        hits: Hits [q, c].
+        carried: Which labels [q, c] or columns [c] are migrated.
+        scale: Converts distances of migrated vectors.
+    """
+    scaled = np.where(carried, scale(hits.distances), hits.distances)
+    order = np.lexsort((hits.labels, hits.distances, scaled), axis=1)
     query = np.arange(len(order))[:, None]
-    return Neighbours(found.labels[query, order], found.distances[query, order])
+    return Neighbours(hits.labels[query, order], hits.distances[query, order])
 
 
 _NICE = 10
 
 
 def give_way() -> None:
-    """Let searches go before this thread, and before the processes that it starts from now on."""
-    # Who is nicer already may not take it back.
+    """Lower the priority of this thread, and of the processes that it starts, below that of
+    searches."""
+    # A process with a lower priority may not raise it again.
     nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -1,7 +1,7 @@
-"""A graph by the public API of the package hnswlib, where `_native.Hnsw` was not compiled.
+"""Build graphs with the public API of the package hnswlib, where `_native.Hnsw` is not compiled.
 
-The package gives and takes what a graph holds as one dict, which it would pickle. A graph whose
-state was read costs a copy of its vectors, and each search takes more time. Answers are as good.
+The package exchanges the content of a graph as one dict, made for pickling. Reading the state of a
+graph copies its vectors, and each search takes longer. Answers are as good.
 """
 
 import logging
@@ -15,22 +15,22 @@ from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.vectors import Vectors
 
 logging.getLogger(__name__).warning(
-    "the compiled search is missing: searches take several times longer, and graphs more memory. "
-    "Install a C++ compiler, then install nobackfill again (in a checkout: make setup)"
+    "the compiled search is missing: searches take several times longer, and graphs need more "
+    "memory. Install a C++ compiler, then install nobackfill again (in a checkout: make setup)"
 )
 _SEED = 1
 _MARK_BYTE, _LABEL_BYTES = 2, 8
 
 
 class PackageGraph:
-    """Has the members of `_native.Hnsw`, which its declarations describe."""
+    """A graph with the members of `_native.Hnsw`; see its declarations."""
 
     def __init__(self, space: str, dim: int, capacity: int, m: int, ef_construction: int) -> None:
         self.space, self.dim, self.m, self.ef_construction = space, dim, m, ef_construction
         self._index = hnswlib.Index(space, dim)
         self._index.init_index(capacity, M=m, ef_construction=ef_construction, random_seed=_SEED)
-        # What the package told last; None: something was added since.
-        self._known: dict[str, Any] | None = None
+        # The last state from the package; None after a change.
+        self._cached: dict[str, Any] | None = None
 
     @classmethod
     def of_links(
@@ -45,17 +45,17 @@ class PackageGraph:
         levels: NDArray[np.int32],
         upper: NDArray[np.int8],
     ) -> "PackageGraph":
-        """Make a graph that `mark` completes: the package takes the vectors with the links."""
+        """Create a graph that `mark` completes: the package takes vectors and links together."""
         graph = cls(space, dim, 0, m, ef_construction)
         count, links = ground.shape
         size = links + 4 * dim + _LABEL_BYTES
         records = np.zeros((count, size), np.uint8)
         records[:, :links] = ground
         records[:, -_LABEL_BYTES:] = np.arange(count)[:, None].view(np.uint8)
-        # The package makes a table of the names, a second for a million. Only a change of an
-        # element looks there, so all get the first one's.
+        # The package builds a table of the names, which takes a second for a million. Only changes
+        # of an element use it, so all elements get the name of the first.
         names = np.zeros(count, np.uint64)
-        graph._known = graph._index.__getstate__()[0] | {
+        graph._cached = graph._index.__getstate__()[0] | {
             "ep_added": True, "num_threads": 1, "max_elements": count, "cur_element_count": count,
             "size_data_per_element": size, "label_offset": size - _LABEL_BYTES,
             "offset_data": links, "max_level": max_level, "enterpoint_node": entry,
@@ -66,9 +66,9 @@ class PackageGraph:
         return graph
 
     def _state(self) -> dict[str, Any]:
-        if self._known is None:
-            self._known = self._index.__getstate__()[0]
-        return self._known
+        if self._cached is None:
+            self._cached = self._index.__getstate__()[0]
+        return self._cached
 
     @property
     def capacity(self) -> int:
@@ -114,7 +114,7 @@ class PackageGraph:
         return int(self._index.element_count)
 
     def add(self, vectors: Vectors, names: Labels, threads: int) -> None:
-        self._known = None
+        self._cached = None
         self._index.add_items(vectors, names, num_threads=threads)
 
     def search(self, queries: Vectors, k: int) -> tuple[Labels, Vectors] | None:
@@ -125,7 +125,7 @@ class PackageGraph:
         return names.view(np.int64), distances
 
     def resize(self, capacity: int) -> None:
-        self._known = None
+        self._cached = None
         self._index.resize_index(capacity)
 
     def mark(self, dead: Mask) -> None:
@@ -133,5 +133,5 @@ class PackageGraph:
         self._index = hnswlib.Index(self._state() | {"has_deletions": bool(dead.any())})
 
     def advise(self, advice: int) -> bool:
-        """Do nothing: the package's memory is its own."""
+        """Do nothing: the package manages its memory itself."""
         return True

@@ -1,6 +1,6 @@
-"""What a search sees: an immutable base, an exact delta of what came since, and tombstones.
+"""Provide the state that a search sees: an immutable base, an exact delta of changes, tombstones.
 
-`LiveView` follows a store's commits; `snapshot` is one reference, held by a search to its end.
+`LiveView` follows the commits of a store. A search holds one snapshot until it ends.
 """
 
 import contextlib
@@ -34,10 +34,9 @@ from nobackfill.gallery.store import Change, Store
 from nobackfill.gallery.tables import find_space
 from nobackfill.vectors import Vectors, check_vectors
 
-# Searching in compiled code, one call that lets go of the interpreter's lock once; see `native/`.
-#
-# It is an extra: where it was not built, `Snapshot.search` does the same in Python. What a snapshot
-# reads never changes and is held by it; who searches holds the snapshot.
+# Search in compiled code: one call that releases the interpreter's lock once; see `native/`. Where
+# it is not built, `Snapshot.search` does the same in Python. A snapshot never changes, and holds
+# what it reads; a search holds the snapshot.
 
 if TYPE_CHECKING:
     from nobackfill.gallery.search import _native
@@ -46,33 +45,39 @@ else:
     try:
         from nobackfill.gallery.search import _native
 
-        # A build of older sources, which a checkout may still hold, has none.
+        # A build of older sources, which a checkout may still have, lacks it.
         from nobackfill.gallery.search._native import Hnsw
     except ImportError:
         _native = None
 
 
-# A SearchRequest's bytes to gallery, space, values, k and max_distance (infinity: none); by image,
-# the space is None and the values are its bytes. None: it is another than by one of these alone, or
-# none. Itself None where nothing was compiled.
+# Parses the bytes of a SearchRequest into gallery, space, values, k and max_distance (infinity:
+# none). For an image, the space is None and the values are its bytes. Returns None for any other
+# query. It is None itself if nothing is compiled.
 parse = None if _native is None else _native.parse
-# Labels and vectors in PostgreSQL's binary form, checked as the query is: the nearest to it, as
-# distances.py and index.best rank them; None: Python is to. Itself None where nothing was compiled.
+# Ranks labels and vectors in PostgreSQL's binary form by distance to a query, as index.best does;
+# both are checked. Returns None if Python must do it. It is None itself if nothing is compiled.
 ranked = None if _native is None else _native.ranked
 
 
 def graph_of(
-    graph: Any, held: Rows, labels: Labels, elements: Rows | None
+    graph: Any, rows: Rows, labels: Labels, elements: Rows | None
 ) -> "_native.Graph | None":
-    """A graph as it is searched. `held`: the row in `labels` of each element, -1: nobody's;
-    `elements`: the element of each row, None: the same."""
+    """Return a graph for compiled searches; None if nothing is compiled, or the graph is empty.
+
+    Args:
+        graph: The graph.
+        rows: Row in `labels` of each element, -1 for none.
+        labels: Labels of the rows.
+        elements: Element of each row; None if they are the same.
+    """
     if _native is None or not isinstance(graph, Hnsw) or not len(graph):
         return None
-    return _native.Graph(graph, held, labels, elements)
+    return _native.Graph(graph, rows, labels, elements)
 
 
 class GraphIndex(Protocol):
-    """What is asked of `hnsw.HnswIndex`, which a device cannot load."""
+    """The part of `hnsw.HnswIndex` that is used here; a device cannot import the class."""
 
     graph: Any
     compiled: "_native.Graph | None"
@@ -81,43 +86,63 @@ class GraphIndex(Protocol):
 
 
 class CompiledSearch:
-    """Of one snapshot."""
+    """A compiled search of one snapshot."""
 
     def __init__(self, index: GraphIndex, snapshot: "_native.Snapshot") -> None:
-        """`snapshot` reads the graph of `index`, among others."""
+        """Wrap a compiled snapshot that reads the graph of `index`."""
         self._index = index
         self._snapshot = snapshot
-        # The graph's ef does not change while it is searched.
-        self._walked: dict[int, int | None] = {}
+        # The graph's ef does not change during searches.
+        self._candidates_by_k: dict[int, int | None] = {}
 
     @classmethod
     def of(
         cls, spec: SpaceSpec, base: Index, base_live: Mask | None, delta: Index,
         delta_live: Mask | None,
     ) -> "CompiledSearch | None":  # fmt: skip
-        """Make one of two indexes and which of their rows are alive (bool [n]; None: all).
+        """Build a compiled search of two indexes.
 
-        None: they are searched in Python only.
+        Args:
+            spec: The space.
+            base: The large index.
+            base_live: bool [n], its rows that are alive; None for all.
+            delta: The exact index of changes.
+            delta_live: bool [n], its rows that are alive; None for all.
+
+        Returns:
+            None if they can only be searched in Python.
         """
-        # Asked for by name: of the class, see GraphIndex.
+        # By name, because the class cannot be imported: see GraphIndex.
         graph = getattr(base, "compiled", None)
         if graph is None:
             return None
         graphed = cast(GraphIndex, base)
-        made = _native.Snapshot(
+        compiled_snapshot = _native.Snapshot(
             graph, spec.unit, int(graphed.graph.ef), base_live, np.asarray(delta.vectors),
             delta.labels, delta_live,
         )  # fmt: skip
-        return cls(graphed, made)
+        return cls(graphed, compiled_snapshot)
 
     def search(
-        self, query: Vectors, k: int, ef: int, base: Mask | None, beside: Mask | None
+        self, query: Vectors, k: int, ef: int, base: Mask | None, delta: Mask | None
     ) -> Neighbours | None:
-        """Of one checked query [1, dim]; `base` and `beside`: rows of the graph and of the delta
-        that are allowed. None: compare every row."""
-        asked = self._index.walked(k, ef)
-        found = None if asked is None else self._snapshot.search(query, k, asked, base, beside)
-        return None if found is None else Neighbours(*found)
+        """Search with one checked query [1, dim].
+
+        Args:
+            query: float32 [1, dim].
+            k: Number of hits.
+            ef: Minimum number of candidates.
+            base: Rows of the graph that are allowed; None for all.
+            delta: Rows of the delta that are allowed; None for all.
+
+        Returns:
+            None if every row must be compared instead.
+        """
+        candidates = self._index.walked(k, ef)
+        pair = (
+            None if candidates is None else self._snapshot.search(query, k, candidates, base, delta)
+        )
+        return None if pair is None else Neighbours(*pair)
 
     def answers(
         self,
@@ -127,16 +152,24 @@ class CompiledSearch:
         curves: "Curves",
         end: bytes,
     ) -> list[bytes | None]:
-        """A SearchResponse to each of `queries` (values, k, farthest): the hits that are `known` by
-        label (server/galleries/hosted_file.py), no farther than `farthest`, then `end`. None: one
-        is not known, or it is searched otherwise.
+        """Return a SearchResponse for each query.
+
+        Args:
+            queries: Values, k and the largest distance of each.
+            exact: Whether distances are exact.
+            known: Encoded items by label (server/galleries/hosted_file.py).
+            curves: The calibrations.
+            end: Bytes after the hits.
+
+        Returns:
+            None for a query with an unknown hit, or one that must be searched otherwise.
         """
         walks = []
         for values, k, farthest in queries:
-            asked = self._walks(k)
-            if asked is None:
+            candidates = self._walks(k)
+            if candidates is None:
                 return [None] * len(queries)
-            walks.append((values, k, asked, farthest))
+            walks.append((values, k, candidates, farthest))
         return self._snapshot.answers(walks, exact, known, curves, end)
 
     def route(
@@ -150,87 +183,98 @@ class CompiledSearch:
         curves: "Curves",
         end: bytes,
     ) -> Callable[[list[bytes]], list[bytes | None]]:
-        """From SearchRequests to what `answers` answers, in one call: of those by one embedding in
-        `space` of `gallery` for at most `most_k` hits (0: `usual_k`), if `answers` was asked for
-        as many before. None for all others."""
+        """Return a function from SearchRequests to what `answers` returns, in one call.
+
+        It answers requests by one embedding in `space` of `gallery` for at most `most_k` hits (0
+        means `usual_k`), if `answers` was called with as many before. It returns None for all
+        others.
+        """
         return _native.Route(
-            self._snapshot, gallery, space, usual_k, most_k, exact, self._walked, known,
+            self._snapshot, gallery, space, usual_k, most_k, exact, self._candidates_by_k, known,
             curves, end,
         ).answers  # fmt: skip
 
     def _walks(self, k: int) -> int | None:
-        if k not in self._walked:
-            self._walked[k] = self._index.walked(k, 0)
-        return self._walked[k]
+        if k not in self._candidates_by_k:
+            self._candidates_by_k[k] = self._index.walked(k, 0)
+        return self._candidates_by_k[k]
 
 
 def curves_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]]) -> "Curves | None":
-    """Distances and probabilities of calibrations, by origin as the wire names it."""
+    """Return calibrations for compiled code: distances and probabilities by the wire's origin."""
     return None if _native is None else _native.Curves(curves)
 
 
-# Queries that are kept.
+# Size of the sample.
 SAMPLE_QUERIES = 64
-# Once so many are kept, one in so many takes another's place: the last thousand count.
+# Once the sample is full, one query in this many replaces another: about the last thousand count.
 _SHARE = 16
 
 
 class QuerySample:
-    """Queries at random, later ones likelier. In memory only: what people look for is written
-    nowhere. Safe to use from many threads."""
+    """A random sample of queries, in which later ones are likelier; safe to use from many threads.
+
+    It exists in memory only: queries of users are never written.
+    """
 
     def __init__(self, dim: int) -> None:
         self._lock = threading.Lock()
         self._vectors = np.empty((0, dim), np.float32)
-        self._seen = self._kept = 0
+        self._count = self._size = 0
 
     @property
-    def seen(self) -> int:
-        """How many queries came by."""
-        return self._seen
+    def count(self) -> int:
+        """Return how many queries were answered."""
+        return self._count
 
     def see(self, queries: Vectors) -> None:
-        """Queries [q, dim] that were checked and answered."""
-        self.keep(queries[self.chosen(len(queries))])
+        """Offer checked and answered queries [q, dim] to the sample."""
+        self.keep(queries[self.draw(len(queries))])
 
-    def chosen(self, count: int) -> list[int]:
-        """Count queries that were checked and answered; which of them are to be kept."""
-        # No secret hangs on it: which queries an index is tuned on. Two threads may count as one.
-        seen, self._seen = self._seen, self._seen + count
+    def draw(self, count: int) -> list[int]:
+        """Count answered queries, and return the numbers of those to keep."""
+        # The choice is no secret: it decides on which queries an index is tuned. Two threads may
+        # count as one.
+        before_these, self._count = self._count, self._count + count
         return [
             number
             for number in range(count)
-            if seen + number < SAMPLE_QUERIES or random.random() * _SHARE < 1  # noqa: S311
+            if before_these + number < SAMPLE_QUERIES or random.random() * _SHARE < 1  # noqa: S311
         ]
 
     def keep(self, queries: Vectors) -> None:
-        """Those of them [q, dim]."""
+        """Store queries [q, dim] in the sample."""
         with self._lock:
             if not len(self._vectors):
                 self._vectors = np.empty((SAMPLE_QUERIES, queries.shape[1]), np.float32)
             for query in queries:
-                filled = self._kept >= SAMPLE_QUERIES
-                self._vectors[random.randrange(SAMPLE_QUERIES) if filled else self._kept] = query  # noqa: S311
-                self._kept += not filled
+                is_full = self._size >= SAMPLE_QUERIES
+                self._vectors[random.randrange(SAMPLE_QUERIES) if is_full else self._size] = query  # noqa: S311
+                self._size += not is_full
 
     def sample(self) -> Vectors:
-        """Those that are kept, a copy, float32 [at most SIZE, dim]."""
+        """Return a copy of the sample, float32 [at most SAMPLE_QUERIES, dim]."""
         with self._lock:
-            return self._vectors[: self._kept].copy()
+            return self._vectors[: self._size].copy()
 
 
-# Which of an index's labels (increasing) may be found: bool, one for each.
+# Returns which of an index's labels (increasing) may be found: bool of the same length.
 Allowed = Callable[[Labels], Mask]
-# Makes a base of live vectors; nobackfill.gallery.search.hnsw.build is one, ExactIndex another.
+# Builds a base from live vectors, such as nobackfill.gallery.search.hnsw.build or ExactIndex.
 Builder = Callable[[SpaceSpec, Labels, Content], Index]
-# What a view begins with: a base of labels and vectors, and the rows that are not in it.
+# Opens the first base of a view, and returns the rows that are not in it.
 Opener = Callable[[SpaceSpec, Labels, Content], tuple[Index, Rows]]
 
 
 @dataclass(frozen=True)
 class IndexPart:
-    """An index, which of its rows are alive (bool [n]; None: all) and how many are not: counted as
-    they die, for every search asks."""
+    """An index with tombstones.
+
+    Attributes:
+        index: The index.
+        live: bool [n], rows that are alive; None for all.
+        dead: Number of other rows; counted on deletion, since every search needs it.
+    """
 
     index: Index
     live: Mask | None = None
@@ -240,7 +284,7 @@ class IndexPart:
         return len(self.index.labels) - self.dead
 
     def less(self, labels: Labels) -> "IndexPart":
-        """The same with tombstones for `labels`."""
+        """Return the part with tombstones for `labels`."""
         rows = np.unique(rows_of(self.index.labels, labels))
         if self.live is not None:
             rows = rows[self.live[rows]]
@@ -251,27 +295,27 @@ class IndexPart:
         return IndexPart(self.index, live, self.dead + len(rows))
 
     def mask(self, allowed: Allowed | None) -> Mask | None:
-        """Rows that are alive and allowed; None: all."""
+        """Return the rows that are alive and allowed; None for all."""
         if allowed is None:
             return self.live
-        chosen = allowed(self.index.labels)
-        return chosen if self.live is None else chosen & self.live
+        mask_ = allowed(self.index.labels)
+        return mask_ if self.live is None else mask_ & self.live
 
-    def chosen(self, allowed: Allowed | None) -> Mask | None:
-        """Rows that are allowed, alive or not; None: all."""
+    def allowed_rows(self, allowed: Allowed | None) -> Mask | None:
+        """Return the rows that are allowed, alive or not; None for all."""
         return None if allowed is None else allowed(self.index.labels)
 
     def search(self, queries: Vectors, k: int, allowed: Allowed | None, ef: int = 0) -> Neighbours:
-        """The nearest of them."""
+        """Return the nearest rows that are alive and allowed."""
         passing = len(self) if allowed is None else None
         return self.index.search(queries, k, self.mask(allowed), passing, ef)
 
     def live_rows(self) -> Mask | slice:
-        """What selects the live rows."""
+        """Return an index of the live rows."""
         return slice(None) if self.live is None else self.live
 
     def content(self) -> tuple[Labels, Content]:
-        """Live labels and vectors."""
+        """Return live labels and vectors."""
         if self.live is None:
             return self.index.labels, self.index.vectors
         rows = np.flatnonzero(self.live)
@@ -280,7 +324,7 @@ class IndexPart:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One state of one space of a gallery. `base` and `delta` share no live label."""
+    """One state of one space of a gallery; `base` and `delta` share no live label."""
 
     spec: SpaceSpec
     base: IndexPart
@@ -291,17 +335,19 @@ class Snapshot:
 
     @cached_property
     def graphed(self) -> bool:
-        """Whether a graph leads to most of it."""
+        """Tell whether the base is a graph."""
         return not isinstance(self.base.index, ExactIndex)
 
     @cached_property
     def compared(self) -> int:
-        """Numbers that each search compares one by one: without a graph, and beside one."""
+        """Return how many numbers a search compares one by one, in the delta and in an exact
+        base."""
         return (len(self.delta) + (not self.graphed) * len(self.base)) * self.spec.dim
 
     @cached_property
     def compiled(self) -> CompiledSearch | None:
-        """The same for searches in compiled code, where there are any."""
+        """Return the compiled search of this snapshot; None if it can only be searched in
+        Python."""
         base, delta = self.base, self.delta
         if not len(base):
             return None
@@ -310,33 +356,40 @@ class Snapshot:
     def search(
         self, queries: Vectors, k: int, allowed: Allowed | None = None, ef: int = 0
     ) -> Neighbours:
-        """The `k` nearest live vectors; `allowed` says which may be found; None: all. `ef` as in
-        Index.search.
+        """Return the k nearest live vectors.
 
-        Raises InvalidInputError for queries that are not float32 [q, dim] and finite.
+        Args:
+            queries: float32 [q, dim].
+            k: At least 1.
+            allowed: Returns which labels may be found; None for all.
+            ef: As in Index.search.
+
+        Raises:
+            InvalidInputError: Another shape, or values that are not finite.
         """
         checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
         if len(checked) == 1 and self.compiled is not None:
-            chosen = [part.chosen(allowed) for part in (self.base, self.delta)]
-            answer = self.compiled.search(checked, k, ef, *chosen)
+            masks = [part.allowed_rows(allowed) for part in (self.base, self.delta)]
+            answer = self.compiled.search(checked, k, ef, *masks)
             if answer is not None:
                 return answer
         if not len(self.base):
             return self.delta.search(checked, k, allowed)
-        found = self.base.search(checked, k, allowed, ef)
+        hits = self.base.search(checked, k, allowed, ef)
         if not len(self.delta):
-            return found
-        if np.isinf(found.distances[:, -1]).any():
-            return merge([found, self.delta.search(checked, k, allowed)], k)
+            return hits
+        if np.isinf(hits.distances[:, -1]).any():
+            return merge([hits, self.delta.search(checked, k, allowed)], k)
         assert isinstance(self.delta.index, ExactIndex), "a delta is searched exactly"
-        return self.delta.index.improve(checked, found, self.delta.mask(allowed))
+        return self.delta.index.improve(checked, hits, self.delta.mask(allowed))
 
-    def without(self, labels: Labels) -> "Snapshot":
-        """The same state less `labels`: in a dual rollout, those that another space answers for."""
+    def remove(self, labels: Labels) -> "Snapshot":
+        """Return the state without `labels`, such as those that another space answers for."""
         return replace(self, base=self.base.less(labels), delta=self.delta.less(labels))
 
     def content(self) -> tuple[Labels, Content]:
-        """Every live label, increasing, and its vector, as engines hold them, not copied."""
+        """Return every live label, increasing, and its vector as engines store it, without
+        copying."""
         if not len(self.delta):
             return self.base.content()
         (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
@@ -345,13 +398,13 @@ class Snapshot:
         return labels[order], Picked(Joined(old_vectors, new_vectors), order)
 
     def labels(self) -> Labels:
-        """Every live label, increasing."""
+        """Return every live label, increasing."""
         parts = [part.index.labels[part.live_rows()] for part in (self.base, self.delta)]
         return np.sort(np.concatenate(parts)) if len(parts[1]) else parts[0]
 
 
 def snapshot_of(spec: SpaceSpec, base: Index) -> Snapshot:
-    """A base alone."""
+    """Return a snapshot with a base and an empty delta."""
     nothing = ExactIndex(spec, np.empty(0, np.int64), np.empty((0, spec.dim), np.float32))
     return Snapshot(spec, IndexPart(base), IndexPart(nothing))
 
@@ -360,7 +413,7 @@ def _exact(store: Store, spec: SpaceSpec) -> Snapshot:
     return snapshot_of(spec, ExactIndex(spec, *store.load(spec.space)))
 
 
-def _begun(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | None:
+def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | None:
     if begin is None:
         return None
     with (
@@ -368,26 +421,26 @@ def _begun(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot | No
         store.reading() as connection,
     ):
         stored = Stored(connection, find_space(connection, spec.space))
-        base, rest = begin(spec, stored.labels, stored)
-        delta = ExactIndex(spec, stored.labels[rest], stored[rest])
+        base, others = begin(spec, stored.labels, stored)
+        delta = ExactIndex(spec, stored.labels[others], stored[others])
         return replace(snapshot_of(spec, base), delta=IndexPart(delta))
     return None
 
 
 def changed(snapshot: Snapshot, change: Change) -> Snapshot:
-    """The state after one commit; vectors that were replaced count as added."""
-    snapshot = snapshot.without(change.deleted)
+    """Return the snapshot after a commit; replaced vectors count as added."""
+    snapshot = snapshot.remove(change.deleted)
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))
     if labels is None or vectors is None or not len(labels):
         return snapshot
-    # What is replaced is found in the delta from now on.
-    snapshot = snapshot.without(labels)
+    # A replaced vector is found in the delta from now on.
+    snapshot = snapshot.remove(labels)
     order = np.argsort(labels)
-    return replace(snapshot, delta=_with(snapshot.delta, labels[order], vectors[order]))
+    return replace(snapshot, delta=_extend(snapshot.delta, labels[order], vectors[order]))
 
 
-def _with(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
-    """A delta with more rows, of increasing labels that are not alive in it."""
+def _extend(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
+    """Return a delta with more rows, of increasing labels that are not alive in it."""
     index, live = delta.index, delta.live
     assert isinstance(index, ExactIndex), "a delta is searched exactly"
     if not len(index.labels) or labels[0] > index.labels[-1]:
@@ -402,40 +455,48 @@ def _with(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
 
 
 class LiveView:
-    """The current snapshot of one space: exact as soon as it is made, indexed once compacted."""
+    """The current snapshot of one space: exact at first, indexed once it was compacted."""
 
     def __init__(self, store: Store, space: str, begin: Opener | None = None) -> None:
-        """`begin` makes the first base; without it, or where it raises VerificationError or
-        NotFoundError, that is exact. Raises IncompatibleSpaceError if the gallery does not have
-        the space.
+        """Load the space, and follow the store.
+
+        Args:
+            store: The gallery.
+            space: Id of the space.
+            begin: Opens the first base. Without it, or where it raises VerificationError or
+                NotFoundError, the base is exact.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
         """
         self.spec = store.space(space).spec
         self._changing = threading.Lock()
         self._compacting = threading.Lock()
-        # Commits since a base was begun, passed to it when it is ready.
+        # Commits since the build of a base began; they are applied to it when it is ready.
         self._log: list[Change] | None = []
         self._snapshot: Snapshot | None = None
         self._store = store
         self.asked = QuerySample(self.spec.dim)
         store.subscribe(self._apply)
         try:
-            self._swap(_begun(store, self.spec, begin) or _exact(store, self.spec))
+            self._swap(_open_base(store, self.spec, begin) or _exact(store, self.spec))
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Stop following the store. Nothing here then refers to itself: what a view holds goes with
-        it, without waiting for a garbage collection."""
+        """Stop following the store; the view's memory is then freed without a garbage
+        collection."""
         self._store.unsubscribe(self._apply)
 
     def snapshot(self) -> Snapshot:
-        """What a search uses to its end."""
+        """Return the snapshot for one search."""
         assert self._snapshot is not None, "set in the constructor"
         return self._snapshot
 
     def compact(self, build: Builder) -> None:
-        """Build a base of all live vectors aside, then swap one reference; all else goes on."""
+        """Build a base of all live vectors, then swap it in; searches and commits go on
+        meanwhile."""
         with self._compacting:
             with self._changing:
                 self._log = []
@@ -446,13 +507,14 @@ class LiveView:
                 with self._changing:
                     self._log = None
 
-    def tune(self, tuned: Callable[[Index], Index]) -> None:
-        """Search the base as `tuned` gives it, the same vectors, unless another came meanwhile."""
-        before = self.snapshot().base.index
-        index = tuned(before)
+    def tune(self, tune_index: Callable[[Index], Index]) -> None:
+        """Replace the base by `tuned(base)` with the same vectors, unless another base was swapped
+        in."""
+        base = self.snapshot().base.index
+        index = tune_index(base)
         with self._changing:
             snapshot = self.snapshot()
-            if index is not before and snapshot.base.index is before:
+            if index is not base and snapshot.base.index is base:
                 self._snapshot = replace(snapshot, base=replace(snapshot.base, index=index))
 
     def _apply(self, change: Change) -> None:

@@ -402,7 +402,7 @@ class HostedInFile(Hosted):
         cached = self._remainder
         if cached is not None and cached[0] is snapshot and cached[1] is other:
             return cached[2]
-        self._remainder = snapshot, other, snapshot.without(other.labels())
+        self._remainder = snapshot, other, snapshot.remove(other.labels())
         return self._remainder[2]
 
     def compares(self, part: PlanPart, ef: int) -> bool:
@@ -501,7 +501,7 @@ class HostedInFile(Hosted):
         began = time.monotonic()
 
         def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
-            base = hnsw.renew(spec, labels, vectors, old=old, threads=threads, between=check_stop)
+            base = hnsw.renew(spec, labels, vectors, old=old, threads=threads, after_piece=check_stop)
             return tune(base, view, check_stop)
 
         view.compact(build)

@@ -129,7 +129,7 @@ class ImmediateAnswers:
         if count:
             route.hosted.speed.record_immediate(time.monotonic() - began, count)
             self._graph.inc(count)
-            if sample := route.view.asked.chosen(count):
+            if sample := route.view.asked.draw(count):
                 answered = [
                     m for m, answer in zip(messages, answers, strict=True) if answer is not None
                 ]

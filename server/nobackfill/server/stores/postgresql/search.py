@@ -377,7 +377,7 @@ def rank_rows(spec: SpaceSpec, query: Vectors, rows: list[Any], k: int) -> Neigh
     labels = np.array([row[0] for row in rows], np.int64)
     vectors = index.prepare(spec.metric, from_binary([row[1] for row in rows], spec.dim))
     prepared = index.prepare(spec.metric, query[None])
-    return best(labels[None], index.between(spec.metric, prepared, vectors[None]), k)
+    return best(labels[None], index.pair_distances(spec.metric, prepared, vectors[None]), k)
 
 
 def _concatenate(rows: list[Neighbours], k: int) -> Neighbours:
