@@ -132,7 +132,7 @@ class _Source:
     def _cut(self) -> None:
         """Shut the connection down after `give_up`. Call it under the lock."""
         if self._given_up.is_set() and self._socket is not None:
-            # Of the plain socket: TLS would send its goodbye and wait.
+            # Shut down the plain socket: TLS would send its goodbye and wait.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 

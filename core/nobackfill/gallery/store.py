@@ -51,7 +51,7 @@ class Change:
         deleted: Labels that were removed from every space, before the others were added.
         spaces: Whether a space was added or removed, or changed its state.
         described: Labels that are new, or whose metadata may have changed.
-        carried: Those spaces of `added` whose vectors were migrated.
+        carried: The spaces of `added` whose vectors were migrated.
     """
 
     added: Mapping[str, tuple[Labels, Vectors]]

@@ -15,7 +15,7 @@ class Hubness:
     """How unevenly items occur in answers.
 
     Attributes:
-        skewness: Of the k-occurrences; 0 is even.
+        skewness: Skewness of the k-occurrences; 0 is even.
         orphans: Share of items in no answer.
         largest: The most frequent item's share of the queries.
     """

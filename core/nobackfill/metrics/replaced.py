@@ -76,7 +76,7 @@ def rank_steps(
         nearer = [_among(keys, np.where(ignored, np.inf, kind)) for kind in (old, new)]
         for steps, way in zip(ranks_by_way, ways, strict=True):
             counts = _count_nearer(nearer, way.parts, len(way.bounds) - 1, len(keys))
-            # Of both values of a relevant item, the one that it has at each step.
+            # The one of both values that a relevant item has at each step.
             kind = way.places[relevant] < way.counts[:, None]
             at = np.sort(standing[np.arange(len(relevant)) + len(relevant) * kind], axis=1)
             replaced = np.searchsorted(way.bounds, way.counts)
