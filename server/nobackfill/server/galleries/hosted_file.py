@@ -501,7 +501,9 @@ class HostedInFile(Hosted):
         began = time.monotonic()
 
         def build(spec: SpaceSpec, labels: Labels, vectors: Content) -> Index:
-            base = hnsw.renew(spec, labels, vectors, old=old, threads=threads, after_piece=check_stop)
+            base = hnsw.renew(
+                spec, labels, vectors, old=old, threads=threads, after_piece=check_stop
+            )
             return tune(base, view, check_stop)
 
         view.compact(build)

@@ -172,7 +172,9 @@ def set_metadata(hosted: Hosted, request: pb.SetMetadataRequest) -> int:
     return edits.describe(hosted.store, selection, values, remove, context.current().check)
 
 
-def _select_items(hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataRequest) -> Selection:
+def _select_items(
+    hosted: Hosted, request: pb.DeleteItemsRequest | pb.SetMetadataRequest
+) -> Selection:
     if not request.HasField("filter"):
         if len(request.ids) > LARGEST_CHANGE:
             raise TooLargeError(
