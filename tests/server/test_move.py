@@ -64,7 +64,7 @@ def test_galleries_move_to_a_database_and_back(
         assert moved(files, url)["g"] == (9, 0, 0, True)
         # A gateway serves there from now on: what it holds is not written over.
         with running(repo, tmp_path / "other", store=url) as gateway:
-            assert "another gateway" in run("data", "move", "--from", files, "--to", url, code=75)
+            assert "a gateway serves" in run("data", "move", "--from", files, "--to", url, code=75)
             with Client(gateway.address) as client:
                 assert client.states() == {1: "PREVIOUS", 2: "ACTIVE"}
                 hit = client.find(images(1)[0]).hits[0]
@@ -109,7 +109,7 @@ def test_the_vault_goes_along_and_the_old_folder_is_not_served_again(
         said = run(
             "data", "move", "--from", f"sqlite:{old}", "--to", "postgresql://nowhere", code=78
         )
-        assert f"{old / 'vault'} holds 3 blobs" in said and "--to-data" in said
+        assert f"{old / 'vault'} has 3 blobs" in said and "--to-data" in said
     found = run_json("data", "move", "--from", f"sqlite:{old}", "--to", f"sqlite:{new}")
     assert found["vault"] == {"items": 3, "written": 1, "deleted": 1, "alike": True}
     with running(repo, new) as gateway, Client(gateway.address) as client:
