@@ -99,5 +99,5 @@ def test_classes_worst_and_ranges() -> None:
     assert by_class(values, labels) == {0: 0.5, 1: 0.5, 2: 0.75}
     assert worst_class(np.array([1.0, 0.2]), [4, 9]) == (9, 0.2)
     assert in_range(values, labels, 1, 3) == pytest.approx(0.625)
-    with pytest.raises(ValueError, match="a label a query"):
+    with pytest.raises(ValueError, match="a label for each query"):
         by_class(values, [0, 1])
