@@ -158,7 +158,7 @@ def test_bad_input_is_refused() -> None:
         rank(good, good, same_label([0, 1], [0, 1, 2]))
     with pytest.raises(ValueError, match="both sides, or of neither"):
         same_label([0], [0], query_images=["a"])
-    with pytest.raises(ValueError, match="one image identity a label"):
+    with pytest.raises(ValueError, match="one image identity for each label"):
         same_label([0], [0, 1], ["a"], ["a"])
     with pytest.raises(ValueError, match="k must be at least 1"):
         cmc(rank(good, good, same_label([0, 1, 2], [0, 1, 2])), 0)

@@ -116,7 +116,7 @@ def test_texts_of_one_sentence_ask_for_the_rest_of_themselves(tmp_path: Path) ->
         tmp_path / "repo", 1, "--text-encoder", text_model(tmp_path / "m", 1).parent,
         "--eval-texts", known(file, 39),
     )  # fmt: skip
-    assert "expected at least 40 texts to find again, got 39" in few.output
+    assert "expected at least 40 texts, got 39" in few.output
 
 
 # Of a picture's colour this direction tells the class, and this one nothing.
