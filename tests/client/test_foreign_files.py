@@ -164,7 +164,7 @@ def test_a_report_takes_no_number_that_its_message_cannot_hold(
     statement = f"INSERT OR REPLACE INTO state VALUES ('last_sync', '{written}')"
     gallery = spoiled(setting, tmp_path / "one", statement)
     code, said = here(gallery, "report", "--to", "grpc://127.0.0.1:1")
-    assert code == 65 and "damaged (state last_sync is not as it was written)" in said, said
+    assert code == 65 and "damaged (the state last_sync has an unexpected form)" in said, said
 
 
 @pytest.mark.parametrize(
