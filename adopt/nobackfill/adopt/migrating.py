@@ -101,7 +101,7 @@ _ASKED = tuple(
 
 
 @dataclass(frozen=True)
-class Progress:
+class MigrationProgress:
     """How far a migration is: rows with a new vector, and rows that will have one."""
 
     plan: Plan
@@ -278,16 +278,16 @@ class Migration:
             )
         return source
 
-    def status(self) -> Progress:
+    def status(self) -> MigrationProgress:
         """Return how far the migration is, from the table itself."""
         plan = self.plan()
         if plan.state not in ("writing", "decided", "flipped"):
-            return Progress(plan, 0, 0)
+            return MigrationProgress(plan, 0, 0)
         source = self._source(plan)
         plan = replace(plan, state=self._state(plan, source))
         if plan.state not in ("writing", "decided"):
-            return Progress(plan, 0, 0)
-        return Progress(plan, source.filled(plan.to), source.count())
+            return MigrationProgress(plan, 0, 0)
+        return MigrationProgress(plan, source.filled(plan.to), source.count())
 
     def pause(self) -> None:
         """Let the running migration stop after the rows that it embeds or writes.
