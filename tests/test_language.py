@@ -55,7 +55,7 @@ ALLOWED = {
     "core": (76, 2),
     "serving": (12, 0),
     "adopt": (76, 31),
-    "server": (43, 23),
+    "server": (43, 19),
     "client": (21, 1),
     "plugins": (36, 0),
     "training": (25, 2),

@@ -66,7 +66,7 @@ Pictures = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Sample:
-    """What was made: the publication folder, the folder of pictures and how many there are.
+    """Report the new publication folder, the folder of pictures, and the number of pictures.
 
     `gain` is the mAP of release 2 on carried vectors and of release 1 on its own; None for 1.
     """

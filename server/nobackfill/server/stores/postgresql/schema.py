@@ -53,7 +53,7 @@ class _Step:
     back: tuple[str, ...]
 
 
-# What Milvus was told, and is to be told, is begun again when a gallery is opened with one.
+# The record of what Milvus knows is made again when a gallery is opened with a Milvus.
 _FORGET_MILVUS = """
 DO $$
 DECLARE gallery text;
@@ -106,7 +106,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     run(connection, "SELECT pg_advisory_xact_lock(hashtext('nobackfill'))")
     for statement in _FIRST.split(";"):
         run(connection, statement)
-    # Of no format: a version that does not know it is not disturbed, nor left with it.
+    # This table belongs to no format: a version without it is not disturbed, and does not keep it.
     if to == FORMAT:
         run(connection, database.TABLE)
     # As JSON: versions before this one made no column of the writer.
@@ -148,7 +148,7 @@ def migrate(connection: Connection, to: int = FORMAT) -> int:
     return 0 if row is None else found
 
 
-# Of pgvector: filters beside an index need its iterative scans.
+# Oldest version of pgvector: filters next to an index need its iterative scans.
 _LEAST_PGVECTOR = (0, 8)
 # Dimensions of a `vector`, and of an HNSW index on it and on a `halfvec`.
 MOST_DIM, MOST_INDEXED, MOST_HALF = 16_000, 2_000, 4_000
