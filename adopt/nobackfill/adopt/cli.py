@@ -645,11 +645,11 @@ def start(
     Killed at any moment, the same command goes on. Until `migrate finish` the old vectors stay, and
     `migrate back` gives them back.
     """
-    from nobackfill.adopt.migrating import Migration, Plan
+    from nobackfill.adopt.migrating import Migration, MigrationPlan
 
     if (queries is None) != (old is None):
         raise InvalidInputError("expected --queries and --old together: both models embed them")
-    plan = Plan(
+    plan = MigrationPlan(
         source, new, key, vector, column=column, items=items, items_gone=items_gone, old=old,
         queries=queries, new_name=new_name, old_name=old_name, count=count, price=price,
     )  # fmt: skip

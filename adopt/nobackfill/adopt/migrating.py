@@ -49,7 +49,7 @@ _EVERY = 1.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class MigrationPlan:
     """What a migration was asked to do, and its state.
 
     Attributes:
@@ -91,11 +91,11 @@ class Plan:
     mark: str = ""
 
 
-_PLAN = TypeAdapter(Plan)
+_PLAN = TypeAdapter(MigrationPlan)
 # Parts of a plan that the command line gives: a later run must give the same.
 _ASKED = tuple(
     name
-    for name in Plan.__dataclass_fields__
+    for name in MigrationPlan.__dataclass_fields__
     if name not in ("state", "way", "mark", "vector", "to")
 )
 
@@ -104,7 +104,7 @@ _ASKED = tuple(
 class MigrationProgress:
     """How far a migration is: rows with a new vector, and rows that will have one."""
 
-    plan: Plan
+    plan: MigrationPlan
     rows: int
     total: int
 
@@ -116,7 +116,7 @@ class Migration:
         self._folder = folder
         self._file = folder / "migration.json"
 
-    def plan(self) -> Plan:
+    def plan(self) -> MigrationPlan:
         """Read the plan. Raises NotFoundError where there is none, InvalidInputError."""
         try:
             return _PLAN.validate_json(self._file.read_bytes())
@@ -128,7 +128,7 @@ class Migration:
         except (OSError, ValidationError) as error:
             raise InvalidInputError(f"{self._file}: cannot be read ({error})") from error
 
-    def decide(self, request: Plan, tell: Callable[[str], None]) -> list[str]:
+    def decide(self, request: MigrationPlan, tell: Callable[[str], None]) -> list[str]:
         """Embed a sample by the new model, and judge the ways to go on.
 
         Args:
@@ -213,7 +213,7 @@ class Migration:
             self._save(replace(self.plan(), state="flipped"))
             return done
 
-    def _map_only(self, plan: Plan, source: Reversible) -> CarryResult:
+    def _map_only(self, plan: MigrationPlan, source: Reversible) -> CarryResult:
         """Write mapped vectors and flip to them; the flip is left out where both models answer."""
         mapping = load_map(self._map)
         flip = plan.way == "map"
@@ -228,7 +228,7 @@ class Migration:
             _build_indexes(source, target)
         return done
 
-    def _reembed(self, plan: Plan, source: Reversible) -> CarryResult:
+    def _reembed(self, plan: MigrationPlan, source: Reversible) -> CarryResult:
         """Write native vectors and flip to them, with mapped ones to search by until then."""
         maker, dim = open_native_vectors(
             source,
@@ -259,17 +259,17 @@ class Migration:
         self._source(plan).rollback(mapped)
         return done
 
-    def _has_flipped(self, plan: Plan, source: Reversible, target: Target) -> bool:
+    def _has_flipped(self, plan: MigrationPlan, source: Reversible, target: Target) -> bool:
         """Note what is being written; whether an earlier run was killed after its flip."""
         self._save(replace(plan, state="writing", mark=target.mark))
         return source.flip_state(target.mark) in ("flipped", "finished")
 
     @staticmethod
-    def _maps(plan: Plan) -> bool:
+    def _maps(plan: MigrationPlan) -> bool:
         return plan.way == "map" or (plan.way == "both" and plan.items_gone)
 
     @staticmethod
-    def _source(plan: Plan) -> Reversible:
+    def _source(plan: MigrationPlan) -> Reversible:
         source = open_items(plan.source, plan.source, key=plan.key, vector=plan.vector)
         if not isinstance(source, Reversible):
             raise InvalidInputError(
@@ -344,7 +344,7 @@ class Migration:
                 source.drop_old()
             self._save(replace(plan, state="finished"))
 
-    def _state(self, plan: Plan, source: Reversible) -> State:
+    def _state(self, plan: MigrationPlan, source: Reversible) -> State:
         """Return the state that the table shows: a kill may have come before it was saved.
 
         Raises PreconditionError where a flip is saved of which the table says nothing.
@@ -365,7 +365,7 @@ class Migration:
             f"{name} IS {json.dumps({'carried': plan.mark})!r}"
         )
 
-    def _remove(self, plan: Plan, source: Reversible, *columns: str) -> None:
+    def _remove(self, plan: MigrationPlan, source: Reversible, *columns: str) -> None:
         """Remove new columns, but none that another migration or `carry` has made."""
         ours = {plan.mark} if plan.mark else set[str]()
         if ours and self._map.is_file():
@@ -374,7 +374,9 @@ class Migration:
             if source.mark_of(column) in ours:
                 source.rollback(column)
 
-    def _judge(self, plan: Plan, source: Reversible, tell: Callable[[str], None]) -> list[str]:
+    def _judge(
+        self, plan: MigrationPlan, source: Reversible, tell: Callable[[str], None]
+    ) -> list[str]:
         tell(f"sampling {plan.count} of {source.count()} items")
         ids = self._folder / "sample.txt"
         if not ids.is_file():
@@ -437,7 +439,7 @@ class Migration:
                 ) from error
             yield
 
-    def _save(self, plan: Plan) -> None:
+    def _save(self, plan: MigrationPlan) -> None:
         durable.write_file(self._file, json.dumps(asdict(plan), indent=1).encode(), 0o600)
 
     @property
