@@ -119,7 +119,11 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "gateway upgrade": (f"{_SERVER}.cli.upgrade:upgrade",),
     "gateway data verify": (f"{_SERVER}.backup:Summary",),
     "gateway watch": (f"{_V1}.upgrade_pb2:UpgradeProgress",),
-    "nobackfill carry": (f"{_APP}.cli:carry", f"{_APP}.carrying:CarryResult"),
+    "nobackfill carry": (
+        f"{_APP}.cli:carry",
+        f"{_APP}.cli:_carry_and_answer",
+        f"{_APP}.carrying:CarryResult",
+    ),
     "nobackfill migrate status": (f"{_APP}.cli:status",),
     **dict.fromkeys(
         ("nobackfill converter improve", "nobackfill converter publish", "nobackfill fit"), _FIT
@@ -142,7 +146,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
         f"{_TRAINING}.cli.evaluate:_figures",
         "nobackfill.quality.retrieval:_evaluate",
         "nobackfill.quality.retrieval:_recognition",
-        "nobackfill.quality.criterion:_judged",
+        "nobackfill.quality.criterion:_judge",
         "nobackfill.quality.criterion:_strict",
     ),
     "python training/export.py": (

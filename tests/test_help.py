@@ -25,6 +25,7 @@ OPTIONAL = """
 --every --from --gallery --id --images --independent --item-folder --item-host --joining --json
 --map --model-name --once --onnx --page --picture --protocol --queries --queries-new
 --queries-old --query-encoder --ray --recipient --release --report --root --set --settings
+--column --items --natives --new-name --old --old-name --price-per-1000 --vectors --with
 --sheet --shortest --side-encoder --source --steps --text --text-encoder --texts --tls-cert
 --tls-client-ca --tls-key --tokens-file --upgrade --vectors-of --weights --where
 """
@@ -130,7 +131,7 @@ def test_help_tells_the_default_that_the_code_applies() -> None:
         _, default = told(parameter)
         expected = parameter.opts[0] if value is True else written(value)
         # A sentence may say what comes before it, or where a folder lies.
-        got = re.split(r"^.* else | beside ", default or "")
+        got = re.split(r"^.* else | next to ", default or "")
         if value is True:
             got, expected = [one.lstrip("-") for one in got], expected.lstrip("-")
         if expected not in map(plain, got):

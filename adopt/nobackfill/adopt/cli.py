@@ -596,7 +596,7 @@ class _MigrateGroup(TyperGroup):
 
 migrate_commands = typer.Typer(
     cls=_MigrateGroup,
-    help="Move a table of PostgreSQL to a new model: decide, write the new vectors, flip. "
+    help="Move a table of PostgreSQL to a new model, or learn why to stay.\n\n"
     "`migrate SOURCE` is `migrate start SOURCE`.",
     rich_markup_mode=None,
     no_args_is_help=True,

@@ -88,7 +88,7 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
         type=named_path,
         default=Path(os.environ.get("NOBACKFILL_GALLERY") or "gallery.sqlite"),
         metavar="FILE",
-        help="The gallery's SQLite file; the variable NOBACKFILL_GALLERY overrides the default.",
+        help="The gallery's SQLite file; else NOBACKFILL_GALLERY names it.",
     )
     parser.add_argument("--version", action=_Do, const=_print_version, default=False,
                         help="Print the version.")  # fmt: skip
