@@ -134,7 +134,7 @@ def test_a_function_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("own_model:none", "no_such_module:f"):
         with pytest.raises(NotFoundError, match="cannot be imported"):
             open_embedder(name)
-    with pytest.raises(InvalidInputError, match="no function"):
+    with pytest.raises(InvalidInputError, match="expected a function"):
         open_embedder("own_model:number")
 
 
@@ -165,3 +165,23 @@ def test_what_cannot_be_embedded_gets_a_sentence(tmp_path: Path) -> None:
     items = read_items(str(write_lines(tmp_path / "t.jsonl", ["a"])), column="text")
     with pytest.raises(InvalidInputError, match="reads images, the items are texts"):
         embed_into(tmp_path / "out", items, open_embedder(str(images)))
+
+
+def test_an_item_that_has_changed_is_embedded_again(tmp_path: Path) -> None:
+    text_model(tmp_path / "m", 0)
+    embedder = open_embedder(str(tmp_path / "m" / "model.onnx"))
+    lines = ["w1", "w2", "w3", "w4"]
+
+    def vectors() -> dict[str, np.ndarray]:
+        rows = read_all(open_source(str(tmp_path / "out")))
+        return dict(zip(rows.ids, rows.vectors, strict=True))
+
+    file = write_lines(tmp_path / "items.jsonl", lines)
+    assert embed_into(tmp_path / "out", read_items(str(file), column="text"), embedder) == 4
+    file = write_lines(tmp_path / "items.jsonl", ["w1", "w9", "w3", "w4"])
+    assert embed_into(tmp_path / "out", read_items(str(file), column="text"), embedder) == 1
+    found = vectors()
+    assert set(found) == {"t0", "t1", "t2", "t3"}
+    for name, text in (("t0", "w1"), ("t1", "w9"), ("t3", "w4")):
+        np.testing.assert_allclose(found[name], expected(tmp_path / "m", text), atol=1e-6)
+    assert open_source(str(tmp_path / "out")).facts().model == embedder.fingerprint

@@ -241,6 +241,46 @@ def test_the_same_model_in_half_precision_is_named_and_nothing_is_written(
     assert json.loads(ours)["model"] == open_embedder(str(half)).fingerprint
 
 
+def test_old_vectors_are_not_given_back_where_their_triggers_were_off(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, _ = documents
+    assert run(source, *START, "--yes") == 0
+    triggers = connection.execute(
+        "SELECT tgname FROM pg_trigger WHERE tgrelid = 't'::regclass AND NOT tgisinternal"
+    ).fetchall()
+    assert triggers
+    (vector,) = open_embedder("new/model.onnx").embed(["w3"])
+    states = ("DISABLE", "ENABLE ALWAYS")
+    statements = [
+        [f"ALTER TABLE t {state} TRIGGER {name}" for (name,) in triggers] for state in states
+    ]
+    for statement in statements[0]:
+        connection.execute(statement.encode())
+    connection.execute("UPDATE t SET body = 'w3', v = %s WHERE id = 7", [str(vector.tolist())])
+    for statement in statements[1]:
+        connection.execute(statement.encode())
+    assert run("back") == 65
+    assert "column 'v_before' may hold stale vectors" in capsys.readouterr().err
+
+
+def test_both_models_answer_from_now_on_where_the_items_are_gone(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    words = (source, *START, "--items-gone")
+    assert run(*words) == 0
+    file = folder / "nobackfill-migration" / "migration.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"way": "both"}))
+    assert run(*words, "--yes") == 0
+    assert "search by both models" in capsys.readouterr().out
+    assert columns(connection) == {"id", "body", "v", "v_new"}
+    assert run("status", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "mapped"
+    assert run("back") == 0
+    assert columns(connection) == {"id", "body", "v"}
+
+
 def test_another_store_or_another_question_is_refused_by_name(
     documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

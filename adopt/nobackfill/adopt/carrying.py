@@ -64,8 +64,10 @@ class VectorMaker(Protocol):
     """
 
     window: int
-    rows_under_lock: int
     missing: dict[str, str]
+
+    @property
+    def rows_under_lock(self) -> int: ...
 
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make the new vectors of pending rows.
@@ -88,7 +90,8 @@ class VectorMaker(Protocol):
 class MapMaker:
     """Makes new vectors by a map from the old ones; `name`: the store, in errors."""
 
-    window = rows_under_lock = WINDOW
+    window = WINDOW
+    rows_under_lock = WINDOW
 
     def __init__(self, mapping: Map, name: str) -> None:
         self._mapping, self._name = mapping, name
@@ -143,15 +146,14 @@ def carry(
         mapping = replace(maker, unit=True) if facts.directions else maker
         maker = MapMaker(mapping, facts.name)
     rows_at_once = maker.window if window is None else window
-    under_lock = min(rows_at_once, maker.rows_under_lock)
     # Vectors written after a flip are the writers' own, in some stores also before it.
     check = not isinstance(beside, Flippable) or not (
         beside.flipped or (flip and beside.put_by_writers)
     )
     threads = beside.at_once if isinstance(maker, MapMaker) else 1
 
-    def sweep(written: int, first: bool, enough: int) -> int:
-        """Carry until a sweep writes no more than `enough`."""
+    def sweep(written: int, first: bool) -> int:
+        """Carry until a sweep writes no row, or so few that a flip may write the rest."""
         for _ in range(MOST_SWEEPS):
             before = written
             maker.missing.clear()
@@ -166,7 +168,7 @@ def carry(
                     written += count
                     if count and progress is not None:
                         progress(written)
-            if written - before <= enough:
+            if written - before <= (min(rows_at_once, maker.rows_under_lock) if flip else 0):
                 _refuse_missing(facts.name, maker.missing)
                 return written
             first = False
@@ -175,10 +177,10 @@ def carry(
             "are carried; what is done is kept, run it again at a quieter hour"
         )
 
-    written = sweep(0, first=True, enough=under_lock if flip else 0)
+    written = sweep(0, first=True)
     if flip and isinstance(beside, Flippable) and not beside.flipped:
         with beside.prepare_flip():
-            written = sweep(written, first=False, enough=under_lock)
+            written = sweep(written, first=False)
             with beside.flip():
                 everything = Window()
                 written += _window(

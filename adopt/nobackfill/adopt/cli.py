@@ -544,7 +544,14 @@ def carry(
             folder=vectors,
             natives=natives,
         )
-        target = Target(to, dim, native.mark(column or ""), native.model, column, native=True)
+        target = Target(
+            to,
+            dim,
+            native.mark(column or str(Path(items or "").resolve())),
+            native.model,
+            column,
+            native=True,
+        )
         _carry_and_answer(opened, target, native, [], flip=flip, as_json=as_json)
         return
     loaded, said = mapping_for(facts, mapping, release, root, model)
@@ -678,6 +685,12 @@ def start(
         print(f"flipped: {after.vector} holds the new vectors, {after.vector}_before the old ones")
         print("next: switch your queries to the new model; then `nobackfill migrate finish` drops")
         print("the old vectors, and until then `nobackfill migrate back` gives them back")
+    if after.state == "mapped":
+        print(
+            f"nothing flips, because the items are gone: search by both models with Dual of "
+            f"nobackfill.serve, carried='{after.to}'; `nobackfill migrate back` removes it"
+        )
+        return
     for step in done.steps:
         print(visible(f"  {step}"))
 

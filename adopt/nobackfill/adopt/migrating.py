@@ -38,12 +38,17 @@ from nobackfill.errors import (
     PreconditionError,
 )
 
-State = Literal["deciding", "decided", "untouched", "writing", "flipped", "finished", "taken back"]
+# "mapped": the items are gone, so searches ask both models from now on; nothing flips.
+State = Literal[
+    "deciding", "decided", "untouched", "writing", "mapped", "flipped", "finished", "taken back"
+]
 # Verdicts after which every item is re-embedded. `both` and `lazily` write mapped vectors first,
 # so that searches can ask both models meanwhile.
 _REEMBEDDED = ("both", "lazily", "re-embed")
 # Column of the mapped vectors while every item is re-embedded.
 _MAPPED = "_mapped"
+# PostgreSQL cuts longer names off.
+_MOST_NAME = 63
 # Seconds between two lines of progress.
 _EVERY = 1.0
 
@@ -178,6 +183,12 @@ class Migration:
             source = self._source(request)
             vector = source.vector
             plan = replace(request, vector=vector, to=f"{vector}_new", state="deciding")
+            if len((plan.to + _MAPPED).encode()) > _MOST_NAME:
+                raise InvalidInputError(
+                    f"{vector}: expected a column name of at most "
+                    f"{_MOST_NAME - len('_new' + _MAPPED)} bytes, as the new columns add "
+                    f"'_new{_MAPPED}' to it; use `fit`, then `carry --to NAME`"
+                )
             self._save(plan)
             lines = self._judge(plan, source, tell)
             durable.write_file(self._verdict, "\n".join(lines).encode(), 0o600)
@@ -209,6 +220,7 @@ class Migration:
             source = self._source(plan)
             done = self._map_only(plan, source) if self._maps(plan) else self._reembed(plan, source)
             if plan.way == "both" and plan.items_gone:
+                self._save(replace(self.plan(), state="mapped"))
                 return done
             self._save(replace(self.plan(), state="flipped"))
             return done
@@ -238,7 +250,7 @@ class Migration:
             folder=self._new,
             pause=self._check_pause,
         )
-        mark = maker.mark(plan.column or "")
+        mark = maker.mark(plan.column or str(Path(plan.items or "").resolve()))
         target = Target(plan.to, dim, mark, maker.model, plan.column, native=True, reversible=True)
         mapped = plan.to + _MAPPED
         if self._has_flipped(plan, source, target):
@@ -382,12 +394,15 @@ class Migration:
         if not ids.is_file():
             rows = read_all(source)
             chosen = sample(rows, min(plan.count, len(rows)), 0)
+            if broken := next((name for name in chosen if "\n" in name or "\r" in name), None):
+                raise InvalidInputError(f"{plan.source}: expected ids of one line, got {broken!r}")
             durable.write_file(ids, "".join(f"{name}\n" for name in chosen).encode(), 0o600)
         only = set(ids.read_text("utf-8").split("\n")) - {""}
         tell(f"embedding {len(only)} items by {plan.new}")
         where = plan.items or plan.source
+        key = None if plan.items else plan.key
         items = read_items(
-            where, column=plan.column or "text", key=plan.key, vector=plan.vector, only=only
+            where, column=plan.column or "text", key=key, vector=plan.vector, only=only
         )
         embedder = open_embedder(plan.new, name=plan.new_name)
         embed_into(self._new, items, embedder, progress=lambda _: self._check_pause())

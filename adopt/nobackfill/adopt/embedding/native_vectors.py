@@ -5,6 +5,7 @@ each item's content; a file of lazy re-embedding (natives.db) records a digest o
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -148,7 +149,6 @@ class NativeVectorMaker:
     """
 
     window = WINDOW
-    rows_under_lock = ROWS_UNDER_LOCK
 
     def __init__(
         self,
@@ -193,10 +193,21 @@ class NativeVectorMaker:
         self._folder, self._natives, self._directions = folder, natives, directions
         self._pause = pause
         self._any = False
+        self._seconds_per_item = 0.0
 
-    def mark(self, column: str) -> str:
-        """Return the digest that names these vectors in the store: of the model and the column."""
-        return hashlib.sha256(f"native\0{self.model}\0{column}".encode()).hexdigest()
+    @property
+    def rows_under_lock(self) -> int:
+        """As many rows as the model embeds in about a second, at most ROWS_UNDER_LOCK."""
+        if not self._seconds_per_item:
+            return ROWS_UNDER_LOCK
+        return min(ROWS_UNDER_LOCK, max(1, int(1 / self._seconds_per_item)))
+
+    def mark(self, contents: str) -> str:
+        """Return the digest that names these vectors in the store.
+
+        `contents`: the column, or the path of the items, that they are made of.
+        """
+        return hashlib.sha256(f"native\0{self.model}\0{contents}".encode()).hexdigest()
 
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make native vectors; see VectorMaker."""
@@ -213,6 +224,12 @@ class NativeVectorMaker:
         places = [row for row, name in enumerate(rows.ids) if name in vectors]
         if not places:
             return Rows([], np.empty((0, 0), np.float32)), np.empty((0, 0), np.float32)
+        dims = {len(vector) for vector in vectors.values()}
+        if len(dims) > 1:
+            raise InvalidInputError(
+                f"expected vectors of one dimension, got {few(sorted(dims))} from one model; did "
+                "it change since the first vectors were made?"
+            )
         made = np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32)
         return _taken(rows, places), normalise(made) if self._directions else made
 
@@ -238,8 +255,10 @@ class NativeVectorMaker:
         items = ItemList(self._contents.kind, ids, contents)  # type: ignore[arg-type]
         run = EmbeddingRun(items, self._embedder, self._batch, self.missing.__setitem__)
         by_id: dict[str, Vectors] = {}
+        started = time.perf_counter()
         for some, vectors in run.embed(range(len(ids))):
             by_id |= {ids[row]: vector for row, vector in zip(some, vectors, strict=True)}
+        self._seconds_per_item = (time.perf_counter() - started) / len(ids)
         self._any = self._any or bool(by_id)
         if not self._any and len(ids) >= _HOPELESS:
             name = ids[-1]

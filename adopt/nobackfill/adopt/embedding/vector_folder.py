@@ -14,7 +14,15 @@ import numpy as np
 
 from nobackfill.adopt.embedding.embedder import Embedder
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.parquet import MODEL, READS, SECONDS, ParquetSource, table_bytes
+from nobackfill.adopt.sources.parquet import (
+    MODEL,
+    READS,
+    SECONDS,
+    ParquetSource,
+    encode_table,
+    read_table,
+    table_bytes,
+)
 from nobackfill.adopt.sources.source import Source, repeated
 from nobackfill.durable import make_dir, sweep, write_file
 from nobackfill.errors import (
@@ -186,7 +194,7 @@ def embed_into(
         raise InvalidInputError(f"this model reads {embedder.kind}s, the items are {items.kind}s")
     make_dir(folder)
     sweep(folder)
-    done, files = _done(folder, embedder)
+    done, files = _done(folder, items, embedder)
     rest = [row for row, name in enumerate(items.ids) if name not in done]
     run = EmbeddingRun(items, embedder, batch, refuse)
     for first in range(0, len(rest), PART):
@@ -299,8 +307,10 @@ def _write(
     write_file(path, table_bytes("id", pa.array(ids), "vector", joined, metadata, others), 0o600)
 
 
-def _done(folder: Path, embedder: Embedder) -> tuple[set[str], int]:
+def _done(folder: Path, items: ItemList, embedder: Embedder) -> tuple[set[str], int]:
     """Return the ids in the folder and the number of its next file.
+
+    Vectors of items whose content has changed since are removed from their file.
 
     Raises:
         IncompatibleSpaceError: The folder holds another model's vectors, or texts of another role.
@@ -319,5 +329,28 @@ def _done(folder: Path, embedder: Embedder) -> tuple[set[str], int]:
             f"{folder}: holds vectors of {source.reads()[:30] or 'all texts alike'}, not of "
             f"{embedder.reads[:30] or 'all texts alike'}; give queries a folder of their own"
         )
-    done = {name for window in source.windows(0) for name in source.read(window).ids}
+    values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
+    done: set[str] = set()
+    for file in files:
+        done |= _unchanged(file, values)
     return done, int(files[-1].stem.removeprefix("part-")) + 1
+
+
+def _unchanged(file: Path, values: dict[str, str | Path]) -> set[str]:
+    """Return the ids of a file, and remove the rows of items whose content is another one now.
+
+    `values`: the present contents by id. A file of before November 2026 has no digests: its rows
+    stay.
+    """
+    table = read_table(file)
+    ids: list[str] = table["id"].to_pylist()
+    if CONTENT not in table.column_names:
+        return set(ids)
+    digests = table[CONTENT].to_pylist()
+    kept = [
+        name not in values or digest == _digest_or_empty(values[name])
+        for name, digest in zip(ids, digests, strict=True)
+    ]
+    if not all(kept):
+        write_file(file, encode_table(table.filter(pa.array(kept))), 0o600)
+    return {name for name, same in zip(ids, kept, strict=True) if same}

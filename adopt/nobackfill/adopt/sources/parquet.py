@@ -315,9 +315,19 @@ def table_bytes(
     flat = pa.array(np.ascontiguousarray(vectors, np.float32).ravel())
     lists = pa.FixedSizeListArray.from_arrays(flat, vectors.shape[1])
     table = pa.table({key: keys, vector: lists, **others}).replace_schema_metadata(metadata)
+    return encode_table(table)
+
+
+def encode_table(table: Any) -> bytes:
+    """Encode a table of pyarrow, metadata included, as a Parquet file."""
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     return buffer.getvalue()
+
+
+def read_table(path: Path) -> Any:
+    """Read a whole Parquet file as a table of pyarrow. Raises InvalidInputError."""
+    return _opened(path).read()
 
 
 def _opened(path: Path) -> Any:

@@ -395,12 +395,13 @@ class PgvectorSource:
             raise NotFoundError(f"{table.name}: no column {old!r}: nothing was flipped")
         # A row that is hidden would lose its only vector, uncounted.
         table.every_row_is_seen()
-        states = table.triggers(names["function"]).states
-        if not states or set(states) != {"A"}:
+        triggers = table.triggers(names["function"])
+        recorded = table.comment_facts(old).get("triggers")
+        if not triggers.states or recorded is None or triggers.digest != recorded:
             raise InvalidInputError(
                 f"{table.name}: column {old!r} may hold stale vectors, because no trigger has "
-                "emptied them since the flip; only `nobackfill migrate` makes a flip that can be "
-                "taken back"
+                "cleared them since the flip, or the triggers were disabled or made again; only "
+                "`nobackfill migrate` makes a flip that can be taken back"
             )
 
         def steps() -> list[str]:

@@ -506,8 +506,14 @@ class PgvectorBeside:
 
     def _watch_old(self, changes: Changes) -> None:
         """Make triggers that clear an old vector whose new one changes after the flip."""
-        old = replace(self._target, name=name_before(self._source.vector), content=None)
-        self._source.watch(changes, old)
+        name = name_before(self._source.vector)
+        digest = self._source.watch(changes, replace(self._target, name=name, content=None))
+        facts = self._table.comment_facts(name) | {"triggers": digest}
+        changes.run(
+            "COMMENT ON COLUMN {table}.{name} IS {said}",
+            name=sql.Identifier(name),
+            said=note(self._table.comment(name), **facts),
+        )
 
     def left(self) -> list[str]:
         return []
