@@ -117,7 +117,7 @@ def test_an_alias_flips_and_what_it_leads_to_is_not_taken_back(store: Milvus) ->
     eval(flip, {"client": store.client})
     flipped = open_source(f"milvus:{store.place}#live")
     assert flipped.facts().dim == MAP.dims[1] and flipped.facts().model == "new"
-    with pytest.raises(InvalidInputError, match="found the alias live"):
+    with pytest.raises(InvalidInputError, match="while the alias live leads to it"):
         store.open().rollback("docs_to")
     assert not flipped.rollback("docs_to")
     # Who puts items knows nothing of what carrying keeps in them.

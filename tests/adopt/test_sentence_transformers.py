@@ -162,7 +162,7 @@ def test_texts_are_cut_where_the_library_cuts_them(says: str, tmp_path: Path) ->
         model = json.loads(file.read_text())
         del model["max_position_embeddings"]
         file.write_text(json.dumps(model))
-        with pytest.raises(InvalidInputError, match="at how many tokens"):
+        with pytest.raises(InvalidInputError, match="after how many tokens"):
             open_embedder(str(graph))
         return
     made = type(made)(str(tmp_path / "m"), device="cpu")

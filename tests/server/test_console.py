@@ -287,8 +287,8 @@ def test_a_release_that_may_meet_old_vectors_is_asked_with_them(
         title: re.findall(r"<code>(.*?)</code> <span.*?>(.*?)<", text)[0] for title, text in columns
     }
     assert first == {
-        "release 1 asks its own vectors": ("i1", "release 1, native"),
-        "release 2 asks release 1&#39;s vectors": ("i1", "release 1, native"),
+        "release 1 searches its own vectors": ("i1", "release 1, native"),
+        "release 2 searches the vectors of release 1": ("i1", "release 1, native"),
         "release 2, as it is served": ("i1", "release 2, upgraded"),
     }
 

@@ -277,7 +277,7 @@ def test_a_line_too_many_is_refused(digits: Path, stored: StoredVectorFiles) -> 
 def test_a_path_that_is_there_twice_is_refused(digits: Path, stored: StoredVectorFiles) -> None:
     lines = stored.paths.read_text("utf-8").splitlines()
     stored.paths.write_text("\n".join([lines[1], *lines[1:]]), "utf-8")
-    with pytest.raises(InvalidInputError, match=f"1 paths are there more than once: {lines[1]}"):
+    with pytest.raises(InvalidInputError, match=f"1 paths occur more than once: {lines[1]}"):
         read_stored(stored, list_images(digits / "queries"))
 
 

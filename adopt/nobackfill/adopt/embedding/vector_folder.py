@@ -330,10 +330,10 @@ def _done(folder: Path, items: ItemList, embedder: Embedder) -> tuple[set[str], 
             f"{embedder.reads[:30] or 'all texts alike'}; give queries a folder of their own"
         )
     values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
-    done: set[str] = set()
+    present: set[str] = set()
     for file in files:
-        done |= _unchanged(file, values)
-    return done, int(files[-1].stem.removeprefix("part-")) + 1
+        present |= _unchanged(file, values)
+    return present, int(files[-1].stem.removeprefix("part-")) + 1
 
 
 def _unchanged(file: Path, values: dict[str, str | Path]) -> set[str]:
