@@ -85,7 +85,7 @@ def test_a_file_that_the_host_lacks(setting: Setting, world: edge.World) -> None
     with edge.http_host(setting.repo) as address:
         line = refused(setting.gallery, "sync", "--from", address, code=66)
     assert "upgrade_1_to_2/1/model.onnx" in line
-    assert "is not there" in line
+    assert "is missing or incomplete" in line
 
 
 def test_a_wrong_gallery_file(setting: Setting, tmp_path: Path) -> None:

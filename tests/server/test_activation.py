@@ -114,7 +114,7 @@ def test_an_unknown_release_is_not_found(client: Client) -> None:
 def test_an_older_release_needs_a_rollback(client: Client, repo: Path, stages: Stages) -> None:
     publish_stage(repo, stages[2])
     client.swap(2)
-    with refused(PreconditionError, "RollbackRelease"):
+    with refused(PreconditionError, "run `gateway rollback`"):
         client.swap(1)
 
 

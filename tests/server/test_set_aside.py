@@ -172,5 +172,5 @@ def test_nothing_to_serve_is_exit_65_and_no_traceback(
     )  # fmt: skip
     done = subprocess.run(serve, capture_output=True, timeout=60, check=False)
     assert done.returncode == 65
-    assert b"none of 1 galleries" in done.stderr
+    assert b"none of the 1 galleries" in done.stderr
     assert b"Traceback" not in done.stderr

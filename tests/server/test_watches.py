@@ -200,8 +200,10 @@ def test_a_token_is_looked_at_once_for_all_its_watches(
     all_streams, confirm = Stalls._all, Tokens.confirm
 
     def look(stalls: Stalls) -> Any:
-        seen.append("look")
-        return all_streams(stalls)
+        # Another gateway of this process, which has no stream, looks as well.
+        if streams := all_streams(stalls):
+            seen.append("look")
+        return streams
 
     def confirmed(tokens: Tokens, header: str | None, principal: Principal) -> None:
         seen.append(principal.name)
