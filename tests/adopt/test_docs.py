@@ -76,8 +76,8 @@ def test_one_command_migrates_the_table_and_goes_back(postgres: Server, tmp_path
         # Judged by agreement with the new model alone, staying cannot win.
         again = re.sub(r"--old \S+ --queries \S+", "--work second --yes", start)
         assert "flipped" in run_script(again, tmp_path, {}, 120)
-        undo = f"{pause} --work second\n{back} --work second\n"
-        assert "taken back" in run_script(undo, tmp_path, {}, 60)
+        assert pause == "nobackfill migrate pause"
+        assert "taken back" in run_script(f"{back} --work second\n", tmp_path, {}, 60)
         after = connection.execute("SELECT embedding::text FROM documents ORDER BY id").fetchall()
         assert before == after
         run_script(f"{again.rstrip()}\n{finish} --work second\n", tmp_path, {}, 120)

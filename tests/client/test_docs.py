@@ -127,7 +127,8 @@ def test_the_example_of_the_help_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = re.findall(r"^  (edge-client .*)$", application("edge-client").epilog, re.MULTILINE)
-    assert [line.split()[1] for line in lines] == ["init", "add", "search", "sync"]
+    words = ["init", "add", "search", "sync", "status"]
+    assert [line.split()[1] for line in lines] == words
     (tmp_path / "1.root.json").write_bytes((tmp_path / "gateway/repo/1.root.json").read_bytes())
     (tmp_path / "photos" / "a.jpg").write_bytes(blocks.png(releases.images(1, seed=3)[0]))
     for line in lines:

@@ -25,7 +25,7 @@ Examples:
   edge-client add photos
   edge-client search photos/a.jpg
   edge-client sync
-  edge-client --gallery other.sqlite status
+  edge-client status
 
 Only init, sync, report, push and pull need a network. sync upgrades to the newest
 release, and may skip releases in between. 1.root.json lies in the publication
