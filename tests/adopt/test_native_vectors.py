@@ -17,7 +17,6 @@ from nobackfill.adopt.embedding.native_vectors import (
     open_native_vectors,
 )
 from nobackfill.adopt.sources.opening import open_source
-from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import InvalidInputError
 from tests.adopt.made import write_parquet
 from tests.adopt.models import expected, text_model
@@ -87,8 +86,8 @@ def test_every_row_is_embedded_and_flipped_while_others_write(
     wait_until(lambda: len(written) > 5, "others write")
     # After the flip a text may change, and only its writer knows the new vector.
     source = open_source(f"{address}#t", vector="v")
-    maker, dim = open_native_vectors(source, ColumnTexts(source, "body"), model=str(model))
-    target = Target(to, dim, maker.mark("body"), maker.model, "body")
+    maker = open_native_vectors(source, ColumnTexts(source, "body"), model=str(model))
+    target = maker.target(to)
 
     def ended(count: int) -> None:
         if count >= COUNT:
@@ -149,8 +148,8 @@ def test_an_item_without_a_text_is_named_and_nothing_flips(
     address, connection, model = texts
     connection.execute("UPDATE t SET body = NULL WHERE id IN (3, 4)")
     source = open_source(f"{address}#t", vector="v")
-    maker, dim = open_native_vectors(source, ColumnTexts(source, "body"), model=str(model))
-    target = Target("n", dim, maker.mark("body"), maker.model, "body")
+    maker = open_native_vectors(source, ColumnTexts(source, "body"), model=str(model))
+    target = maker.target("n")
     with pytest.raises(InvalidInputError, match=r"2 items have an old vector .*'3' \(it has no"):
         carry(source, target, maker, flip=True)
     assert native(connection, "n", model) == COUNT - 2
@@ -176,11 +175,11 @@ def test_a_killed_run_embeds_only_what_is_missing(texts: tuple[str, Connection, 
         if len(seen) >= 50:
             raise KeyboardInterrupt
 
-    maker = NativeVectorMaker(ColumnTexts(source, "body"), embedder=Counting(), pause=killed)
-    target = Target("n", 8, maker.mark("body"), maker.model, "body")
+    maker = NativeVectorMaker(ColumnTexts(source, "body"), 8, embedder=Counting(), pause=killed)
+    target = maker.target("n")
     with pytest.raises(KeyboardInterrupt):
         carry(source, target, maker, window=25)
-    again = NativeVectorMaker(ColumnTexts(source, "body"), embedder=Counting())
+    again = NativeVectorMaker(ColumnTexts(source, "body"), 8, embedder=Counting())
     assert carry(source, target, again, window=25).total == COUNT
     assert len(seen) == COUNT
     assert native(connection, "n", model) == COUNT

@@ -12,9 +12,8 @@ import psycopg
 import pytest
 
 from nobackfill.adopt.carrying import carry
-from nobackfill.adopt.cli import _ids
 from nobackfill.adopt.maps import fit_maps
-from nobackfill.adopt.pairs import inspect
+from nobackfill.adopt.pairs import inspect, read_ids
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.source import Target
 from nobackfill.errors import InvalidInputError
@@ -202,4 +201,4 @@ def test_byte_order_marks_are_no_part_of_a_text(tmp_path: Path) -> None:
     lines.write_text('{"id": "a", "text": "one"}\n{"id": "b", "text": "two"}\n', "utf-8-sig")
     assert [one.id for one in read_texts(lines)] == ["a", "b"]
     (tmp_path / "ids.txt").write_text("a\nb\n", "utf-8-sig")
-    assert _ids(tmp_path / "ids.txt") == {"a", "b"}
+    assert read_ids(tmp_path / "ids.txt") == {"a", "b"}

@@ -198,9 +198,7 @@ def sample(
     if not len(rows):
         raise InvalidInputError(f"{source}: expected items with vectors, found none")
     ids = pairs.sample(rows, min(count, len(rows)), seed)
-    if strange := next((name for name in ids if "\n" in name or "\r" in name), None):
-        raise InvalidInputError(f"{source}: expected ids of one line, got {strange!r}")
-    text = "".join(f"{name}\n" for name in ids)
+    text = pairs.encode_ids(ids, source)
     if out is None:
         print(text, end="")
     else:
@@ -266,11 +264,12 @@ def embed(
     """
     from nobackfill.adopt.embedding.embedder import QueryEmbedder, open_embedder, reading_of
     from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
+    from nobackfill.adopt.pairs import read_ids
 
     pixels = given_options(
         fit=fit, size=size, shortest=shortest, interpolation=interpolation, mean=mean, std=std
     )
-    wanted = None if only is None else _ids(only)
+    wanted = None if only is None else read_ids(only)
     found = read_items(items, column=column, key=key, only=wanted)
     if wanted is not None and (lost := sorted(wanted - set(found.ids))):
         _tell(f"{len(lost)} ids have no item, the first: {lost[0]}")
@@ -536,7 +535,7 @@ def carry(
         if mapping is not None or release is not None:
             raise InvalidInputError("expected a map, or --with and --vectors, not both")
         contents = open_contents(opened, column, items)
-        native, dim = open_native_vectors(
+        native = open_native_vectors(
             opened,
             contents,
             model=new_model,
@@ -544,15 +543,7 @@ def carry(
             folder=vectors,
             natives=natives,
         )
-        target = Target(
-            to,
-            dim,
-            native.mark(column or str(Path(items or "").resolve())),
-            native.model,
-            column,
-            native=True,
-        )
-        _carry_and_answer(opened, target, native, [], flip=flip, as_json=as_json)
+        _carry_and_answer(opened, native.target(to), native, [], flip=flip, as_json=as_json)
         return
     loaded, said = mapping_for(facts, mapping, release, root, model)
     if (way := loaded.facts.get(VERDICT, "map")) != "map":
@@ -653,6 +644,7 @@ def start(
     `migrate back` gives them back.
     """
     from nobackfill.adopt.migrating import Migration, MigrationPlan
+    from nobackfill.adopt.sources.pgvector_beside import name_before
 
     if (queries is None) != (old is None):
         raise InvalidInputError("expected --queries and --old together: both models embed them")
@@ -682,7 +674,8 @@ def start(
         return
     print(f"{done.total} rows have a new vector, {done.written} of them written by this run")
     if after.state == "flipped":
-        print(f"flipped: {after.vector} holds the new vectors, {after.vector}_before the old ones")
+        old_vectors = name_before(str(after.vector))
+        print(f"flipped: {after.vector} holds the new vectors, {old_vectors} the old ones")
         print("next: switch your queries to the new model; then `nobackfill migrate finish` drops")
         print("the old vectors, and until then `nobackfill migrate back` gives them back")
     if after.state == "mapped":
@@ -752,13 +745,6 @@ def finish(work: Work = _WORK) -> None:
 
 def _tell(line: str) -> None:
     print(visible(line), file=sys.stderr)
-
-
-def _ids(path: Path) -> set[str]:
-    try:
-        return set(path.read_text("utf-8-sig").split("\n")) - {""}
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(f"{path}: cannot be read ({error})") from error
 
 
 def _progress(total: int) -> Callable[[int], None]:

@@ -27,8 +27,9 @@ from nobackfill.adopt.embedding.native_vectors import open_contents, open_native
 from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
-from nobackfill.adopt.pairs import read_all, sample
+from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample
 from nobackfill.adopt.sources.opening import open_items
+from nobackfill.adopt.sources.pgvector_beside import MOST_NAME
 from nobackfill.adopt.sources.source import Flippable, Reversible, Target
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -47,15 +48,13 @@ State = Literal[
 _REEMBEDDED = ("both", "lazily", "re-embed")
 # Column of the mapped vectors while every item is re-embedded.
 _MAPPED = "_mapped"
-# PostgreSQL cuts longer names off.
-_MOST_NAME = 63
 # Seconds between two lines of progress.
 _EVERY = 1.0
 
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """What a migration was asked to do, and its state.
+    """The request of a migration, and its state.
 
     Attributes:
         source: Address of the table.
@@ -98,7 +97,7 @@ class MigrationPlan:
 
 _PLAN = TypeAdapter(MigrationPlan)
 # Parts of a plan that the command line gives: a later run must give the same.
-_ASKED = tuple(
+_REQUESTED = tuple(
     name
     for name in MigrationPlan.__dataclass_fields__
     if name not in ("state", "way", "mark", "vector", "to")
@@ -160,7 +159,7 @@ class Migration:
             if self._file.exists():
                 found = self.plan()
                 different = [
-                    name for name in _ASKED if getattr(found, name) != getattr(request, name)
+                    name for name in _REQUESTED if getattr(found, name) != getattr(request, name)
                 ]
                 if different:
                     raise AlreadyExistsError(
@@ -183,10 +182,10 @@ class Migration:
             source = self._source(request)
             vector = source.vector
             plan = replace(request, vector=vector, to=f"{vector}_new", state="deciding")
-            if len((plan.to + _MAPPED).encode()) > _MOST_NAME:
+            if len((plan.to + _MAPPED).encode()) > MOST_NAME:
                 raise InvalidInputError(
                     f"{vector}: expected a column name of at most "
-                    f"{_MOST_NAME - len('_new' + _MAPPED)} bytes, as the new columns add "
+                    f"{MOST_NAME - len('_new' + _MAPPED)} bytes, as the new columns add "
                     f"'_new{_MAPPED}' to it; use `fit`, then `carry --to NAME`"
                 )
             self._save(plan)
@@ -242,7 +241,7 @@ class Migration:
 
     def _reembed(self, plan: MigrationPlan, source: Reversible) -> CarryResult:
         """Write native vectors and flip to them, with mapped ones to search by until then."""
-        maker, dim = open_native_vectors(
+        maker = open_native_vectors(
             source,
             open_contents(source, plan.column, plan.items),
             model=plan.new,
@@ -250,8 +249,7 @@ class Migration:
             folder=self._new,
             pause=self._check_pause,
         )
-        mark = maker.mark(plan.column or str(Path(plan.items or "").resolve()))
-        target = Target(plan.to, dim, mark, maker.model, plan.column, native=True, reversible=True)
+        target = maker.target(plan.to, reversible=True)
         mapped = plan.to + _MAPPED
         if self._has_flipped(plan, source, target):
             source.rollback(mapped)
@@ -394,10 +392,8 @@ class Migration:
         if not ids.is_file():
             rows = read_all(source)
             chosen = sample(rows, min(plan.count, len(rows)), 0)
-            if broken := next((name for name in chosen if "\n" in name or "\r" in name), None):
-                raise InvalidInputError(f"{plan.source}: expected ids of one line, got {broken!r}")
-            durable.write_file(ids, "".join(f"{name}\n" for name in chosen).encode(), 0o600)
-        only = set(ids.read_text("utf-8").split("\n")) - {""}
+            durable.write_file(ids, encode_ids(chosen, plan.source).encode(), 0o600)
+        only = read_ids(ids)
         tell(f"embedding {len(only)} items by {plan.new}")
         where = plan.items or plan.source
         key = None if plan.items else plan.key

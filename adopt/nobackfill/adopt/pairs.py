@@ -5,6 +5,7 @@ Pairs are the same items' vectors by two models; maps are fitted and judged on t
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -146,6 +147,21 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
         members = np.flatnonzero(cluster == number)
         chosen.append(rng.choice(members, share, replace=False))
     return [rows.ids[row] for row in sorted(np.concatenate(chosen).tolist())]
+
+
+def encode_ids(ids: Sequence[str], where: str) -> str:
+    """Write ids as text, one a line. Raises InvalidInputError for an id of several lines."""
+    if broken := next((name for name in ids if "\n" in name or "\r" in name), None):
+        raise InvalidInputError(f"{where}: expected ids of one line, got {broken!r}")
+    return "".join(f"{name}\n" for name in ids)
+
+
+def read_ids(path: Path) -> set[str]:
+    """Read the ids that `encode_ids` wrote. Raises InvalidInputError for an unreadable file."""
+    try:
+        return set(path.read_text("utf-8-sig").split("\n")) - {""}
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{path}: cannot be read ({error})") from error
 
 
 @dataclass(frozen=True)

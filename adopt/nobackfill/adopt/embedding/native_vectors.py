@@ -26,6 +26,7 @@ from nobackfill.adopt.sources.source import (
     Rows,
     Searchable,
     Source,
+    Target,
     Window,
     same_model,
 )
@@ -42,9 +43,17 @@ _HOPELESS = 100
 
 
 class Contents(Protocol):
-    """The originals that a model embeds."""
+    """The originals that a model embeds.
+
+    Attributes:
+        kind: Texts or images.
+        name: The column of the store, or the path, that holds them.
+        column: The column; None where they are outside the store.
+    """
 
     kind: Kind
+    name: str
+    column: str | None
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
         """Return the texts, or paths of images, of a window's rows by id, without empty ones."""
@@ -57,6 +66,8 @@ class ColumnTexts:
 
     def __init__(self, source: Source, column: str) -> None:
         self._source, self._column = source, column
+        self.name = column
+        self.column: str | None = column
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
         if isinstance(self._source, Searchable):
@@ -70,8 +81,10 @@ class ColumnTexts:
 class ListedContents:
     """Texts of a file, or images of a folder, under the ids that the store has."""
 
-    def __init__(self, items: ItemList) -> None:
-        self.kind = items.kind
+    column: str | None = None
+
+    def __init__(self, items: ItemList, path: Path) -> None:
+        self.kind, self.name = items.kind, str(path.resolve())
         self._values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
@@ -87,7 +100,7 @@ def open_contents(source: Source, column: str | None, items: str | None) -> Cont
     if (column is None) == (items is None):
         raise InvalidInputError("expected --column NAME or --items PATH: what the model embeds")
     if items is not None:
-        return ListedContents(read_items(items, column="text"))
+        return ListedContents(read_items(items, column="text"), Path(items))
     assert column is not None
     if column not in (known := source.facts().columns):
         raise InvalidInputError(
@@ -153,6 +166,7 @@ class NativeVectorMaker:
     def __init__(
         self,
         contents: Contents,
+        dim: int,
         *,
         embedder: Embedder | None = None,
         folder: VectorFolder | None = None,
@@ -165,6 +179,7 @@ class NativeVectorMaker:
 
         Args:
             contents: The originals.
+            dim: Dimension of the vectors.
             embedder: The new model; None where only stored vectors are used.
             folder: Vectors of `nobackfill embed`.
             natives: Vectors of lazy re-embedding.
@@ -189,7 +204,7 @@ class NativeVectorMaker:
             )
         self.model: str = models[0]
         self.missing: dict[str, str] = {}
-        self._contents, self._embedder, self._batch = contents, embedder, batch
+        self._contents, self._dim, self._embedder, self._batch = contents, dim, embedder, batch
         self._folder, self._natives, self._directions = folder, natives, directions
         self._pause = pause
         self._any = False
@@ -202,12 +217,21 @@ class NativeVectorMaker:
             return ROWS_UNDER_LOCK
         return min(ROWS_UNDER_LOCK, max(1, int(1 / self._seconds_per_item)))
 
-    def mark(self, contents: str) -> str:
-        """Return the digest that names these vectors in the store.
+    def target(self, name: str, *, reversible: bool = False) -> Target:
+        """Describe the place `name` of these vectors in the store; `reversible`: see Target.
 
-        `contents`: the column, or the path of the items, that they are made of.
+        Its mark is a digest of the model and of the column, or the path, of the originals.
         """
-        return hashlib.sha256(f"native\0{self.model}\0{contents}".encode()).hexdigest()
+        made_of = f"native\0{self.model}\0{self._contents.name}"
+        return Target(
+            name,
+            self._dim,
+            hashlib.sha256(made_of.encode()).hexdigest(),
+            self.model,
+            self._contents.column,
+            native=True,
+            reversible=reversible,
+        )
 
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make native vectors; see VectorMaker."""
@@ -278,8 +302,8 @@ def open_native_vectors(
     folder: Path | None = None,
     natives: Path | None = None,
     pause: Callable[[], None] | None = None,
-) -> tuple[NativeVectorMaker, int]:
-    """Open what makes the native vectors of a store, and find out their dimension.
+) -> NativeVectorMaker:
+    """Open what makes the native vectors of a store.
 
     Args:
         source: The store.
@@ -289,9 +313,6 @@ def open_native_vectors(
         folder: Vectors that `nobackfill embed` wrote.
         natives: The file in which lazy re-embedding keeps vectors.
         pause: Called before each window; it may raise to end the run.
-
-    Returns:
-        The maker, and the dimension of the vectors.
 
     Raises:
         InvalidInputError: No model and no folder, a folder of another kind, or a model that takes
@@ -313,15 +334,15 @@ def open_native_vectors(
         if not natives.is_file():
             raise NotFoundError(f"{natives}: no such file; lazy re-embedding writes it")
         known = Natives(natives, fingerprint, dim)
-    made = NativeVectorMaker(
+    return NativeVectorMaker(
         contents,
+        dim,
         embedder=embedder,
         folder=stored,
         natives=known,
         directions=facts.directions,
         pause=pause,
     )
-    return made, dim
 
 
 def _dimension(source: Source, contents: Contents, embedder: Embedder) -> int:
