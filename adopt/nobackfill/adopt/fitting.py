@@ -1,4 +1,4 @@
-"""What `nobackfill fit` does: read pairs and queries, decide, and write the files."""
+"""The work of `nobackfill fit`: read pairs and queries, decide, and write the files."""
 
 import time
 from dataclasses import asdict, dataclass, replace

@@ -191,7 +191,7 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `nobackfill fit` advises, with the figures behind it.
+    """The advice of `nobackfill fit`, with the figures behind it.
 
     Attributes:
         way: The recommended way, one of WAYS, or SWITCH.

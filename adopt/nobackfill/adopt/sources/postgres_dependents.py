@@ -494,7 +494,7 @@ WHERE NOT tgisinternal AND (oid = ANY({oids}::oid[]) OR tgrelid = ANY({views}::o
 SELECT oid, NULL, pg_get_functiondef(oid) FROM pg_proc
 WHERE oid = ANY({oids}::oid[]) AND prokind IN ('f', 'p')""",
 )
-# What ALTER COLUMN SETs where it is not the default, of a pg_attribute with its pg_type `t`.
+# The settings of ALTER COLUMN that are not the default, of a pg_attribute with its pg_type `t`.
 _PROPERTIES = sql.SQL("""unnest(ARRAY[
 CASE WHEN attstorage <> typstorage THEN 'STORAGE ' || CASE attstorage WHEN 'p' THEN 'PLAIN'
 WHEN 'm' THEN 'MAIN' WHEN 'e' THEN 'EXTERNAL' ELSE 'EXTENDED' END END,
