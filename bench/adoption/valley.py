@@ -9,7 +9,7 @@ from bench.harness import Row
 from nobackfill.adopt.judgement import Gallery, Queries, blocked
 from nobackfill.metrics.backfill import Line
 from nobackfill.metrics.ranking import Ranking
-from nobackfill.quality.retrieval import Measured
+from nobackfill.quality.retrieval import CellFigures
 from nobackfill.quality.route_evidence import same_scale
 from nobackfill.serving.fusion import Block
 from nobackfill.vectors import Vectors
@@ -54,8 +54,8 @@ def _line(gallery: Gallery, labels: Labels) -> Line:
     return same_scale(carried, native, of_class(labels))
 
 
-def _nearest(queries: Vectors, items: Vectors) -> Measured:
+def _nearest(queries: Vectors, items: Vectors) -> CellFigures:
     apart = blocked(queries, items)
     near = np.argsort(apart, axis=1)[:, :_NEAR]
     none, nothing = np.empty(0), Ranking([], np.empty(0, np.int64))
-    return Measured(none, none, none, nothing, near, np.take_along_axis(apart, near, 1))
+    return CellFigures(none, none, none, nothing, near, np.take_along_axis(apart, near, 1))

@@ -147,8 +147,8 @@ class Moments:
         return len(self._origin[0]), len(self._origin[1])
 
     @property
-    def means(self) -> tuple[Doubles, Doubles]:
-        """Return the means of x [a] and of y [b]."""
+    def mean(self) -> tuple[Doubles, Doubles]:
+        """Return the mean of x [a] and of y [b]."""
         assert self._origin is not None
         (x, y), (sum_x, sum_y) = self._origin, self._sums
         return x + sum_x / self.rows, y + sum_y / self.rows
@@ -202,7 +202,7 @@ def solve(moments: Moments, penalty: float) -> Ridge:
     # One penalty needs no eigenvectors; this takes a fiftieth of the time.
     shrunk = gram + ridge * np.eye(len(gram))
     weight = np.asarray(np.linalg.solve(shrunk, moments.cross), np.float64).T
-    mean_x, mean_y = moments.means
+    mean_x, mean_y = moments.mean
     return Ridge(weight, mean_y - weight @ mean_x, penalty, unknown, unknown)
 
 
@@ -251,7 +251,7 @@ class _Spectrum:
         values, self._vectors = np.linalg.eigh(moments.gram)
         self._values = values.clip(min=0)
         self._cross = self._vectors.T @ moments.cross
-        self._means, self._rows = moments.means, moments.rows
+        self._means, self._rows = moments.mean, moments.rows
 
     def _scale(self, penalty: float) -> Doubles:
         """Return 1 / (eigenvalue + lambda), 0 where both are 0: constant inputs get no weight."""

@@ -103,7 +103,7 @@ def test_moments_of_the_rest_are_those_of_all_without_a_part() -> None:
     assert rest.rows == 60
     np.testing.assert_allclose(rest.gram, expected.gram, atol=1e-9)
     np.testing.assert_allclose(rest.cross, expected.cross, atol=1e-9)
-    for found, mean in zip(rest.means, expected.means, strict=True):
+    for found, mean in zip(rest.mean, expected.mean, strict=True):
         np.testing.assert_allclose(found, mean, atol=1e-12)
 
 

@@ -86,11 +86,11 @@ def test_the_strict_criterion_agrees_with_a_loop(
     images = (np.arange(23), np.arange(31)) if own else (None, None)
     relevance = same_label(query_labels, gallery_labels, *images)
     ours = strict_criterion(new, old, gallery, relevance, metric)
-    assert ours.apart == pytest.approx(kept[False] / pairs[False])
-    assert ours.together == pytest.approx(kept[True] / pairs[True])
+    assert ours.other_class == pytest.approx(kept[False] / pairs[False])
+    assert ours.same_class == pytest.approx(kept[True] / pairs[True])
     # BCT's remark: the old model itself satisfies Eq. (1).
     same_model = strict_criterion(old, old, gallery, relevance, metric)
-    assert same_model.apart == 1 and same_model.together == 1
+    assert same_model.other_class == 1 and same_model.same_class == 1
 
 
 def test_classes_worst_and_ranges() -> None:

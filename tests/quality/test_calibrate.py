@@ -7,7 +7,7 @@ from hypothesis.extra import numpy as hnp
 from nobackfill.metrics.backfill import AS_THEY_ARE, Line
 from nobackfill.metrics.bootstrap import Difference
 from nobackfill.metrics.ranking import Ranking, Relevance
-from nobackfill.quality.retrieval import Measured
+from nobackfill.quality.retrieval import CellFigures
 from nobackfill.quality.route_evidence import (
     PAIRS_A_QUERY,
     choose_line,
@@ -125,10 +125,10 @@ def test_carried_distances_are_brought_to_the_scale_of_embedded_ones() -> None:
     near = np.tile(np.arange(PAIRS_A_QUERY), (400, 1))
     relevance = Relevance([np.flatnonzero(row) for row in matching], [np.array([], int)] * 400)
 
-    def measured(distances: np.ndarray) -> Measured:
+    def measured(distances: np.ndarray) -> CellFigures:
         none = np.empty(0)
         ranking = Ranking([], np.empty(0, np.int64))
-        return Measured(none, none, none, ranking, near, distances.astype(np.float32))
+        return CellFigures(none, none, none, ranking, near, distances.astype(np.float32))
 
     line = same_scale(measured(0.3 + 2 * own), measured(own), relevance)
     assert line.slope == pytest.approx(0.5, rel=0.01)
@@ -149,10 +149,10 @@ def test_a_line_compares_hits_of_one_query() -> None:
     carried = 0.1 * base + seen[1] - 0.2 * matching + 1.5
     none = np.empty(0)
 
-    def measured(distances: np.ndarray) -> Measured:
+    def measured(distances: np.ndarray) -> CellFigures:
         near = np.argsort(distances, axis=1)[:, : 3 * PAIRS_A_QUERY]
         apart = np.take_along_axis(distances, near, 1).astype(np.float32)
-        return Measured(none, none, none, Ranking([], np.empty(0, np.int64)), near, apart)
+        return CellFigures(none, none, none, Ranking([], np.empty(0, np.int64)), near, apart)
 
     found = [np.flatnonzero(row) for row in matching]
     relevance = Relevance(found, [np.array([], int)] * 400)

@@ -11,7 +11,7 @@ from nobackfill.metrics.ranking import Ints, Ranking, same_label
 from nobackfill.metrics.retrieval import PerQuery, score
 from nobackfill.quality.cells import parse_cell
 from nobackfill.quality.gate import GainRow, gain_row, verdict
-from nobackfill.quality.retrieval import Measured
+from nobackfill.quality.retrieval import CellFigures
 from nobackfill.release.trust.trust import Publication
 from tests.support.releases import draft
 
@@ -48,9 +48,9 @@ class Pool:
         )  # fmt: skip
 
 
-def measured(figures: dict[str, PerQuery]) -> Measured:
+def measured(figures: dict[str, PerQuery]) -> CellFigures:
     none = np.empty((0, 0))
-    return Measured(
+    return CellFigures(
         figures["cmc1"], figures["cmc5"], figures["map"],
         Ranking([], np.empty(0, np.int64)), none.astype(np.int64), none.astype(np.float32),
     )  # fmt: skip
@@ -84,7 +84,7 @@ def passes(pool: Pool, classes: int, *, trials: int, labelled: bool = True) -> f
         pool.row(rng.integers(CLASSES, size=classes), [every] * classes, labelled=labelled)
         for _ in range(trials)
     )
-    return sum(row.passed for row in rows) / trials
+    return sum(row.passes for row in rows) / trials
 
 
 @pytest.mark.parametrize("classes", [10, 20, 50, 100])
@@ -108,7 +108,7 @@ def test_nor_does_it_pass_by_classes_of_unequal_size(pool: Pool, classes: int) -
         )
         for _ in range(500)
     )
-    assert sum(row.passed for row in rows) / 500 <= MOST
+    assert sum(row.passes for row in rows) / 500 <= MOST
 
 
 def test_few_classes_are_decided_for_themselves_and_the_verdict_says_so(
@@ -121,7 +121,7 @@ def test_few_classes_are_decided_for_themselves_and_the_verdict_says_so(
     told = {}
     for count in (FEWEST_CLASSES - 1, FEWEST_CLASSES):
         row = better.row(np.arange(count), [np.arange(IMAGES)] * count)
-        assert row.passed and row.map_gain.classes == count
+        assert row.passes and row.map_gain.classes == count
         told[count] = verdict(published, [row], second).detail
     assert told == {
         9: "decided for the 9 evaluated classes alone; evaluate 10 or more to decide for others",

@@ -85,7 +85,7 @@ def test_what_is_served_is_what_is_judged_and_recorded(life: Life) -> None:
     (route,) = new.routes
     cells = {f"{cell.query}/{cell.gallery}": cell for cell in new.evidence}
     assert route.int8_map == cells["2/1>2"].map
-    assert route.kept == pytest.approx(route.int8_map / cells["2/2"].map)
+    assert route.retention == pytest.approx(route.int8_map / cells["2/2"].map)
     # On the way to all embedded again, from the one cell to the other; a line changes no end.
     assert route.healing is not None and len(route.healing.map) == 11
     for curve in (route.healing.map, route.healing.scaled_map):
@@ -151,15 +151,15 @@ def test_a_chain_is_judged_with_the_twins_on_its_way(
     _, evidence = measured(life, third(life, spoilt, tmp_path), 3)
     rows = {str(row): row for row in evidence.rows}
     assert set(rows) == {"3/2>3", "3/1>2>3", "3/1>2>3 float32"}
-    assert rows["3/1>2>3 float32"].passed
-    assert not rows["3/1>2>3"].passed
+    assert rows["3/1>2>3 float32"].passes
+    assert not rows["3/1>2>3"].passes
     assert evidence.verdict.verdict == "failed"
     assert "3/1>2>3 does not beat 1/1" in evidence.verdict.detail
     chain = next(route for route in evidence.routes if route.releases == (1, 2, 3))
     best = next(cell for cell in evidence.cells if (cell.query, cell.gallery) == ("3", "3"))
     assert chain.int8_map is not None
     assert chain.int8_map < chain.map
-    assert chain.kept == pytest.approx(chain.int8_map / best.map)
+    assert chain.retention == pytest.approx(chain.int8_map / best.map)
     assert "3/1>2>3 float32" in gate_table(evidence)
 
 

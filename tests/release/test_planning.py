@@ -84,7 +84,9 @@ def graphs(draw: st.DrawFn, template: Manifest) -> dict[int, Manifest]:
 def best_of_all(manifests: Mapping[int, Manifest], side: str | None) -> Route | None:
     """The choice as it is defined: every route looked at."""
     routes = every_route(manifests, RELEASES[0], RELEASES[-1], side)
-    return min(routes, key=lambda r: (r.kept is None, -(r.kept or 0), len(r.steps)), default=None)
+    return min(
+        routes, key=lambda r: (r.retention is None, -(r.retention or 0), len(r.steps)), default=None
+    )
 
 
 @pytest.mark.slow

@@ -60,12 +60,12 @@ def test_direct_or_chained_whichever_keeps_more(templates: dict[int, Manifest]) 
     route = planned(life(templates, edges), 1, 3)
     assert route is not None
     assert route.releases == (1, 2, 3)
-    assert route.kept == pytest.approx(0.99 * 0.98)
-    assert not route.measured
+    assert route.retention == pytest.approx(0.99 * 0.98)
+    assert not route.end_to_end
     # A measurement of the whole chain counts more than the product of its parts.
     route = planned(life(templates, edges, {(1, 2, 3): 0.9}), 1, 3)
     assert route is not None
-    assert (route.releases, route.kept, route.measured) == ((1, 3), 0.96, True)
+    assert (route.releases, route.retention, route.end_to_end) == ((1, 3), 0.96, True)
 
 
 def test_the_newest_is_reached_across_skipped_releases(templates: dict[int, Manifest]) -> None:
@@ -89,13 +89,13 @@ def test_unmeasured_routes_come_last(templates: dict[int, Manifest]) -> None:
     assert route.releases == (1, 2, 3)
     route = planned(life(templates, {(1, 2): None, (2, 3): 0.6, (1, 3): None}), 1, 3)
     assert route is not None
-    assert (route.releases, route.kept, route.measured) == ((1, 3), None, False)
+    assert (route.releases, route.retention, route.end_to_end) == ((1, 3), None, False)
 
 
 def test_nothing_to_do_no_way_and_no_such_release(templates: dict[int, Manifest]) -> None:
     route = planned(templates, 2, 2)
     assert route is not None
-    assert (route.steps, route.releases, route.kept) == ((), (), 1.0)
+    assert (route.steps, route.releases, route.retention) == ((), (), 1.0)
     with pytest.raises(InvalidInputError):
         open_route(Path(), route)
     assert planned(life(templates, {(1, 2): 0.9}), 1, 4) is None
@@ -140,8 +140,8 @@ def test_vectors_stay_as_they_are_only_where_the_target_searches_them_and_no_upg
     assert planned_from_1(declared, old.space) == Route((), None, False)
     found = planned_from_1(measured, old.space)
     assert found is not None
-    assert (found.releases, found.measured) == ((), True)
-    assert found.kept == pytest.approx(0.75)
+    assert (found.releases, found.end_to_end) == ((), True)
+    assert found.retention == pytest.approx(0.75)
     both = life(templates, {(1, 3): 0.1})
     both[3] = both[3].model_copy(update={"searches_directly": (old.space,)})
     carried = plan_route(both, 1, 3, old.side_space, directly=old.space)
@@ -215,7 +215,7 @@ def test_no_route_beats_the_planned_one(
     route = planned(life(templates, edges, chains), 1, 4)
     assert (route is not None) == exists
     if route is not None:
-        assert route.kept == (None if best is None else pytest.approx(best))
+        assert route.retention == (None if best is None else pytest.approx(best))
 
 
 @pytest.mark.parametrize("int8", [False, True])

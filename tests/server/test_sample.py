@@ -70,7 +70,7 @@ def test_the_second_release_is_better_and_its_gate_was_measured(tmp_path: Path) 
     one, two = manifest(tmp_path, 1), manifest(tmp_path, 2)
     assert (one.gate.verdict, two.gate.verdict) == ("first", "passed")
     assert (two.gate.map_gain_low or 0) > 0 and (two.gate.cmc1_gain_low or 0) > 0
-    assert two.routes[0].map == pytest.approx(carried) and 0.5 < two.routes[0].kept <= 1
+    assert two.routes[0].map == pytest.approx(carried) and 0.5 < two.routes[0].retention <= 1
     assert {one.origin for one in two.calibration} == {"native", "upgraded", "old-model"}
 
 

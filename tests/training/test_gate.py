@@ -60,7 +60,7 @@ def test_the_second_release_carries_its_evidence(life: Life) -> None:
     assert cells["2/1"].map < cells["1/1"].map < cells["2/1>2"].map <= cells["2/2"].map
     (route,) = new.routes
     assert route.releases == (1, 2)
-    assert route.kept == pytest.approx(cells["2/1>2"].map / cells["2/2"].map)
+    assert route.retention == pytest.approx(cells["2/1>2"].map / cells["2/2"].map)
 
 
 def test_calibrations_cover_every_origin_a_search_can_meet(life: Life) -> None:

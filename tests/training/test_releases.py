@@ -76,7 +76,7 @@ def test_a_third_release_with_kept_side_encoder_by_both_routes(life: Life, tmp_p
     manifests = dict(read_publication(repo).manifests)
     best = plan_route(manifests, 1, 3, manifests[1].side_space)
     assert best is not None
-    kept = {route.releases: route.kept for route in manifest.routes}
+    kept = {route.releases: route.retention for route in manifest.routes}
     assert best.releases == max([(1, 2, 3), (1, 3)], key=lambda chain: kept[chain])
     # Side-information passes the hop that carries it bit for bit.
     route = plan_route(manifests, 2, 3, manifests[2].side_space)

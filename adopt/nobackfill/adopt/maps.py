@@ -254,7 +254,7 @@ class Solver:
                     "penalty": f"{strength.penalty:.3g}",
                     "turned": f"{strength.turned:.3g}",
                 }
-            bias = moments.means[1] - weight @ moments.means[0]
+            bias = moments.mean[1] - weight @ moments.mean[0]
             maps[kind] = Map(kind, weight.astype(np.float32), bias.astype(np.float32), unit, facts)
         return maps
 

@@ -51,7 +51,7 @@ from nobackfill.release.manifest import Manifest, PublishedFile
 from nobackfill.release.models import CHUNK, Upgraded
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.probes import check_probes
-from nobackfill.release.routes import Route, kept_by_chain, open_route, plan_route, twin_of
+from nobackfill.release.routes import Route, open_route, plan_route, retention_by_chain, twin_of
 from nobackfill.release.trial import try_release
 from nobackfill.release.trust.trust import Trust
 from nobackfill.vectors import Vectors
@@ -106,7 +106,7 @@ class SyncPlan:
     def kept(self) -> float | None:
         """Return the expected share of new/new mAP over all items; None if a route is unmeasured
         or the gallery is empty."""
-        shares = [(leg.route.kept, leg.items) for leg in self.legs if leg.items]
+        shares = [(leg.route.retention, leg.items) for leg in self.legs if leg.items]
         total = sum(items for _, items in shares)
         measured = [(kept, items) for kept, items in shares if kept is not None]
         if not total or len(measured) < len(shares):
@@ -164,7 +164,7 @@ def _originals(device: GalleryFile, manifests: Mapping[int, Manifest], target: i
     legs = (_leg(device, manifests, s, target) for s in kept if s.spec.release < target)
     return sorted(
         (leg for leg in legs if leg is not None),
-        key=lambda leg: (-(leg.route.kept or 0), leg.source.number),
+        key=lambda leg: (-(leg.route.retention or 0), leg.source.number),
     )
 
 
@@ -173,12 +173,12 @@ def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bo
     if not direct.steps or not rest.steps:
         return False
     original, *way = (direct.releases[0], *rest.releases)
-    measured = kept_by_chain(manifests)
+    measured = retention_by_chain(manifests)
     chained = measured.get((original, *way))
     if chained is None:
         begun = measured.get((original, way[0]))
-        chained = None if begun is None or rest.kept is None else begun * rest.kept
-    return direct.kept is not None and (chained is None or direct.kept > chained)
+        chained = None if begun is None or rest.retention is None else begun * rest.retention
+    return direct.retention is not None and (chained is None or direct.retention > chained)
 
 
 def estimate_seconds(plan: SyncPlan) -> float:

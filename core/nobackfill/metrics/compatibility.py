@@ -120,12 +120,12 @@ class StrictCriterion:
     """Shares of pairs that satisfy BCT Eq. (1), which requires both to be 1.
 
     Attributes:
-        apart: Share of the pairs of two classes.
-        together: Share of the pairs of one class.
+        other_class: Share of the pairs of two classes.
+        same_class: Share of the pairs of one class.
     """
 
-    apart: float
-    together: float
+    other_class: float
+    same_class: float
 
 
 def strict_criterion(
@@ -170,8 +170,8 @@ def strict_criterion(
         ]
         pairs += [np.sum(other), np.sum(same)]
     with np.errstate(invalid="ignore"):
-        apart, together = satisfied / pairs
-    return StrictCriterion(float(apart), float(together))
+        other_class, same_class = satisfied / pairs
+    return StrictCriterion(float(other_class), float(same_class))
 
 
 def _positive(value: float, what: str) -> float:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from nobackfill.quality.retrieval import (
         MatrixCell as MatrixCell,
-        Measured as Measured,
+        CellFigures as CellFigures,
         evaluate_cells as evaluate_cells,
         measure as measure,
         measure_cell as measure_cell,
@@ -47,7 +47,7 @@ else:
             "cells": "CellName every_cell parse_cell served_cells",
             "embedded": "Embedded Published",
             "gate": "Evidence measure_release",
-            "retrieval": "MatrixCell Measured evaluate_cells measure measure_cell",
+            "retrieval": "MatrixCell CellFigures evaluate_cells measure measure_cell",
             "route_evidence": "backfill_curves",
         },
     )

@@ -94,5 +94,5 @@ def _strict(
         relevance,
         queries.metric(name.query),
     )
-    values = {"strict_apart": shares.apart, "strict_together": shares.together}
+    values = {"strict_apart": shares.other_class, "strict_together": shares.same_class}
     return {key: None if np.isnan(share) else share for key, share in values.items()}

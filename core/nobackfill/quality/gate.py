@@ -32,7 +32,7 @@ from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.quality.cells import CellName, own_cell, served_cells
 from nobackfill.quality.embedded import Published
 from nobackfill.quality.listing import ITEMS, Rows, TextListing, among_others, halves, of_class
-from nobackfill.quality.retrieval import Measured, measure_cell, search_cell
+from nobackfill.quality.retrieval import CellFigures, measure_cell, search_cell
 from nobackfill.quality.route_evidence import (
     QuerySet,
     both_evidence,
@@ -86,7 +86,7 @@ class GainRow:
         return f"{self.cell}{exact}{by_text}"
 
     @property
-    def passed(self) -> bool:
+    def passes(self) -> bool:
         """Tell whether the row passes the gate.
 
         With classes, both lower bounds must be above 0. Without classes, agreement must rise, and
@@ -115,8 +115,8 @@ class GainRow:
 
 
 def gain_row(
-    name: CellName, old: CellName, served: Measured, stayed: Measured, own: Measured | None,
-    *, classes: Ints | None, exact: bool, by_text: bool,
+    name: CellName, old: CellName, served: CellFigures, stayed: CellFigures,
+    own: CellFigures | None, *, classes: Ints | None, exact: bool, by_text: bool,
 ) -> GainRow:  # fmt: skip
     """Compare a served cell with the old release's own cell.
 
@@ -145,10 +145,10 @@ def gain_row(
     )  # fmt: skip
 
 
-def agreement_at(measured: Measured, own: Measured) -> PerQuery:
+def agreement_at(cell: CellFigures, own: CellFigures) -> PerQuery:
     """Return the share of each query's first NEIGHBOURS hits that new/new has among its own,
     [q]."""
-    pairs = zip(measured.neighbours[:, :NEIGHBOURS], own.neighbours[:, :NEIGHBOURS], strict=True)
+    pairs = zip(cell.neighbours[:, :NEIGHBOURS], own.neighbours[:, :NEIGHBOURS], strict=True)
     return np.array([np.isin(a[a >= 0], b).sum() / max(1, (b >= 0).sum()) for a, b in pairs])
 
 
@@ -179,7 +179,7 @@ def verdict(
             f"texts under release {max(current)} have no side-information, which every upgrade "
             "from it reads; add one that reads none"
         )
-    beaten = [f"{row} does not beat {row.old}{_why(row)}" for row in rows if not row.passed]
+    beaten = [f"{row} does not beat {row.old}{_why(row)}" for row in rows if not row.passes]
     if beaten:
         problems.append(few(beaten))
     details = problems or [_holds_for(rows) or _holds_beside(unlabelled)]
@@ -338,14 +338,14 @@ def _measure_views(
     own = items.listing
     relevance = of_class(views, Listing(own.root, own.paths, own.paths, np.arange(len(own))))
     queries = Published(views, items.files, items.manifests, role="query")
-    measured: dict[CellName, Measured] = {}
+    figures: dict[CellName, CellFigures] = {}
 
-    def cell(name: CellName) -> Measured:
-        if name not in measured:
-            measured[name] = measure_cell(
+    def cell(name: CellName) -> CellFigures:
+        if name not in figures:
+            figures[name] = measure_cell(
                 name, queries, items, relevance, neighbours=NEIGHBOURS, int8=True
             )
-        return measured[name]
+        return figures[name]
 
     cells = []
     for name in served:
@@ -385,7 +385,7 @@ class Measuring:
 
     Attributes:
         embedded: The items.
-        asked: The queries.
+        queries: The queries.
         by_text: Whether texts are the queries for images.
         of_items: Whether each text is a class of its own.
         relevance: The relevant items of each query.
@@ -394,48 +394,48 @@ class Measuring:
 
     def __init__(
         self, listing: Listing, files: Files, manifests: Mapping[int, Manifest],
-        asked: TextListing | None = None,
+        texts: TextListing | None = None,
     ) -> None:  # fmt: skip
-        self.embedded = self.asked = Published(listing, files, manifests)
-        self.by_text = asked is not None
+        self.embedded = self.queries = Published(listing, files, manifests)
+        self.by_text = texts is not None
         self.of_items = isinstance(listing, TextListing) and bool(listing.queries)
         if isinstance(listing, TextListing) and listing.queries:
-            asked = listing.as_queries()
-        if asked is not None or isinstance(listing, TextListing):
-            self.asked = Published(asked or listing, files, manifests, role="query")
-        self.relevance = among_others(listing) if asked is None else of_class(asked, listing)
-        self.classes: Ints | None = None if self.of_items else self.asked.listing.labels
-        self._done: dict[tuple[CellName, bool], Measured] = {}
+            texts = listing.as_queries()
+        if texts is not None or isinstance(listing, TextListing):
+            self.queries = Published(texts or listing, files, manifests, role="query")
+        self.relevance = among_others(listing) if texts is None else of_class(texts, listing)
+        self.classes: Ints | None = None if self.of_items else self.queries.listing.labels
+        self._done: dict[tuple[CellName, bool], CellFigures] = {}
 
     def quantised(self, name: CellName) -> bool:
         """Tell whether a step of the cell's route has an int8 twin."""
         return route_along(self.embedded.manifests, name.gallery).quantised
 
-    def cell(self, name: CellName, *, exact: bool = False) -> Measured:
+    def cell(self, name: CellName, *, exact: bool = False) -> CellFigures:
         """Measure a cell through HNSW as it is served; with `exact`, use float32 files alone."""
         int8 = self.quantised(name) and not exact
         if (name, int8) not in self._done:
             self._done[name, int8] = search_cell(
-                name, self.asked, self.embedded, self.relevance, int8=int8
+                name, self.queries, self.embedded, self.relevance, int8=int8
             )
         return self._done[name, int8]
 
     def replace(self, manifest: Manifest) -> None:
         """Use another manifest of a release; figures of int8 files are measured again."""
-        for one in (self.asked, self.embedded):
+        for one in (self.queries, self.embedded):
             one.manifests[manifest.release] = manifest
         self._done = {key: figures for key, figures in self._done.items() if not key[1]}
 
     def evidence(self, name: CellName) -> Cell:
         """Return a cell as the manifest records it."""
-        measured = self.cell(name)
+        figures = self.cell(name)
         return Cell(
             query=str(name.query),
             gallery=name.carried,
-            cmc1=mean(measured.cmc1),
-            cmc5=mean(measured.cmc5),
-            map=mean(measured.map),
-            queries=len(self.asked.listing),
+            cmc1=mean(figures.cmc1),
+            cmc5=mean(figures.cmc5),
+            map=mean(figures.map),
+            queries=len(self.queries.listing),
             items=len(self.embedded.listing),
         )
 
@@ -532,11 +532,11 @@ def _lossy_twins(gate: Measuring, release: Manifest, int8_loss: float) -> set[in
 
 def _harmful_twins(rows: tuple[GainRow, ...]) -> set[int]:
     """Return the sources whose int8 twin makes a route fail that passes with float32 files."""
-    exactly = {row.cell for row in rows if row.exact and row.passed}
+    exactly = {row.cell for row in rows if row.exact and row.passes}
     return {
         row.cell.gallery[-2]
         for row in rows
-        if row.cell in exactly and not row.exact and not row.passed
+        if row.cell in exactly and not row.exact and not row.passes
     }
 
 
@@ -574,7 +574,8 @@ def _route(gate: Measuring, calibrating: Measuring, name: CellName) -> tuple[Rou
     )
     exact, served = gate.cell(name, exact=True), mean(gate.cell(name).map)
     fitting, judging = (
-        QuerySet(one.asked, one.embedded, one.relevance, one.classes) for one in (calibrating, gate)
+        QuerySet(one.queries, one.embedded, one.relevance, one.classes)
+        for one in (calibrating, gate)
     )
     healing, line = healing_evidence(name, judging, scale, int8=gate.quantised(name))
     both = both_evidence(name, fitting, judging, int8=gate.quantised(name))
@@ -598,13 +599,13 @@ def _calibrations(
     lines: Mapping[CellName, Line],
 ) -> Iterator[Calibration]:
     def fit(name: CellName, query: str, gallery: str, origin: Origin) -> Calibration:
-        measured = measuring.cell(name)
+        figures = measuring.cell(name)
         return fit_calibration(
             query,
             gallery,
             origin,
-            measured.neighbours,
-            measured.distances,
+            figures.neighbours,
+            figures.distances,
             measuring.relevance,
             len(measuring.embedded.listing),
         )

@@ -37,7 +37,7 @@ _QUERIES = 256
 
 
 @dataclass(frozen=True)
-class Measured:
+class CellFigures:
     """The figures of a cell by query: shares 0 to 1, NaN if a query has no answer in the gallery.
 
     Attributes:
@@ -66,7 +66,7 @@ def measure_cell(
     *,
     neighbours: int = 0,
     int8: bool = False,
-) -> Measured:
+) -> CellFigures:
     """Measure a cell by exact search, in the metric of the query's release.
 
     Args:
@@ -91,7 +91,7 @@ def measure(
     metric: Metric = "l2",
     *,
     neighbours: int = 0,
-) -> Measured:
+) -> CellFigures:
     """Search exactly and measure.
 
     Args:
@@ -113,7 +113,7 @@ def measure(
         nearest_items, near_distances = _without_ignored(
             nearest_items, near_distances, relevance, neighbours
         )
-    return Measured(
+    return CellFigures(
         **figures(ranking), ranking=ranking, neighbours=nearest_items, distances=near_distances
     )
 
@@ -139,7 +139,7 @@ def search_cell(
     relevance: Relevance,
     *,
     int8: bool = False,
-) -> Measured:
+) -> CellFigures:
     """Measure a cell as a gateway serves it, through an HNSW index.
 
     Args:
@@ -165,7 +165,7 @@ def search_cell(
     answers = _search(index, query_vectors, DEPTH)
     first = rank_neighbours(_search(index, query_vectors, SERVED).labels, relevance)
     ranking = rank_neighbours(answers.labels, relevance)
-    return Measured(
+    return CellFigures(
         cmc(first, 1),
         cmc(first, 5),
         average_precision(ranking),
@@ -257,16 +257,16 @@ def _evaluate(
     int8: bool,
 ) -> MatrixCell:
     vectors, metric = cell_vectors(name, queries, gallery, int8=int8), queries.metric(name.query)
-    measured = measure(*vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS))
-    worst, worst_map = worst_class(measured.map, queries.listing.labels)
+    cell = measure(*vectors, relevance, metric, neighbours=max(neighbours, HUB_NEIGHBOURS))
+    worst, worst_map = worst_class(cell.map, queries.listing.labels)
     items = len(gallery.listing)
     figures = {
-        "cmc1": mean(measured.cmc1),
-        "cmc5": mean(measured.cmc5),
-        "map": mean(measured.map),
-        f"map_at_{MAP_AT}": mean(average_precision_at(measured.ranking, MAP_AT)),
+        "cmc1": mean(cell.cmc1),
+        "cmc5": mean(cell.cmc5),
+        "map": mean(cell.map),
+        f"map_at_{MAP_AT}": mean(average_precision_at(cell.ranking, MAP_AT)),
         "worst_class_map": worst_map,
-        "hub_skewness": hubness(measured.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
+        "hub_skewness": hubness(cell.neighbours[:, :HUB_NEIGHBOURS], items).skewness,
         **_recognition(*vectors, relevance, metric),
         "queries": float(len(queries.listing)),
         "items": float(items),
@@ -274,9 +274,9 @@ def _evaluate(
     return MatrixCell(
         name,
         figures,
-        measured.cmc1,
-        measured.map,
-        measured.neighbours[:, :neighbours],
+        cell.cmc1,
+        cell.map,
+        cell.neighbours[:, :neighbours],
         queries.listing.class_names[worst],
     )
 

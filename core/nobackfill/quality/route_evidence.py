@@ -29,7 +29,7 @@ from nobackfill.metrics.ranking import Ints, Relevance
 from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.quality.cells import CellName, own_cell
 from nobackfill.quality.embedded import Embedded, Published, cell_vectors, query_vectors
-from nobackfill.quality.retrieval import Measured, measure
+from nobackfill.quality.retrieval import CellFigures, measure
 from nobackfill.release.calibration import Joint, find
 from nobackfill.release.manifest import BothEvidence, Calibration, HealingEvidence
 from nobackfill.vectors import Origin, Vectors
@@ -120,7 +120,7 @@ def _strict(
     return tuple(map(float, x)), tuple(map(float, y))
 
 
-def same_scale(carried: Measured, embedded: Measured, relevance: Relevance) -> Line:
+def same_scale(carried: CellFigures, embedded: CellFigures, relevance: Relevance) -> Line:
     """Fit the line that converts migrated items' distances to those of re-embedded items.
 
     A converted distance means the same match probability for the same query. The fit is one
@@ -260,7 +260,7 @@ class _Space:
         root = np.float32(np.sqrt(weight))
         return _Space(root * self.queries, root * self.items)
 
-    def measure(self, relevance: Relevance) -> Measured:
+    def measure(self, relevance: Relevance) -> CellFigures:
         return measure(self.queries, self.items, relevance, neighbours=PAIRS_A_QUERY)
 
 
@@ -327,8 +327,8 @@ def _fit_joint(cell: CellName, half: QuerySet, *, int8: bool) -> Joint | None:
     return Joint(line.slope * share, line.slope * (1 - share) * unlike, line.offset)
 
 
-def _objective(measured: Measured) -> float:
-    return mean(measured.cmc1) + mean(measured.map)
+def _objective(cell: CellFigures) -> float:
+    return mean(cell.cmc1) + mean(cell.map)
 
 
 def _spaces(cell: CellName, half: QuerySet, *, int8: bool) -> tuple[_Space, _Space]:

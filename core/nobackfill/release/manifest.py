@@ -128,7 +128,9 @@ class Strict(BaseModel):
     """A part of a manifest; unknown keys are refused."""
 
     # NaN would pass every comparison that checks a bound.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, serialize_by_alias=True
+    )
 
 
 class PublishedFile(Strict):
@@ -362,7 +364,7 @@ class RouteEvidence(Strict):
         map: mAP with float32 files only.
         cmc1: CMC-1 with float32 files only.
         int8_map: mAP with int8 files, where they exist.
-        kept: mAP as served (with int8 files, where they exist) as a share of new/new mAP.
+        retention: mAP as served (with int8 files, where they exist) as a share of new/new mAP.
         healing: Quality during lazy re-embedding.
         both: Quality of rank fusion.
     """
@@ -371,7 +373,7 @@ class RouteEvidence(Strict):
     map: float = Field(ge=0, le=1)
     cmc1: float = Field(ge=0, le=1)
     int8_map: float | None = None
-    kept: float = Field(ge=0)
+    retention: float = Field(alias="kept", ge=0)
     healing: HealingEvidence | None = Field(None, exclude_if=lambda healing: healing is None)
     both: BothEvidence | None = Field(None, exclude_if=lambda both: both is None)
 
@@ -688,7 +690,7 @@ class Manifest(Strict):
         """Tell whether queries of this release can search vectors of an older space directly."""
         return space in self.searches_directly
 
-    def kept_directly(self, release: int) -> float | None:
+    def direct_retention(self, release: int) -> float | None:
         """Return mAP of this release's queries on vectors of an older release, as a share of
         new/new mAP.
 

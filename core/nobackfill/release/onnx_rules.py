@@ -164,20 +164,20 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
             )
 
 
-def _check_ends(what: str, values: Iterable[ValueInfoProto], expected: tuple[Tensor, ...]) -> None:
+def _check_ends(what: str, values: Iterable[ValueInfoProto], declared: tuple[Tensor, ...]) -> None:
     names = [value.name for value in values]
-    expected_names = [name for name, _, _ in expected]
-    if sorted(names) != sorted(expected_names):
-        raise RefusedError(f"has {what} {names}, the manifest declares {expected_names}")
-    for name, dtype, expected_shape in expected:
+    declared_names = [name for name, _, _ in declared]
+    if sorted(names) != sorted(declared_names):
+        raise RefusedError(f"has {what} {names}, the manifest declares {declared_names}")
+    for name, dtype, declared_shape in declared:
         value = next(value for value in values if value.name == name)
         kind = value.type.tensor_type
         if not value.type.HasField("tensor_type") or kind.elem_type != _TYPES[dtype]:
             raise RefusedError(f"{name!r} is not {dtype}")
         shape = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
-        if shape != [None, *expected_shape]:
+        if shape != [None, *declared_shape]:
             raise RefusedError(
-                f"{name!r} has the shape {shape}, expected {[None, *expected_shape]} "
+                f"{name!r} has the shape {shape}, expected {[None, *declared_shape]} "
                 "(None: any number of items)"
             )
 

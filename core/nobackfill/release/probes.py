@@ -270,13 +270,13 @@ def _array(probes: Arrays, name: str) -> NDArray[Any]:
     return probes[name]
 
 
-def _agree(name: str, expected: NDArray[Any], output: NDArray[Any], tolerance: float) -> None:
-    if expected.shape != output.shape:
+def _agree(name: str, published: NDArray[Any], output: NDArray[Any], tolerance: float) -> None:
+    if published.shape != output.shape:
         raise VerificationError(
-            f"golden probe {name}: expected shape {list(expected.shape)}, got {list(output.shape)}"
+            f"golden probe {name}: expected shape {list(published.shape)}, got {list(output.shape)}"
         )
-    difference = np.abs(output - expected) / np.maximum(1, np.abs(expected))
-    # Also refuses NaN among the expected values.
+    difference = np.abs(output - published) / np.maximum(1, np.abs(published))
+    # Also refuses NaN among the published values.
     if not (difference <= tolerance).all():
         worst = np.fmax.reduce(difference, axis=None)
         raise VerificationError(

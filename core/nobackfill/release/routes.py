@@ -26,14 +26,14 @@ class Route:
 
     Attributes:
         steps: Empty if nothing has to be done.
-        kept: The quality: share of new/new mAP that is left; None if it is unknown.
-        measured: Whether `kept` was measured end to end. Otherwise it is the product of measured
-            parts.
+        retention: Share of new/new mAP that is preserved; None if it is unknown.
+        end_to_end: Whether `retention` was measured end to end. Otherwise it is the product of
+            measured parts.
     """
 
     steps: Steps
-    kept: float | None
-    measured: bool
+    retention: float | None
+    end_to_end: bool
 
     @property
     def releases(self) -> Chain:
@@ -84,7 +84,7 @@ def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
         if manifest is None or upgrade is None:
             raise NotFoundError(f"no upgrade leads from release {source} to release {target}")
         steps.append((manifest, upgrade))
-    return _route(tuple(steps), kept_by_chain(manifests)) if steps else _STAY
+    return _route(tuple(steps), retention_by_chain(manifests)) if steps else _STAY
 
 
 def plan_route(
@@ -123,11 +123,11 @@ def plan_route(
     if from_release == to_release:
         return _STAY
     search = _Search(manifests, from_release, to_release)
-    route = search.best(side, measured=True) or search.best(side, measured=False)
+    route = search.best(side, by_retention=True) or search.best(side, by_retention=False)
     target = manifests[to_release]
     if route is None and directly is not None and target.searches(directly):
-        kept = target.kept_directly(from_release)
-        return Route((), kept, kept is not None)
+        retention = target.direct_retention(from_release)
+        return Route((), retention, retention is not None)
     return route
 
 
@@ -144,24 +144,24 @@ def every_route(
         to_release: The target.
         side: Space of the stored side-information; None without any.
     """
-    kept = kept_by_chain(manifests)
+    retention = retention_by_chain(manifests)
     queue: deque[tuple[int, Steps, str | None]] = deque([(from_release, (), side)])
     while queue:
         release, steps, side_space = queue.popleft()
         for step, next_side in _steps(manifests, release, to_release, side_space):
             if step[0].release == to_release:
-                yield _route((*steps, step), kept)
+                yield _route((*steps, step), retention)
             else:
                 queue.append((step[0].release, (*steps, step), next_side))
 
 
-def kept_by_chain(manifests: Mapping[int, Manifest]) -> dict[Chain, float]:
+def retention_by_chain(manifests: Mapping[int, Manifest]) -> dict[Chain, float]:
     """Return the measured share of mAP of each chain of releases, direct or longer."""
-    kept: dict[Chain, float] = {}
+    retention: dict[Chain, float] = {}
     for manifest in manifests.values():
         for route in manifest.routes:
-            kept.setdefault(route.releases, route.kept)
-    return kept
+            retention.setdefault(route.releases, route.retention)
+    return retention
 
 
 class RouteRunner:
@@ -244,25 +244,25 @@ def _steps(
         yield (manifest, upgrade), side_after[upgrade.side]
 
 
-def _route(steps: Steps, kept: Mapping[Chain, float]) -> Route:
+def _route(steps: Steps, retention: Mapping[Chain, float]) -> Route:
     chain = (steps[0][1].from_release, *(manifest.release for manifest, _ in steps))
-    if chain in kept:
-        return Route(steps, kept[chain], True)
+    if chain in retention:
+        return Route(steps, retention[chain], True)
     product = 1.0
     for pair in itertools.pairwise(chain):
-        if pair not in kept:
+        if pair not in retention:
             return Route(steps, None, False)
-        product *= kept[pair]
+        product *= retention[pair]
     return Route(steps, product, False)
 
 
 class _Way(NamedTuple):
-    """The beginning of a route; `kept` is None where a part was not measured."""
+    """The beginning of a route; `retention` is None where a part was not measured."""
 
     chain: Chain
     steps: Steps
     side: str | None
-    kept: float | None
+    retention: float | None
 
 
 class _Search:
@@ -276,24 +276,24 @@ class _Search:
     def __init__(self, manifests: Mapping[int, Manifest], start: int, end: int) -> None:
         self._manifests = manifests
         self._start, self._end = start, end
-        self._kept = kept_by_chain(manifests)
-        end_to_end = (chain for chain in self._kept if (chain[0], chain[-1]) == (start, end))
+        self._retention = retention_by_chain(manifests)
+        end_to_end = (chain for chain in self._retention if (chain[0], chain[-1]) == (start, end))
         self._prefixes = {chain[:n] for chain in end_to_end for n in range(1, len(chain))} - {
             (start, end)
         }
 
-    def best(self, side: str | None, *, measured: bool) -> Route | None:
+    def best(self, side: str | None, *, by_retention: bool) -> Route | None:
         """Return the best route.
 
         Args:
             side: Space of the stored side-information.
-            measured: Consider only routes that are measured, end to end or in parts, and take the
-                one that keeps most. Otherwise take the shortest. Ties go to the shorter route, then
-                to older releases.
+            by_retention: Consider only routes that are measured, end to end or in parts, and take
+                the one with the largest retention. Otherwise take the shortest. Ties go to the
+                shorter route, then to older releases.
         """
 
         def rank(way: _Way) -> tuple[float, int, Chain]:
-            return -(way.kept or 0) if measured else 0, len(way.chain), way.chain
+            return -(way.retention or 0) if by_retention else 0, len(way.chain), way.chain
 
         ways: dict[int, dict[tuple[str | None, Chain | None], _Way]] = {
             self._start: {(side, None): _Way((self._start,), (), side, 1.0)}
@@ -303,23 +303,23 @@ class _Search:
                 break
             for way in ways.pop(release, {}).values():
                 for extension in self._onward(way):
-                    is_prefix = measured and extension.chain in self._prefixes
-                    if measured and extension.kept is None and not is_prefix:
+                    is_prefix = by_retention and extension.chain in self._prefixes
+                    if by_retention and extension.retention is None and not is_prefix:
                         continue
                     rivals = ways.setdefault(extension.chain[-1], {})
                     key = (extension.side, extension.chain if is_prefix else None)
                     rivals[key] = min(extension, rivals.get(key, extension), key=rank)
         best = min(ways.get(self._end, {}).values(), key=rank, default=None)
-        return None if best is None else _route(best.steps, self._kept)
+        return None if best is None else _route(best.steps, self._retention)
 
     def _onward(self, way: _Way) -> Iterator[_Way]:
         for step, side in _steps(self._manifests, way.chain[-1], self._end, way.side):
             chain = (*way.chain, step[0].release)
-            part = self._kept.get(chain[-2:])
-            kept = None if part is None or way.kept is None else way.kept * part
+            part = self._retention.get(chain[-2:])
+            retention = None if part is None or way.retention is None else way.retention * part
             if chain[-1] == self._end:
-                kept = self._kept.get(chain, kept)
-            yield _Way(chain, (*way.steps, step), side, kept)
+                retention = self._retention.get(chain, retention)
+            yield _Way(chain, (*way.steps, step), side, retention)
 
 
 def twin_of(manifest: Manifest, others: Iterable[Manifest]) -> str | None:

@@ -87,9 +87,9 @@ def try_release(
         memory_bytes=MEMORY_BYTES,
         cpu_seconds=CPU_SECONDS,
     )
-    refused = refusal_in_child(request, poll)
-    if refused is not None:
-        raise VerificationError(refused)
+    reason = refusal_in_child(request, poll)
+    if reason is not None:
+        raise VerificationError(reason)
 
 
 def refusal_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
@@ -129,8 +129,8 @@ def _refusal_of(status: int, answer: str) -> str | None:
             f"its models crash the process that loads them ({_cause(status)}); refused. "
             "Publish the release again with valid models"
         )
-    refused: str | None = json.loads(answer)["refused"]
-    return refused
+    reason: str | None = json.loads(answer)["refused"]
+    return reason
 
 
 def _cause(status: int) -> str:

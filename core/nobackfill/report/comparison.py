@@ -19,7 +19,7 @@ from nobackfill.metrics.retrieval import PerQuery, mean
 from nobackfill.quality.cells import upgrade_cells
 from nobackfill.quality.embedded import Published
 from nobackfill.quality.listing import among_others
-from nobackfill.quality.retrieval import Measured, measure_cell
+from nobackfill.quality.retrieval import CellFigures, measure_cell
 from nobackfill.quality.route_evidence import backfill_curves
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import Route, plan_route
@@ -68,7 +68,7 @@ class Comparison:
     new: Manifest
     route: tuple[int, ...]
     pictures: Listing
-    cells: Mapping[str, Measured]
+    cells: Mapping[str, CellFigures]
     old_vectors: Vectors
     served_vectors: Vectors
     new_vectors: Vectors
@@ -163,7 +163,7 @@ class ShadedCell:
 Matrix = Mapping[tuple[str, str], ShadedCell]
 
 
-def matrix_of_pictures(cells: Mapping[str, Measured]) -> Matrix:
+def matrix_of_pictures(cells: Mapping[str, CellFigures]) -> Matrix:
     """Return the matrix that was measured on the pictures."""
     return _shade(
         {

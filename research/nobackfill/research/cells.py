@@ -27,7 +27,7 @@ from nobackfill.metrics.retrieval import PerQuery
 from nobackfill.quality.cells import CellName, own_cell, upgrade_cells
 from nobackfill.quality.embedded import query_vectors
 from nobackfill.quality.listing import among_others
-from nobackfill.quality.retrieval import Measured, measure, measure_cell
+from nobackfill.quality.retrieval import CellFigures, measure, measure_cell
 from nobackfill.quality.route_evidence import PAIRS_A_QUERY, backfill_curves, same_scale
 from nobackfill.research.rows import MethodRow
 from nobackfill.research.serve import NEW, OLD, Trained
@@ -174,7 +174,7 @@ def _held_out(
     return evaluation(whole.select(rows), metric, cache) if len(rows) else None
 
 
-def by_query(measured: Measured) -> dict[str, PerQuery]:
+def by_query(measured: CellFigures) -> dict[str, PerQuery]:
     """Select the figures that a row stores of a cell."""
     return {"cmc1": measured.cmc1, "cmc5": measured.cmc5, "map": measured.map}
 

@@ -226,7 +226,7 @@ def _both(new: Manifest, previous: Sequence[PlanPart]) -> Both | None:
     """
     for part in sorted(previous, key=lambda part: -part.release):
         routes = [route for route in new.routes if route.releases[0] == part.release]
-        for route in sorted(routes, key=lambda route: -route.kept):
+        for route in sorted(routes, key=lambda route: -route.retention):
             if weights := route.both:
                 return Both(part, Joint(weights.new, weights.old, weights.offset))
     return None

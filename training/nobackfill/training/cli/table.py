@@ -120,4 +120,4 @@ def _gains(row: GainRow | None) -> list[str]:
     if row.agreement_gain is not None:
         gains.append(row.agreement_gain)
     texts = [f"{100 * g.mean:+.2f} [{100 * g.low:+.2f}, {100 * g.high:+.2f}]" for g in gains]
-    return [*texts, "passed" if row.passed else "FAILED"]
+    return [*texts, "passed" if row.passes else "FAILED"]

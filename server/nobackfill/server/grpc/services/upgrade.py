@@ -45,7 +45,7 @@ class UpgradeService(UpgradeServiceServicer):
             bytes=cost.bytes,
             memory_bytes=cost.memory_bytes,
             route=route.releases or [request.release],
-            expected_kept=route.kept or 0.0,
+            expected_kept=route.retention or 0.0,
             left_behind=cost.left_behind,
         )
         response.duration.FromMilliseconds(int(cost.seconds * 1000))
