@@ -337,6 +337,36 @@ def test_the_check_of_patterns_can_fail() -> None:
     assert not ends_loosely(r"^[a-z$]+\$\Z")
 
 
+@pytest.mark.slow
+def test_no_test_replaces_the_clock_of_all_threads() -> None:
+    """Such a test moves the timers of servers that other tests of the process still run."""
+    for path in sources("tests"):
+        for node in nodes(path):
+            assert not replaces_time(node), f"{path.relative_to(ROOT)}: use support/clock.py"
+
+
+def replaces_time(node: ast.AST) -> bool:
+    """Tell whether a call replaces a function of the module `time` itself."""
+    if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".setattr")):
+        return False
+    target = ast.unparse(node.args[0])
+    return target == "time" or re.search(r"(^'|\.)time\.\w+'\Z", target) is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "replaces"),
+    [
+        ("monkeypatch.setattr(time, 'sleep', waits.append)", True),
+        ("monkeypatch.setattr('time.monotonic', clock)", True),
+        ("monkeypatch.setattr('nobackfill.module.time.monotonic', clock)", True),
+        ("monkeypatch.setattr('nobackfill.module.time', clock)", False),
+        ("monkeypatch.setattr(module, 'time', clock)", False),
+    ],
+)
+def test_the_check_of_clocks_can_fail(call: str, replaces: bool) -> None:
+    assert any(map(replaces_time, ast.walk(ast.parse(call)))) is replaces
+
+
 def product() -> dict[str, Path]:
     """The product's files by module name, compiled modules by their stubs."""
     rooms = [room for root, some in ROOTS.items() if root != "protos" for room in some]

@@ -23,6 +23,7 @@ from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import BusyError, InvalidInputError, UnavailableError
 from tests.adopt.models import image_model
 from tests.adopt.test_endpoint import Answer, serving, vectors
+from tests.support.clock import replace_clock
 
 Rule = Callable[[int, dict[str, Any]], Answer]
 TEXTS = [f"text {number}" for number in range(40)]
@@ -208,7 +209,7 @@ def test_an_index_that_is_repeated_is_told() -> None:
 def test_retry_after_is_kept_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as a date, and beyond the longest wait of our own; past our patience it is told."""
     waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
+    replace_clock(monkeypatch, Endpoint.__module__, sleep=waits.append)
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 50))
 
     def script(number: int, body: dict[str, Any]) -> Answer:

@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -25,6 +24,7 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from tests.support import hosts
+from tests.support.clock import replace_clock
 from tests.support.documents import run_command
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -85,7 +85,7 @@ def test_texts_are_asked_in_batches_and_answers_put_in_order(
 
 def test_a_busy_endpoint_is_waited_for_as_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
+    replace_clock(monkeypatch, Endpoint.__module__, sleep=waits.append)
 
     def script(number: int, body: dict[str, Any]) -> Answer:
         if number == 1:

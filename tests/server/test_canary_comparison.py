@@ -8,6 +8,7 @@ from nobackfill.gallery.reading import StoredItem
 from nobackfill.server.canary.comparison import STOPS_AT, Caller, CanaryComparison
 from nobackfill.server.galleries.ranking import RankedHit, SearchResult
 from nobackfill.server.state import Canary
+from tests.support.clock import replace_clock
 
 
 class Told:
@@ -135,7 +136,7 @@ def test_what_takes_both_pairs_as_long_says_nothing() -> None:
 
 def test_one_caller_is_counted_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     told, now = told_of_ordinary_queries(), 1000.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    replace_clock(monkeypatch, CanaryComparison.__module__, monotonic=lambda: now)
     before = told.comparison.report().evidence["latency"]
     once = latency(told, 1000, old=0.1, new=0.5)
     assert before < once < STOPS_AT

@@ -22,6 +22,7 @@ from nobackfill.wire.answers import Hit
 from tests.server.conftest import Stages, publish_stage
 from tests.server.support import Client, images, running
 from tests.support.blocks import png
+from tests.support.clock import replace_clock
 from tests.support.waiting import wait_until
 
 ROLES = ("admin", "reader", "reader:other", "device")
@@ -260,7 +261,7 @@ def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -
     assert load.p99_ms == pytest.approx(100 + 900 * 0.5)
     # Who comes back after an hour is not told of that hour.
     hour = time.monotonic() + 3600
-    monkeypatch.setattr("nobackfill.plugins.web.console.sessions.time.monotonic", lambda: hour)
+    replace_clock(monkeypatch, LoadMeter.__module__, monotonic=lambda: hour)
     assert (meter.now().failed, meter.now().p50_ms) == (0, None)
 
 
