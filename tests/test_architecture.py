@@ -276,7 +276,7 @@ def test_only_the_store_and_the_source_in_postgresql_import_psycopg() -> None:
     )
     assert {path.name for path in users if path.parent == folder("adopt") / "sources"} == {
         "pgvector.py",
-        "pgvector_beside.py",
+        "pgvector_target.py",
         "postgres_dependents.py",
         "postgres_table.py",
     }

@@ -54,10 +54,10 @@ SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"'(])|\n\s*\n|\n\s*[-*|>]\s|\
 ALLOWED = {
     "core": (76, 2),
     "serving": (12, 0),
-    "adopt": (76, 27),
+    "adopt": (3, 27),
     "server": (43, 19),
     "client": (21, 1),
-    "plugins": (36, 0),
+    "plugins": (26, 0),
     "training": (25, 2),
     "research": (38, 1),
     "protos": (0, 1),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from nobackfill.adopt.sources.source import Beside, Rows, Source, Target, Window
+from nobackfill.adopt.sources.source import Rows, Source, Target, TargetVectors, Window
 from nobackfill.vectors import Vectors
 
 
@@ -20,8 +20,8 @@ class Racing:
     def windows(self, rows: int) -> Iterator[Window]:
         return self._source.windows(rows)
 
-    def beside(self, target: Target) -> Beside:
-        beside = self._source.beside(target)
+    def open_target(self, target: Target) -> TargetVectors:
+        beside = self._source.open_target(target)
         write = beside.write
 
         def racing(rows: Rows, vectors: Vectors) -> None:

@@ -14,7 +14,7 @@ from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.sources.opening import open_searchable, open_source
 from nobackfill.adopt.sources.pgvector import PgvectorSource
-from nobackfill.adopt.sources.source import Beside, Searchable, Source, Target
+from nobackfill.adopt.sources.source import Searchable, Source, Target, TargetVectors
 from nobackfill.plugins import qdrant
 from nobackfill.vectors import Vectors
 from tests.adopt.copies import Chroma, Milvus
@@ -134,8 +134,8 @@ class Pgvector:
 class _InTables(PgvectorSource):
     """Its new vectors go into tables of their own."""
 
-    def beside(self, target: Target) -> Beside:
-        return super().beside(replace(target, name=f"table:{target.name}"))
+    def open_target(self, target: Target) -> TargetVectors:
+        return super().open_target(replace(target, name=f"table:{target.name}"))
 
     def rollback(self, name: str) -> bool:
         return super().rollback(f"table:{name}")

@@ -133,7 +133,7 @@ def test_after_the_flip_the_new_vectors_are_the_sources_own(postgres: Server) ->
         steps = carry(source, target("n"), MAP).steps
         # Opened before there was such a column: still another map's.
         with pytest.raises(AlreadyExistsError, match="not made by this map"):
-            late.beside(Target("n", MAP.dims[1], "another"))
+            late.open_target(Target("n", MAP.dims[1], "another"))
         connection.execute(steps[-1].encode())
         with pytest.raises(InvalidInputError, match="found v_before, v; name one"):
             open_source(f"{address}#t")

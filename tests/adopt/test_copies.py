@@ -70,7 +70,7 @@ def test_nothing_and_one_item_are_carried(store: Chroma | Milvus) -> None:
 @every
 def test_every_window_is_read_back(store: Chroma | Milvus) -> None:
     source = store.open()
-    beside = source.beside(TARGET)
+    beside = source.open_target(TARGET)
     seen = 0
     for window in source.windows(50):
         rows = beside.pending(window)

@@ -109,7 +109,7 @@ def test_postgresql_keeps_metric_type_and_index(
         ).fetchone() == (kind.replace("24", "32"),)
         query = MADE.queries_new[0]
         wanted = nearest(metric, query, MAP(OLD))
-        assert len(set(source.nearest(query, 5, beside=to)) & set(wanted)) >= 4
+        assert len(set(source.nearest(query, 5, new_name=to)) & set(wanted)) >= 4
 
 
 def test_searches_use_the_index_that_is_there(database: tuple[str, Connection]) -> None:

@@ -61,7 +61,7 @@ def test_rows_of_both_vectors_fit_into_a_page(table: tuple[str, Connection]) -> 
     connection.execute("DELETE FROM t; DROP INDEX t_v_idx; ALTER TABLE t ALTER v TYPE vector(1100)")
     connection.execute("ALTER TABLE t ALTER v SET STORAGE PLAIN")
     connection.execute("INSERT INTO t SELECT 1, array_fill(1, ARRAY[1100])::vector(1100)")
-    open_source(f"{address}#t", vector="v").beside(replace(COLUMN, dim=1100))
+    open_source(f"{address}#t", vector="v").open_target(replace(COLUMN, dim=1100))
     connection.execute("UPDATE t SET n = v")
     query = "SELECT attstorage::text FROM pg_attribute WHERE attname = 'n'"
     assert one(connection, query) == "m"

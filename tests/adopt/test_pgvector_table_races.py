@@ -103,7 +103,7 @@ def test_at_no_moment_is_a_vector_stale(table: tuple[str, Connection]) -> None:
     address, connection = table
     rng = np.random.default_rng(5)
     stop = threading.Event()
-    open_source(f"{address}#t").beside(TARGET)
+    open_source(f"{address}#t").open_target(TARGET)
 
     def write(seed: int) -> None:
         own = np.random.default_rng(seed)

@@ -62,7 +62,7 @@ def test_a_new_vector_is_kept_and_indexed_as_the_old_one(store: Qdrant) -> None:
         patch.object(QdrantClient, "create_vector_name", autospec=True, side_effect=made) as create,
         patch.object(QdrantClient, "update_collection", autospec=True, side_effect=changed) as diff,
     ):
-        open_source(f"qdrant:{store.folder}#tuned").beside(TARGET)
+        open_source(f"qdrant:{store.folder}#tuned").open_target(TARGET)
     dense = create.call_args.args[3].dense
     assert (dense.size, dense.distance, dense.datatype) == (
         MAP.dims[1], models.Distance.DOT, models.VectorStorageDatatype.FLOAT16,

@@ -12,7 +12,7 @@ import pytest
 from nobackfill.adopt.carrying import carry
 from nobackfill.adopt.maps import Map, fit_maps
 from nobackfill.adopt.pairs import read_all
-from nobackfill.adopt.sources.source import Beside, Rows, Target
+from nobackfill.adopt.sources.source import Rows, Target, TargetVectors
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
 from nobackfill.vectors import Vectors, normalise
 from tests.adopt.racing import Racing
@@ -50,7 +50,7 @@ def by_id(rows: Rows) -> dict[str, Vectors]:
 
 def new_vectors(store: Store, name: str = "vector_new") -> dict[str, Vectors]:
     """What is beside, as the store's own readers find it under its name."""
-    found = store.open().beside(target(name=name))
+    found = store.open().open_target(target(name=name))
     window_rows = [found.read(window) for window in store.open().windows(WINDOW)]
     return {name: vector for rows in window_rows for name, vector in by_id(rows).items()}
 
@@ -161,11 +161,11 @@ def test_a_store_that_keeps_directions_only_takes_a_map_to_any_norm(store: Store
 def test_a_wrong_vector_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a store makes of what it was given, it is read back."""
     source = store.open()
-    beside = type(source.beside(target()))
+    beside = type(source.open_target(target()))
     source.rollback("vector_new")
     write = beside.write
 
-    def spoilt(self: Beside, rows: Rows, vectors: Vectors) -> None:
+    def spoilt(self: TargetVectors, rows: Rows, vectors: Vectors) -> None:
         write(self, rows, normalise(vectors + np.float32(0.1)))
 
     monkeypatch.setattr(beside, "write", spoilt)

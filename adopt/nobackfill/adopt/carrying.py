@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from nobackfill.adopt.maps import Map
 from nobackfill.adopt.pairs import WINDOW
 from nobackfill.adopt.sources.source import (
-    Beside,
     Flippable,
     Multiplied,
     Rows,
     Source,
     Target,
+    TargetVectors,
     WarningSource,
     Window,
     checked,
@@ -135,8 +135,8 @@ def carry(
     facts = source.facts()
     if flip and isinstance(source, WarningSource) and (obstacles := source.obstacles(target)):
         raise InvalidInputError(f"{facts.name}: cannot flip: {'; '.join(obstacles)}")
-    beside = source.beside(target)
-    if flip and not isinstance(beside, Flippable):
+    place = source.open_target(target)
+    if flip and not isinstance(place, Flippable):
         raise InvalidInputError(
             f"{facts.name}: expected no --flip, which PostgreSQL and Qdrant know; run the printed "
             "steps"
@@ -147,19 +147,23 @@ def carry(
         maker = MapMaker(mapping, facts.name)
     rows_at_once = maker.window if window is None else window
     # Vectors written after a flip are the writers' own, in some stores also before it.
-    check = not isinstance(beside, Flippable) or not (
-        beside.flipped or (flip and beside.put_by_writers)
+    check = not isinstance(place, Flippable) or not (
+        place.flipped or (flip and place.put_by_writers)
     )
-    threads = beside.at_once if isinstance(maker, MapMaker) else 1
+    threads = place.at_once if isinstance(maker, MapMaker) else 1
 
-    def sweep(written: int, first: bool) -> int:
-        """Carry until a sweep writes no row, or so few that a flip may write the rest."""
+    def sweep(count_before: int, first: bool) -> int:
+        """Repeat sweeps until one writes no row, or so few that a flip may write the rest.
+
+        Returns `count_before` plus the number of vectors that were written.
+        """
+        written = count_before
         for _ in range(MOST_SWEEPS):
             before = written
             maker.missing.clear()
 
             def one(range_: Window, first: bool = first) -> int:
-                return _window(source, beside, maker, range_, facts.name, first, check)
+                return _window(source, place, maker, range_, facts.name, first, check)
 
             # Where windows share the processors already, a product that takes them all keeps them
             # waiting.
@@ -178,18 +182,16 @@ def carry(
         )
 
     written = sweep(0, first=True)
-    if flip and isinstance(beside, Flippable) and not beside.flipped:
-        with beside.prepare_flip():
+    if flip and isinstance(place, Flippable) and not place.flipped:
+        with place.prepare_flip():
             written = sweep(written, first=False)
-            with beside.flip():
+            with place.flip():
                 everything = Window()
-                written += _window(
-                    source, beside, maker, everything, facts.name, False, check=False
-                )
-                total, left = beside.count(), beside.left()
+                written += _window(source, place, maker, everything, facts.name, False, check=False)
+                total, left = place.count(), place.owner_tasks()
         return CarryResult(written, total, left)
-    steps = beside.finish()
-    return CarryResult(written, beside.count(), steps)
+    steps = place.finish()
+    return CarryResult(written, place.count(), steps)
 
 
 def _at_once(
@@ -224,7 +226,7 @@ def _refuse_missing(name: str, missing: dict[str, str]) -> None:
 
 def _window(
     source: Source,
-    beside: Beside,
+    place: TargetVectors,
     maker: VectorMaker,
     range_: Window,
     name: str,
@@ -232,20 +234,20 @@ def _window(
     check: bool,
 ) -> int:
     """Carry what is pending there, and check it; in the first sweep also what was there before."""
-    rows = checked(beside.pending(range_), None, name)
+    rows = checked(place.pending(range_), None, name)
     vectors = np.empty((0, 0), np.float32)
     if len(rows):
         rows, vectors = maker.make(rows, range_)
     if len(rows):
-        beside.write(rows, vectors)
+        place.write(rows, vectors)
     if check and (len(rows) or first):
-        _verify(source, beside, maker, range_, rows.ids, vectors)
+        _verify(source, place, maker, range_, rows.ids, vectors)
     return len(rows)
 
 
 def _verify(
     source: Source,
-    beside: Beside,
+    place: TargetVectors,
     maker: VectorMaker,
     range_: Window,
     ids: list[str],
@@ -256,9 +258,9 @@ def _verify(
     `vectors` [n, dim] were written for `ids`; the others are made again, where that is cheap. A
     vector that is missing is pending, and the next sweep's. Raises VerificationError.
     """
-    if isinstance(beside, Multiplied) and _same_products(beside, range_, ids, vectors):
+    if isinstance(place, Multiplied) and _same_products(place, range_, ids, vectors):
         return
-    new = beside.read(range_)
+    new = place.read(range_)
     here = np.arange(len(ids))
     if new.ids != ids:
         places = {name: row for row, name in enumerate(ids)}
@@ -268,13 +270,13 @@ def _verify(
     # Others were there, or somebody has changed an item in between: the window again, whole. Old
     # and new are not read in one moment, and another carrying may fill what has just changed: what
     # is wrong is so twice, with the same vectors.
-    wrong = _wrong(source, beside, maker, range_, ids, vectors)
+    wrong = _wrong(source, place, maker, range_, ids, vectors)
     if wrong:
-        again = _wrong(source, beside, maker, range_, ids, vectors)
+        again = _wrong(source, place, maker, range_, ids, vectors)
         wrong = dict(wrong.items() & again.items())
     if wrong:
         raise VerificationError(
-            f"{source.facts().name}: {len(wrong)} of {len(beside.read(range_))} new vectors are "
+            f"{source.facts().name}: {len(wrong)} of {len(place.read(range_))} new vectors are "
             f"not those that were made, the first in {min(wrong)!r}; take them back with "
             "--rollback and carry again"
         )
@@ -282,7 +284,7 @@ def _verify(
 
 def _wrong(
     source: Source,
-    beside: Beside,
+    place: TargetVectors,
     maker: VectorMaker,
     range_: Window,
     ids: list[str],
@@ -290,7 +292,7 @@ def _wrong(
 ) -> dict[str, tuple[bytes, bytes]]:
     """Items of a window, with expected and stored vectors, whose new vector is another one and that
     are not pending."""
-    old, new = source.read(range_), beside.read(range_)
+    old, new = source.read(range_), place.read(range_)
     reference = maker.repeat(old) if len(old) else None
     if reference is None:
         reference, places = vectors, {name: row for row, name in enumerate(ids)}
@@ -306,18 +308,18 @@ def _wrong(
         new.ids[there[one]]: (evidence[here[one]].tobytes(), new.vectors[there[one]].tobytes())
         for one in differing
     }
-    pending = set(beside.pending(range_).ids) if wrong else set()
+    pending = set(place.pending(range_).ids) if wrong else set()
     return {name: pair for name, pair in wrong.items() if name not in pending}
 
 
-def _same_products(beside: Multiplied, range_: Window, ids: list[str], vectors: Vectors) -> bool:
+def _same_products(place: Multiplied, range_: Window, ids: list[str], vectors: Vectors) -> bool:
     """Whether what is there has the products of what was written with one random vector: another
     vector of a window has another product, and the store sends one number for it."""
     if not ids:
         return False
     rng = np.random.default_rng(len(ids))
     probe = rng.standard_normal(vectors.shape[1:]).astype(np.float32)
-    there, products = beside.products(range_, probe)
+    there, products = place.products(range_, probe)
     if there != ids:
         return False
     bounds = PRODUCTS_DIFFER * np.linalg.norm(vectors, axis=1) * np.linalg.norm(probe)

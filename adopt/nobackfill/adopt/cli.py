@@ -150,6 +150,7 @@ ItemsGone = Annotated[bool, typer.Option("--items-gone", help="Items cannot be e
 Also = Annotated[
     str | None,
     typer.Option(
+        "--also",
         metavar="MODULE:FUNCTION",
         help="Function that trains one more candidate map; takes minutes.",
     ),
@@ -205,7 +206,7 @@ def sample(
         write_file(out, text.encode())
         print(visible(f"{len(ids)} of {len(rows)} ids in {out}"))
     # Not on stdout with the ids, which may go into a pipe.
-    print(pairs.covered(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
+    print(pairs.coverage(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
 
 
 @app.command()
@@ -284,7 +285,7 @@ def embed(
         called = query_model_name or model_name
         encoder = open_embedder(query_encoder, name=called, patience=patience, queries=True)
         embedder = QueryEmbedder(embedder, encoder)
-    refused: dict[str, str] = {}
+    refusals = dict[str, str]()
     try:
         made = embed_into(
             out,
@@ -292,14 +293,14 @@ def embed(
             embedder,
             batch=batch,
             progress=_progress(len(found.ids)),
-            refuse=refused.__setitem__,
+            refuse=refusals.__setitem__,
         )
     finally:
-        for name, why in refused.items():
+        for name, why in refusals.items():
             _tell(f"{name}: {why}")
-    count = f"{len(refused)} refused, " if refused else ""
-    print(visible(f"{made} embedded, {count}{len(found.ids) - len(refused)} in {out}"))
-    if refused:
+    count = f"{len(refusals)} refused, " if refusals else ""
+    print(visible(f"{made} embedded, {count}{len(found.ids) - len(refusals)} in {out}"))
+    if refusals:
         raise typer.Exit(InvalidInputError.exit_code)
 
 
@@ -314,7 +315,7 @@ def fit(
     queries_old: QueriesOld = None,
     queries_new: QueriesNew = None,
     items_gone: ItemsGone = False,
-    also: Also = None,
+    trainer: Also = None,
     key: Key = None,
     vector: Vector = None,
     as_json: Json = False,
@@ -333,7 +334,7 @@ def fit(
         queries_old,
         queries_new,
         not items_gone,
-        trainer_name=also,
+        trainer_name=trainer,
         key=key,
         vector=vector,
     )
@@ -400,7 +401,7 @@ def improve(
     queries_old: QueriesOld = None,
     queries_new: QueriesNew = None,
     items_gone: ItemsGone = False,
-    also: Also = None,
+    trainer: Also = None,
     key: Key = None,
     vector: Vector = None,
     as_json: Json = False,
@@ -420,7 +421,7 @@ def improve(
         queries_old,
         queries_new,
         not items_gone,
-        trainer_name=also,
+        trainer_name=trainer,
         key=key,
         vector=vector,
     )
@@ -644,7 +645,7 @@ def start(
     `migrate back` gives them back.
     """
     from nobackfill.adopt.migrating import Migration, MigrationPlan
-    from nobackfill.adopt.sources.pgvector_beside import name_before
+    from nobackfill.adopt.sources.pgvector_target import name_before
 
     if (queries is None) != (old is None):
         raise InvalidInputError("expected --queries and --old together: both models embed them")
@@ -750,10 +751,10 @@ def _tell(line: str) -> None:
 def _progress(total: int) -> Callable[[int], None]:
     """Return a function that shows a count on stderr, if that is a terminal."""
 
-    def show(done: int) -> None:
+    def show(count: int) -> None:
         if sys.stderr.isatty():
-            end = "\n" if done >= total else "\r"
-            print(f"{done} of {total}", end=end, file=sys.stderr, flush=True)
+            end = "\n" if count >= total else "\r"
+            print(f"{count} of {total}", end=end, file=sys.stderr, flush=True)
 
     return show
 

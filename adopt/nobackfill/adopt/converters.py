@@ -91,7 +91,7 @@ def read_card(path: Path) -> Card:
     return card
 
 
-def model_card(said: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
+def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str) -> ModelCard:
     """The model itself is opened, and must be the one that made the vectors.
 
     Raises IncompatibleSpaceError, also where nobody knows who did, and what opening it raises.
@@ -101,13 +101,13 @@ def model_card(said: _Model, vectors: Vectors, made_by: str | None, where: str) 
             f"{where}: nothing says which model made them (the space of a release does not); embed "
             "them with `nobackfill embed`, or give --queries-old, whose model is known"
         )
-    embedder = open_embedder(said.model, name=said.model_name)
-    same_model(embedder.fingerprint, made_by, f"{said.model} and {where}")
-    weights = digest(weight_files(Path(said.model))) if said.model.endswith(".onnx") else None
+    embedder = open_embedder(model.model, name=model.model_name)
+    same_model(embedder.fingerprint, made_by, f"{model.model} and {where}")
+    weights = digest(weight_files(Path(model.model))) if model.model.endswith(".onnx") else None
     declared = getattr(embedder, "declared", {})
     return ModelCard(
-        name=said.name,
-        licence=said.licence,
+        name=model.name,
+        licence=model.licence,
         fingerprint=embedder.fingerprint,
         dim=vectors.shape[1],
         unit=is_unit(vectors),

@@ -91,13 +91,13 @@ def is_unit(vectors: Floats) -> bool:
     return bool(len(norms)) and float(np.abs(norms - 1).max()) <= UNIT_TOLERANCE
 
 
-def save_map(path: Path, found: Map) -> None:
+def save_map(path: Path, mapping: Map) -> None:
     """Write a map as arrays and a line of JSON. Raises CannotWriteError."""
-    header = {"format": FORMAT, "kind": found.kind, "unit": found.unit, "facts": found.facts}
-    arrays = {"weight": found.weight, "bias": found.bias}
-    if found.layers:
-        header |= {"format": LAYERED, "layers": len(found.layers)}
-    for number, (weight, bias) in enumerate(found.layers):
+    header = {"format": FORMAT, "kind": mapping.kind, "unit": mapping.unit, "facts": mapping.facts}
+    arrays = {"weight": mapping.weight, "bias": mapping.bias}
+    if mapping.layers:
+        header |= {"format": LAYERED, "layers": len(mapping.layers)}
+    for number, (weight, bias) in enumerate(mapping.layers):
         arrays |= {f"weight_{number}": weight, f"bias_{number}": bias}
     buffer = io.BytesIO()
     text = np.array(json.dumps(header, sort_keys=True))
@@ -144,7 +144,7 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"larger than {MOST_BYTES} bytes")
     data = path.read_bytes()
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         if sum(entry.file_size for entry in entries) > len(data):
@@ -152,9 +152,9 @@ def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Vectors]]:
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"{entry.filename} is packed")
-            found[entry.filename.removesuffix(".npy")] = _array(archive.read(entry))
-    header = json.loads(str(found.pop("header")))
-    return header, found
+            arrays[entry.filename.removesuffix(".npy")] = _array(archive.read(entry))
+    header = json.loads(str(arrays.pop("header")))
+    return header, arrays
 
 
 def _array(data: bytes) -> Any:
@@ -201,7 +201,7 @@ class Strength:
 
 
 def fit_maps(
-    old: Vectors, new: Vectors, *, kinds: Collection[str] = KINDS, together: int = 1
+    old: Vectors, new: Vectors, *, kinds: Collection[str] = KINDS, group: int = 1
 ) -> dict[str, Map]:
     """The candidates, by name, from pairs old [n, a] and new [n, b].
 
@@ -210,11 +210,11 @@ def fit_maps(
     orthogonal between centred vectors, between vectors of any norm times one factor. Raises
     InvalidInputError for fewer than 2 pairs.
     """
-    if len(old) != len(new) or len(old) < 2 * together:
+    if len(old) != len(new) or len(old) < 2 * group:
         raise InvalidInputError(f"expected at least 2 pairs, got {len(old)} old and {len(new)} new")
     blocks = in_blocks(old, new)
     solver = Solver(Moments.of(blocks()))
-    strength = solver.strength(blocks, together=together) if needs_strength(kinds) else None
+    strength = solver.strength(blocks, group=group) if needs_strength(kinds) else None
     return solver.maps(strength, is_unit(new), kinds)
 
 
@@ -229,10 +229,10 @@ class Solver:
     def __init__(self, moments: Moments) -> None:
         self._moments = moments
 
-    def strength(self, blocks: Blocks, *, together: int = 1) -> Strength:
+    def strength(self, blocks: Blocks, *, group: int = 1) -> Strength:
         """By leave-one-out error on the same pairs, which `blocks` gives. The less of the new
         vectors ridge leaves unexplained, the less is turned."""
-        found = ridge.fit(blocks, group=together, moments=self._moments, sample=LEFT_OUT)
+        found = ridge.fit(blocks, group=group, moments=self._moments, sample=LEFT_OUT)
         unexplained = found.error / found.spread if found.spread > 0 else 0.0
         return Strength(LESS * found.penalty, min(MOST_TURNED, unexplained))
 

@@ -29,7 +29,7 @@ from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample
 from nobackfill.adopt.sources.opening import open_items
-from nobackfill.adopt.sources.pgvector_beside import MOST_NAME
+from nobackfill.adopt.sources.pgvector_target import MOST_NAME
 from nobackfill.adopt.sources.source import Flippable, Reversible, Target
 from nobackfill.errors import (
     AlreadyExistsError,
@@ -297,7 +297,7 @@ class Migration:
         plan = replace(plan, state=self._state(plan, source))
         if plan.state not in ("writing", "decided"):
             return MigrationProgress(plan, 0, 0)
-        return MigrationProgress(plan, source.filled(plan.to), source.count())
+        return MigrationProgress(plan, source.count_vectors(plan.to), source.count())
 
     def pause(self) -> None:
         """Let the running migration stop after the rows that it embeds or writes.
@@ -498,7 +498,7 @@ class _Counter:
 
 
 def _build_indexes(source: Reversible, target: Target) -> None:
-    second = source.beside(target)
+    second = source.open_target(target)
     if isinstance(second, Flippable):
         with second.prepare_flip():
             pass

@@ -142,11 +142,11 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
     rng = np.random.default_rng(seed)
     cluster = clusters(rows.vectors, min(MOST_CLUSTERS, max(1, count // 8)), rng)
     sizes = np.bincount(cluster)
-    chosen: list[Ints] = []
+    draws: list[Ints] = []
     for number, share in enumerate(_shares(sizes, count)):
         members = np.flatnonzero(cluster == number)
-        chosen.append(rng.choice(members, share, replace=False))
-    return [rows.ids[row] for row in sorted(np.concatenate(chosen).tolist())]
+        draws.append(rng.choice(members, share, replace=False))
+    return [rows.ids[row] for row in sorted(np.concatenate(draws).tolist())]
 
 
 def encode_ids(ids: Sequence[str], where: str) -> str:
@@ -165,34 +165,34 @@ def read_ids(path: Path) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Covered:
+class Coverage:
     """How well a choice covers a source: the mean cosine distance from an item to the nearest
     chosen one, and to the nearest of as many at random."""
 
-    chosen: float
+    of_sample: float
     at_random: float
 
     @property
     def sentence(self) -> str:
-        nearer = 1 - self.chosen / self.at_random if self.at_random > 0 else 0.0
+        nearer = 1 - self.of_sample / self.at_random if self.at_random > 0 else 0.0
         word = "nearer" if nearer >= 0 else "farther"
         return (
-            f"an item lies {self.chosen:.3f} from the nearest of them on average (cosine "
+            f"an item lies {self.of_sample:.3f} from the nearest of them on average (cosine "
             f"distance), {self.at_random:.3f} from the nearest of as many at random: "
             f"{abs(nearer):.1%} {word}; maps of three pairs of text models were measurably no "
             "better for it"
         )
 
 
-def covered(rows: Rows, ids: Sequence[str], seed: int = 0) -> Covered:
+def coverage(rows: Rows, ids: Sequence[str], seed: int = 0) -> Coverage:
     """Measured on 20,000 of the rows at most."""
     rng = np.random.default_rng(seed + 1)
     wanted = set(ids)
-    chosen = np.flatnonzero(np.fromiter((one in wanted for one in rows.ids), bool, len(rows)))
-    random = rng.choice(len(rows), len(chosen), replace=False)
+    sample = np.flatnonzero(np.fromiter((one in wanted for one in rows.ids), bool, len(rows)))
+    random = rng.choice(len(rows), len(sample), replace=False)
     some = rng.permutation(len(rows))[:_FITTED_ON]
 
-    def apart(others: Ints) -> float:
+    def mean_distance(others: Ints) -> float:
         near = normalise(rows.vectors[others]).T
         cosines = [
             (normalise(rows.vectors[some[first : first + _NEAR_BLOCK]]) @ near).max(1)
@@ -201,7 +201,7 @@ def covered(rows: Rows, ids: Sequence[str], seed: int = 0) -> Covered:
         # Rounding leaves an item a little off itself, on either side.
         return max(0.0, 1 - float(np.concatenate(cosines).mean()))
 
-    return Covered(apart(chosen), apart(random))
+    return Coverage(mean_distance(sample), mean_distance(random))
 
 
 def clusters(vectors: Vectors, count: int, rng: np.random.Generator) -> Ints:
@@ -315,7 +315,7 @@ def inspect(source: Source) -> Inspection:
             "…, with its key)"
         )
         return Inspection(facts, sum(mixed.values()), None, None, 0, 0, 0, None, [why])
-    seen: set[int] = set()
+    hashes = set[int]()
     count = duplicates = unusable = zeros = 0
     low, high, total = np.inf, 0.0, 0.0
     dims: dict[int, str] = {}
@@ -336,8 +336,8 @@ def inspect(source: Source) -> Inspection:
         unusable += len(rows) - len(good)
         for vector in good:
             digest = hash(vector.tobytes())
-            duplicates += digest in seen
-            seen.add(digest)
+            duplicates += digest in hashes
+            hashes.add(digest)
         norms = np.linalg.norm(good.astype(np.float64), axis=1)
         zeros += int((norms == 0).sum())
         if len(norms):
@@ -369,8 +369,8 @@ def _drift(first: list[Vectors], last: list[Vectors], count: int) -> float | Non
         return None
     size = min(ENDS, count // 2)
     ends = [np.concatenate(first)[:size], np.concatenate(last)[-size:]]
-    means: list[Doubles] = [end.mean(0, np.float64) for end in ends]
+    centres: list[Doubles] = [end.mean(0, np.float64) for end in ends]
     within = sum(float(end.var(0, np.float64).sum()) for end in ends) / 2
-    apart = float(np.square(means[0] - means[1]).sum())
+    apart = float(np.square(centres[0] - centres[1]).sum())
     chance = within * (1 / len(ends[0]) + 1 / len(ends[1]))
     return apart / chance if chance > 0 else None

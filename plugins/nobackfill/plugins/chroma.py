@@ -172,7 +172,7 @@ class ChromaStore:
     def __init__(self, place: str) -> None:
         self._server = ChromaServer(place)
 
-    def opened(self, name: str) -> "ChromaCollection":
+    def open_collection(self, name: str) -> "ChromaCollection":
         return ChromaCollection(self._server, self._server.collection(name))
 
     def exists(self, name: str) -> bool:
@@ -182,12 +182,12 @@ class ChromaStore:
             return False
         return True
 
-    def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
+    def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         if not isinstance(like, ChromaCollection):
             raise TypeError(like)
         body = {
             "name": target.name,
-            "metadata": like.noted | {_MARK + name: value for name, value in said.items()},
+            "metadata": like.noted | {_MARK + name: value for name, value in facts.items()},
             "configuration": like.index,
         }
         self._server.make(body, target.name)
@@ -223,7 +223,7 @@ class ChromaCollection:
         self.noted = {
             name: value for name, value in noted.items() if not name.startswith((_MARK, "hnsw:"))
         }
-        self.said = {
+        self.copy_facts = {
             name.removeprefix(_MARK): str(value)
             for name, value in noted.items()
             if name.startswith(_MARK)
@@ -240,9 +240,9 @@ class ChromaCollection:
     def facts(self) -> Facts:
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
-        columns = tuple(some[0].rest) if some else ()
+        columns = tuple(some[0].values) if some else ()
         metric = metric_of(space, _METRICS, self.name)
-        return Facts(self.name, self._dim, metric, self.said.get("model"), columns)
+        return Facts(self.name, self._dim, metric, self.copy_facts.get("model"), columns)
 
     def count(self) -> int:
         return int(self._request("GET", "/count"))
@@ -269,7 +269,7 @@ class ChromaCollection:
                 found[one] = str((metadata or {}).get(OF, ""))
         return found
 
-    def there(self, keys: Sequence[Any]) -> Some[Any]:
+    def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
         return {one.key for one in self._found(list(keys), [])}
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
@@ -278,10 +278,10 @@ class ChromaCollection:
             body = {
                 "ids": [one.key for one in some],
                 "embeddings": vectors[first : first + _PAGE].tolist(),
-                "documents": [one.rest.get("document") for one in some],
-                "uris": [one.rest.get("uri") for one in some],
+                "documents": [one.values.get("document") for one in some],
+                "uris": [one.values.get("uri") for one in some],
                 "metadatas": [
-                    {n: v for n, v in one.rest.items() if n not in ("document", "uri")}
+                    {n: v for n, v in one.values.items() if n not in ("document", "uri")}
                     | {OF: one.digest}
                     for one in some
                 ],
@@ -308,9 +308,9 @@ class ChromaCollection:
 
     def _within(self, window: Window) -> list[str]:
         """Return the ids of a window; the first window lists all ids again."""
-        ids = self._listed() if window.after is None or self._ids is None else self._ids
-        first = 0 if window.after is None else bisect_right(ids, str(window.after))
-        last = len(ids) if window.last is None else bisect_right(ids, str(window.last))
+        ids = self._listed() if window.lower is None or self._ids is None else self._ids
+        first = 0 if window.lower is None else bisect_right(ids, str(window.lower))
+        last = len(ids) if window.upper is None else bisect_right(ids, str(window.upper))
         return ids[first:last]
 
     def _note(self, written: Iterable[str]) -> None:

@@ -211,7 +211,7 @@ class QdrantSource:
         return Facts(name, size, metric, self._model, directions=metric == "cosine")
 
     def count(self) -> int:
-        return self.filled(self.vector)
+        return self.count_vectors(self.vector)
 
     def windows(self, rows: int) -> Iterator[Window]:
         after = None
@@ -234,11 +234,11 @@ class QdrantSource:
         pairs = [(str(key), str(value)) for key, value in found if value not in (None, "")]
         return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
 
-    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
+    def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         with refused(self._name):
             found = self._client.query_points(
                 self._name, np.asarray(vector, np.float32).tolist(), limit=count,
-                using=(beside or self.vector) or None, with_payload=False,
+                using=(new_name or self.vector) or None, with_payload=False,
             )  # fmt: skip
         return [str(point.id) for point in found.points]
 
@@ -263,7 +263,7 @@ class QdrantSource:
     def close(self) -> None:
         """Do nothing: the client is closed when no object uses it."""
 
-    def beside(self, target: Target) -> "QdrantBeside":
+    def open_target(self, target: Target) -> "NewNamedVectors":
         vectors, marks = self._config()
         if self.vector == "":
             raise InvalidInputError(
@@ -297,7 +297,7 @@ class QdrantSource:
                 if any(value is not None for _, value in diff):
                     self._client.update_collection(self._name, vectors_config={target.name: diff})
         flipped = marks.get(target.name, {}).get("flipped") == "true"
-        return QdrantBeside(self, self._clients, self._name, target, flipped)
+        return NewNamedVectors(self, self._clients, self._name, target, flipped)
 
     def rollback(self, name: str) -> bool:
         marks = self._config()[1]
@@ -321,7 +321,7 @@ class QdrantSource:
         kept = {one: value for one, value in said.items() if value is not None}
         self._client.update_collection(self._name, metadata={"nobackfill": kept})
 
-    def filled(self, vector: str) -> int:
+    def count_vectors(self, vector: str) -> int:
         """Count the points that have this vector."""
         has = models.Filter(must=[models.HasVectorCondition(has_vector=vector)])
         with refused(self._name):
@@ -338,7 +338,7 @@ class QdrantSource:
         self, window: Window, *, vector: str | None = None, payload: list[str] | None = None,
         where: Any = None,
     ) -> Iterator[Any]:  # fmt: skip
-        offset: Any = window.after
+        offset: Any = window.lower
         while True:
             with refused(self._name):
                 points, offset = self._client.scroll(
@@ -347,7 +347,7 @@ class QdrantSource:
                     with_vectors=False if vector is None else self._wanted(vector),
                 )  # fmt: skip
             for point in points:
-                if window.last is not None and key_order(point.id) >= key_order(window.last):
+                if window.upper is not None and key_order(point.id) >= key_order(window.upper):
                     return
                 yield point
             if offset is None:
@@ -369,7 +369,7 @@ class QdrantSource:
         return Rows(ids, vectors, [key for key, _ in found])
 
 
-class QdrantBeside:
+class NewNamedVectors:
     """The named vector that migration fills; implements Flippable.
 
     After the flip, writers put it together with the old vector, and `carry` fills the points that
@@ -449,7 +449,7 @@ class QdrantBeside:
         self.flipped = True
         yield
 
-    def left(self) -> list[str]:
+    def owner_tasks(self) -> list[str]:
         return [
             f"search with using={self._target.name!r} as soon as queries come from the new model",
             "run carry once more after the last writer that puts only the old vector has stopped",
@@ -459,7 +459,7 @@ class QdrantBeside:
         return self._source.rows(self._target.name, window)
 
     def count(self) -> int:
-        return self._source.filled(self._target.name)
+        return self._source.count_vectors(self._target.name)
 
     def finish(self) -> list[str]:
         if self.flipped:
@@ -469,5 +469,5 @@ class QdrantBeside:
             f"{self._target.name!r}, each by its model",
             "run `carry` with --flip: it fills the points that have only the old vector, and keeps "
             "the vectors that writers put",
-            *self.left(),
+            *self.owner_tasks(),
         ]

@@ -196,7 +196,7 @@ class Dual:
         """Look up the candidates with their old vectors."""
         searches = [partial(self._source.nearest, by_old[0])]
         if self._carried is not None:
-            searches.append(partial(self._source.nearest, by_new[0], beside=self._carried))
+            searches.append(partial(self._source.nearest, by_new[0], new_name=self._carried))
         nearest_native = self._natives.nearest(by_new, HITS, self._joining.metric)
         rows = self._source.lookup(candidates(*searches, lambda count: nearest_native[:count]))
         existing = set(rows.ids)

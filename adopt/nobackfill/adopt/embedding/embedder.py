@@ -97,7 +97,7 @@ def reading_of(embedder: Embedder) -> str:
 
     Vectors are useless if it is wrong. Empty if the user declared it, or an endpoint decides it.
     """
-    return str(getattr(embedder, "told", ""))
+    return str(getattr(embedder, "description", ""))
 
 
 class QueryEmbedder:

@@ -144,7 +144,11 @@ class Endpoint:
                 return said
             if not patient:
                 raise said.error
-            wait = said.after if said.after is not None else min(_LONGEST_WAIT, 2 * wait)
+            wait = (
+                said.retry_seconds
+                if said.retry_seconds is not None
+                else min(_LONGEST_WAIT, 2 * wait)
+            )
             over, tries = time.monotonic() + wait > deadline, tries + 1
             # A retry cannot help where these texts cause the fault.
             look = said.faulty and (over or tries >= _TRIES or self._texts_bring_faults)
@@ -169,39 +173,41 @@ class Endpoint:
         key = os.environ.get(KEY)
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         try:
-            got = self._http.request(
+            response = self._http.request(
                 "POST", self._url, json=body, headers=headers, redirect=False, preload_content=False
             )
-            data = self._read(got, _MOST_BYTES * (1 + len(body["input"])))
+            data = self._read(response, _MOST_BYTES * (1 + len(body["input"])))
         except urllib3.exceptions.HTTPError as error:
             return _Refusal(UnavailableError(f"{self._name}: does not answer ({error})"))
-        if got.status in (401, 403):
+        if response.status in (401, 403):
             raise NotPermittedError(f"{self._name}: refuses the key; set {KEY}{_colon(data)}")
-        if got.status == 200:
+        if response.status == 200:
             return self._answer(data, len(body["input"]))
-        return self._refused(got.status, got.status, data, got.headers.get("Retry-After"))
+        return self._refused(
+            response.status, response.status, data, response.headers.get("Retry-After")
+        )
 
     def _refused(
-        self, status: int, answered: int, data: bytes, after: str | None = None
+        self, status: int, http_status: int, data: bytes, retry_after: str | None = None
     ) -> "_Refusal":
         """Decide by a status whether a retry may succeed.
 
         Args:
             status: The status, or the code of an error inside an answer of status 200.
-            answered: The status of the answer.
+            http_status: The status of the answer.
             data: The answer.
-            after: Its Retry-After; None without.
+            retry_after: Its header Retry-After; None without.
 
         Raises:
             UnusableItemsError: The texts may be the cause.
             InvalidInputError: A retry cannot help.
         """
-        words, said = f"answers {answered}", _colon(data)
+        words, said = f"answers {http_status}", _colon(data)
         if status in _OF_ITEMS:
             raise UnusableItemsError(f"{self._name}: {words}{said}")
-        if status not in _LATER and answered != 200:
+        if status not in _LATER and http_status != 200:
             raise InvalidInputError(f"{self._name}: {words}{said}")
-        kind, seconds = BusyError if status == 429 else UnavailableError, _seconds(after)
+        kind, seconds = BusyError if status == 429 else UnavailableError, _seconds(retry_after)
         more = "" if seconds is None else f"; it asks to wait {seconds:.0f} s, see --patience"
         error = kind(f"{self._name}: still {words} after {self._patience:g} s{more}{said}")
         return _Refusal(error, words + said, seconds, faulty=status == 500)
@@ -240,7 +246,7 @@ class Endpoint:
             )
         return answer
 
-    def _read(self, got: urllib3.BaseHTTPResponse, most: int) -> bytes:
+    def _read(self, response: urllib3.BaseHTTPResponse, most: int) -> bytes:
         """Read the body of an answer.
 
         Raises:
@@ -248,13 +254,13 @@ class Endpoint:
             HTTPError: It does not end within the timeout.
         """
         end, data = time.monotonic() + self._timeout, bytearray()
-        while piece := got.read1(_PIECE):
+        while piece := response.read1(_PIECE):
             data += piece
             if len(data) > most:
-                got.close()
+                response.close()
                 raise InvalidInputError(f"{self._name}: expected at most {most} bytes, got more")
             if time.monotonic() > end:
-                got.close()
+                response.close()
                 raise urllib3.exceptions.TimeoutError("the answer does not end")
         return bytes(data)
 
@@ -266,24 +272,24 @@ class _Refusal:
     Attributes:
         error: The error to raise when the patience ends.
         words: The endpoint's own words.
-        after: Seconds that the server asks to wait; None if it does not.
+        retry_seconds: Seconds that the server asks to wait; None if it does not.
         faulty: Whether the server failed, which these texts may have caused.
     """
 
     error: NobackfillError
     words: str = ""
-    after: float | None = None
+    retry_seconds: float | None = None
     faulty: bool = False
 
 
-def _seconds(after: str | None) -> float | None:
+def _seconds(retry_after: str | None) -> float | None:
     """Parse Retry-After, a number of seconds or a date; None for neither."""
-    if after is None:
+    if retry_after is None:
         return None
-    if after.isascii() and after.replace(".", "", 1).isdecimal():
-        return float(after)
+    if retry_after.isascii() and retry_after.replace(".", "", 1).isdecimal():
+        return float(retry_after)
     try:
-        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None
 

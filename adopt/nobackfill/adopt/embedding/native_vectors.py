@@ -365,5 +365,5 @@ def _taken(rows: Rows, places: Sequence[int]) -> Rows:
         [rows.ids[row] for row in places],
         rows.vectors[np.asarray(places, np.int64)],
         [rows.keys[row] for row in places] if len(rows.keys) else (),
-        [rows.seen[row] for row in places] if len(rows.seen) else (),
+        [rows.versions[row] for row in places] if len(rows.versions) else (),
     )

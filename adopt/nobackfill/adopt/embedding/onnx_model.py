@@ -60,7 +60,7 @@ class ImageInput:
         self._frame = self._framed(tuple(one.shape[1:3] if self._last else one.shape[2:4]))
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """A sentence on how the model reads images, and on the file that declares it."""
         declared, frame = self._declared, self._frame
         how = f"{frame.width} x {frame.height} pixels, {frame.fit}"
@@ -181,9 +181,11 @@ class OnnxModel:
         return self._declared.model_dump()
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Say how the model reads pictures, or texts without a declaration."""
-        return guess(self._path, self._declared) if self._pixels is None else self._pixels.told
+        return (
+            guess(self._path, self._declared) if self._pixels is None else self._pixels.description
+        )
 
     def embed(self, items: list[str] | list[Path] | list[bytes]) -> Vectors:
         feed, mask = (
@@ -203,19 +205,19 @@ class OnnxModel:
             raise UnusableItemsError(str(error)) from error
         return normalise(checked) if self._declared.normalise else checked
 
-    def _reading(self, given: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
+    def _reading(self, pixels: Mapping[str, object]) -> tuple[Declaration, ImageInput | None]:
         """Read the declaration, and how the model reads pictures, if it does. Raises
         InvalidInputError."""
         if self.kind == "text":
-            if given:
+            if pixels:
                 raise InvalidInputError(
-                    f"{self._path}: reads texts; {', '.join(given)} only applies to images"
+                    f"{self._path}: reads texts; {', '.join(pixels)} only applies to images"
                 )
             outputs = [one.name for one in self._session.get_outputs()]
             return read_declaration(self._path, outputs), None
         declared, said_by = read_pixels(self._path)
         try:
-            declared = Declaration.model_validate(dict(declared) | dict(given))
+            declared = Declaration.model_validate(dict(declared) | dict(pixels))
         except ValidationError as error:
             raise InvalidInputError(f"{self._path}: {error}") from error
         return declared, ImageInput(self._path, list(self._inputs.values()), declared, said_by)

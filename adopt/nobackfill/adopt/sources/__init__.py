@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         open_source as open_source,
     )
     from nobackfill.adopt.sources.source import (
-        Beside as Beside,
+        TargetVectors as TargetVectors,
         Rows as Rows,
         Searchable as Searchable,
         Source as Source,
@@ -30,6 +30,6 @@ else:
         __name__,
         {
             "opening": "open_searchable open_source",
-            "source": "Beside Rows Searchable Source Target Window",
+            "source": "TargetVectors Rows Searchable Source Target Window",
         },
     )

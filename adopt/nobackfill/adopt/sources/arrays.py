@@ -15,12 +15,12 @@ import numpy as np
 
 from nobackfill.adopt.pairs import WINDOW, read_all
 from nobackfill.adopt.sources.source import (
-    Beside,
     ColumnValues,
     Facts,
     Rows,
     Source,
     Target,
+    TargetVectors,
     Window,
     file_name,
     mode_of,
@@ -96,18 +96,18 @@ class ArraySource:
             yield Window(first, min(first + rows, len(self._ids)))
 
     def read(self, window: Window) -> Rows:
-        ids = list(map(text_of, self._ids[window.after : window.last].tolist()))
-        vectors = np.asarray(self._vectors[window.after : window.last], np.float32)
+        ids = list(map(text_of, self._ids[window.lower : window.upper].tolist()))
+        vectors = np.asarray(self._vectors[window.lower : window.upper], np.float32)
         return Rows(ids, vectors)
 
     def column(self, window: Window, name: str) -> ColumnValues:
         path = self._folder / f"{name}.npy"
         if name not in self._others:
             raise InvalidInputError(f"{self._folder}: no column {name!r}")
-        values = _array(path)[window.after : window.last]
+        values = _array(path)[window.lower : window.upper]
         return ColumnValues(self.read(window).ids, list(map(text_of, values.tolist())))
 
-    def beside(self, target: Target) -> "ArrayBeside":
+    def open_target(self, target: Target) -> "NewArray":
         parts, final = self._parts(target.name), self._folder / f"{target.name}.npy"
         mark = {"map": target.mark, "dim": target.dim, "rows": len(self._ids)}
         said = _mark(self._folder, target.name)
@@ -122,7 +122,7 @@ class ArraySource:
         sweep(parts)
         named = {"model": target.model} if target.model else {}
         write_file(_mark_path(self._folder, target.name), json.dumps(mark | named).encode())
-        return ArrayBeside(self, self._folder, parts, final, target)
+        return NewArray(self, self._folder, parts, final, target)
 
     def carried(self, name: str) -> "ArraySource":
         return ArraySource(self._folder, file_name(name))
@@ -140,7 +140,7 @@ class ArraySource:
         return self._folder / f".{file_name(name)}.parts"
 
 
-class ArrayBeside:
+class NewArray:
     """New vectors in a file for each window, which `finish` joins."""
 
     at_once = 1
@@ -167,7 +167,7 @@ class ArrayBeside:
     def read(self, window: Window) -> Rows:
         ids = self._source.read(window).ids
         if self._final.exists():
-            return Rows(ids, np.asarray(_array(self._final)[window.after : window.last]))
+            return Rows(ids, np.asarray(_array(self._final)[window.lower : window.upper]))
         part = self._part(window)
         if not part.is_file():
             return Rows([], np.empty((0, self._target.dim), np.float32))
@@ -180,23 +180,23 @@ class ArrayBeside:
 
     def finish(self) -> list[str]:
         if not self._final.exists() and self.count() == self._source.count():
-            whole = self._parts / ".tmp-whole"
+            merged = self._parts / ".tmp-whole"
             shape = (self._source.count(), self._target.dim)
-            whole.touch(mode_of(self._source.path))
-            joined = np.lib.format.open_memmap(whole, "w+", np.float32, shape)
+            merged.touch(mode_of(self._source.path))
+            joined = np.lib.format.open_memmap(merged, "w+", np.float32, shape)
             for part in self._parts.glob("*.npy"):
                 first, last = map(int, part.stem.split("-"))
                 joined[first:last] = _array(part)
             joined.flush()
             del joined
-            self._check(whole)
-            replace(whole, self._final)
+            self._check(merged)
+            replace(merged, self._final)
         remove_tree(self._parts)
         return [f"read {self._final} in place of the old vectors; rows have the same order"]
 
-    def _check(self, whole: Path) -> None:
+    def _check(self, merged: Path) -> None:
         """Compare the joined file with its parts. Raises VerificationError where they differ."""
-        joined = _array(whole)
+        joined = _array(merged)
         for part in self._parts.glob("*.npy"):
             first, last = map(int, part.stem.split("-"))
             if not np.array_equal(joined[first:last], _array(part)):
@@ -206,7 +206,7 @@ class ArrayBeside:
                 )
 
     def _part(self, window: Window) -> Path:
-        return self._parts / f"{window.after}-{window.last}.npy"
+        return self._parts / f"{window.lower}-{window.upper}.npy"
 
 
 def _array(path: Path) -> Any:
@@ -262,18 +262,18 @@ class MemorySource:
     def column(self, window: Window, name: str) -> ColumnValues:
         return self._source.column(window, name)
 
-    def beside(self, target: Target) -> Beside:
-        return self._source.beside(target)
+    def open_target(self, target: Target) -> TargetVectors:
+        return self._source.open_target(target)
 
     def rollback(self, name: str) -> bool:
         return self._source.rollback(name)
 
-    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
-        if beside is not None and beside not in self._searched:
+    def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
+        if new_name is not None and new_name not in self._searched:
             assert isinstance(self._source, FileSource)
-            rows = read_all(self._source.carried(beside))
-            self._searched[beside] = rows.ids, normalise(rows.vectors)
-        ids, unit = self._searched[beside]
+            rows = read_all(self._source.carried(new_name))
+            self._searched[new_name] = rows.ids, normalise(rows.vectors)
+        ids, unit = self._searched[new_name]
         if not ids:
             return []
         products = unit @ vector

@@ -31,34 +31,34 @@ class Record:
     Attributes:
         key: Its key in the store's own type.
         vector: Its vector, float32 [dim].
-        rest: Its other values by name.
+        values: Its other values by name.
         partition: Its part of the collection; "" where the collection has no parts.
     """
 
     key: Any
     vector: Vectors
-    rest: Mapping[str, Any]
+    values: Mapping[str, Any]
     partition: str = ""
 
     @cached_property
     def digest(self) -> str:
-        rest = json.dumps(self.rest, sort_keys=True, default=_plain).encode()
-        whole = self.vector.tobytes() + rest + self.partition.encode()
+        values = json.dumps(self.values, sort_keys=True, default=_plain).encode()
+        whole = self.vector.tobytes() + values + self.partition.encode()
         return hashlib.sha256(whole).hexdigest()[:32]
 
 
 class Collection(Protocol):
     """One collection of a store.
 
-    `said` holds the facts that were recorded when it was created as a copy: "map" and "model" as
-    in Target, and "of", the name of the original.
+    `copy_facts` holds the facts that were recorded when it was created as a copy: "map" and
+    "model" as in Target, and "of", the name of the original.
     """
 
     @property
     def name(self) -> str: ...
 
     @property
-    def said(self) -> Mapping[str, str]: ...
+    def copy_facts(self) -> Mapping[str, str]: ...
 
     def facts(self) -> Facts: ...
 
@@ -72,7 +72,7 @@ class Collection(Protocol):
     def digests(self, window: Window) -> dict[Any, str]:
         """Read the digests of a copy's items by key; "" for an item that a writer put."""
 
-    def there(self, keys: Sequence[Any]) -> Some[Any]:
+    def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
         """Return the keys that exist."""
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
@@ -88,18 +88,18 @@ class Collection(Protocol):
 class CollectionStore(Protocol):
     """A store of collections."""
 
-    def opened(self, name: str) -> Collection:
+    def open_collection(self, name: str) -> Collection:
         """Open a collection. Raises NotFoundError."""
 
     def exists(self, name: str) -> bool: ...
 
-    def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
+    def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         """Create an empty collection for other vectors of the items of `like`.
 
         Args:
             target: Name and dimension of the collection.
             like: The original.
-            said: Facts to record in the same step (see `Collection`).
+            facts: Facts to record in the same step (see `Collection`).
         """
 
     def drop(self, name: str) -> None: ...
@@ -115,7 +115,7 @@ class CopiedSource:
 
     def __init__(self, store: CollectionStore, name: str) -> None:
         self._store = store
-        self._here = store.opened(name)
+        self._here = store.open_collection(name)
 
     def facts(self) -> Facts:
         return self._here.facts()
@@ -130,50 +130,50 @@ class CopiedSource:
         return _rows(self._here.records(window), self._here.name)
 
     def column(self, window: Window, name: str) -> ColumnValues:
-        found = [(str(one.key), one.rest.get(name)) for one in self._here.records(window)]
+        found = [(str(one.key), one.values.get(name)) for one in self._here.records(window)]
         pairs = [(key, str(value)) for key, value in found if value not in (None, "")]
         return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
 
-    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
-        where = self._here if beside is None else self._store.opened(beside)
+    def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
+        where = self._here if new_name is None else self._store.open_collection(new_name)
         return where.nearest(vector, count)
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         return _rows(self._here.lookup(list(dict.fromkeys(ids))), self._here.name)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
-        found = {str(one.key): one.rest.get(column) for one in self._here.lookup(ids)}
+        found = {str(one.key): one.values.get(column) for one in self._here.lookup(ids)}
         return {name: str(value) for name, value in found.items() if value not in (None, "")}
 
     def close(self) -> None:
         self._store.close()
 
-    def beside(self, target: Target) -> "CopiedBeside":
-        said = {"map": target.mark, "of": self._here.name}
+    def open_target(self, target: Target) -> "CollectionCopy":
+        facts = {"map": target.mark, "of": self._here.name}
         if self._store.exists(target.name):
-            made = self._store.opened(target.name).said
-            if any(made.get(name) != value for name, value in said.items()):
+            made = self._store.open_collection(target.name).copy_facts
+            if any(made.get(name) != value for name, value in facts.items()):
                 raise AlreadyExistsError(
                     f"{self._here.name}: collection {target.name!r} exists already and was not "
                     "made by this map; choose another --to, or remove it with --rollback"
                 )
         else:
             model = {"model": target.model} if target.model else {}
-            self._store.make(target, self._here, said | model)
-        return CopiedBeside(self._store, self._here, self._store.opened(target.name))
+            self._store.make(target, self._here, facts | model)
+        return CollectionCopy(self._store, self._here, self._store.open_collection(target.name))
 
     def rollback(self, name: str) -> bool:
         if not self._store.exists(name):
             return False
-        found = self._store.opened(name)
+        found = self._store.open_collection(name)
         # After a flip, the name leads to the copy: queries search it.
-        if found.name == self._here.name or found.said.get("of") != self._here.name:
+        if found.name == self._here.name or found.copy_facts.get("of") != self._here.name:
             return False
         self._store.drop(name)
         return True
 
 
-class CopiedBeside:
+class CollectionCopy:
     """The copy of a collection, with new vectors."""
 
     at_once = 1
@@ -195,7 +195,7 @@ class CopiedBeside:
     def write(self, rows: Rows, vectors: Vectors) -> None:
         records = [one for one in rows.keys if isinstance(one, Record)]
         self._copy.put(records, vectors)
-        there = self._source.there([one.key for one in records])
+        there = self._source.existing_keys([one.key for one in records])
         gone = [one.key for one in records if one.key not in there]
         if gone:
             self._copy.remove(gone)

@@ -51,8 +51,8 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         place, _, collection = rest.partition("#")
         if not place or not collection:
             raise InvalidInputError(f"name the collection as well: {kind}:PLACE#COLLECTION")
-        found: Source = load_plugin("sources", kind)(place, collection, vector)
-        return found
+        source: Source = load_plugin("sources", kind)(place, collection, vector)
+        return source
     if "://" in address:
         # Not the address itself: it may hold a password.
         raise InvalidInputError(f"{kind}://…: expected {KINDS}")

@@ -152,13 +152,13 @@ class ParquetSource:
                 f"{few(f'{name} ({kind})' for name, kind in kinds.items()) or 'none'}"
             )
         try:
-            return opened.read_row_group(window.last, columns=columns)
+            return opened.read_row_group(window.upper, columns=columns)
         except (pa.ArrowException, OSError) as error:
             raise InvalidInputError(f"{file}: cannot be read as Parquet ({error})") from error
 
     def file(self, window: Window) -> Path:
         """Return the file that holds a window."""
-        return self._inside / str(window.after)
+        return self._inside / str(window.lower)
 
     def identity(self, window: Window) -> bytes:
         """The identity by which a window's file is known to be the same. Raises
@@ -176,7 +176,7 @@ class ParquetSource:
             raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
         return json.dumps({"size": size, "mtime_ns": changed, "footer": digest}).encode()
 
-    def beside(self, target: Target) -> "ParquetBeside":
+    def open_target(self, target: Target) -> "NewParquetFiles":
         folder = self._folder(target.name)
         mark = {"map": target.mark, "dim": target.dim, "of": self._of}
         if folder.exists():
@@ -192,7 +192,7 @@ class ParquetSource:
         else:
             make_dir(folder)
             write_file(folder / _MARK, json.dumps(mark).encode())
-        return ParquetBeside(self, folder, target, self._key)
+        return NewParquetFiles(self, folder, target, self._key)
 
     def carried(self, name: str) -> "ParquetSource":
         return ParquetSource(self._folder(name), self._key, name)
@@ -238,7 +238,7 @@ class Read(NamedTuple):
     of: bytes
 
 
-class ParquetBeside:
+class NewParquetFiles:
     """Files `_NAME/FILE.GROUP.parquet` with the same keys and column name as the source's."""
 
     at_once = 1
@@ -253,10 +253,10 @@ class ParquetBeside:
         if file.is_file() and (_opened(file).schema_arrow.metadata or {}).get(OF) == now:
             return Rows([], np.empty((0, 0), np.float32))
         rows = self._source.read(window)
-        return replace(rows, seen=[Read(window, now)] * len(rows))
+        return replace(rows, versions=[Read(window, now)] * len(rows))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        (read,) = set(rows.seen)
+        (read,) = set(rows.versions)
         assert isinstance(read, Read)
         metadata = {OF: read.of}
         if self._target.model:
@@ -290,8 +290,8 @@ class ParquetBeside:
         return list(self._folder.rglob(f"*{_SUFFIX}"))
 
     def _file(self, window: Window) -> Path:
-        of = Path(str(window.after))
-        return self._folder / of.parent / f"{of.stem}.{window.last}{_SUFFIX}"
+        of = Path(str(window.lower))
+        return self._folder / of.parent / f"{of.stem}.{window.upper}{_SUFFIX}"
 
 
 def _files(folder: Path) -> list[Path]:

@@ -12,12 +12,12 @@ import numpy as np
 
 from nobackfill.adopt.sources.postgres_rows import parsed
 from nobackfill.adopt.sources.source import (
-    Beside,
     ColumnValues,
     Facts,
     Rows,
     SearchMetric,
     Target,
+    TargetVectors,
     Window,
     even,
 )
@@ -28,11 +28,11 @@ from nobackfill.vectors import Vectors
 with extra("adopt"):
     from psycopg import sql
 
-    from nobackfill.adopt.sources import pgvector_beside
-    from nobackfill.adopt.sources.pgvector_beside import (
+    from nobackfill.adopt.sources import pgvector_target
+    from nobackfill.adopt.sources.pgvector_target import (
         METRICS,
         MOST_NAME,
-        PgvectorBeside,
+        PgvectorColumn,
         PgvectorTable,
         column_obstacles,
         name_before,
@@ -139,7 +139,7 @@ class PgvectorSource:
         )
 
     def count(self) -> int:
-        return self.filled(self.vector)
+        return self.count_vectors(self.vector)
 
     def dims(self) -> dict[int, int]:
         dim = self._table.dim(self.vector)
@@ -147,18 +147,18 @@ class PgvectorSource:
 
     def windows(self, rows: int) -> Iterator[Window]:
         self._table.every_row_is_seen()
-        after: object = None
+        lower: object = None
         while True:
             last = self._table.one(
                 "SELECT {key} FROM {table} t WHERE {above} ORDER BY {key} OFFSET {skipped} LIMIT 1",
-                above=self._table.window_condition(Window(after), "t"),
+                above=self._table.window_condition(Window(lower), "t"),
                 skipped=rows - 1,
             )
             # The last window is open: it includes rows that are inserted meanwhile.
-            yield Window(after, last)
+            yield Window(lower, last)
             if last is None:
                 return
-            after = last
+            lower = last
 
     def read(self, window: Window) -> Rows:
         return self.rows(self.vector, window)
@@ -174,12 +174,12 @@ class PgvectorSource:
         )
         return ColumnValues([key for key, _ in found], [value for _, value in found])
 
-    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
+    def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the items nearest to a vector, by an HNSW index with `count` candidates if there
         is one. See `Searchable.nearest`."""
-        column, of = beside or self.vector, None
-        if column.startswith(pgvector_beside.PREFIX):
-            of = pgvector_beside.table_names(self._table, self.vector, column)["beside"]
+        column, of = new_name or self.vector, None
+        if column.startswith(pgvector_target.PREFIX):
+            of = pgvector_target.table_names(self._table, self.vector, column)["new_table"]
             column = self.vector
         elif column not in self._table.columns:
             raise InvalidInputError(f"{self._table.name}: no column {column!r}")
@@ -242,16 +242,16 @@ class PgvectorSource:
         self._table.close()
 
     def warnings(self, to: str) -> list[str]:
-        triggers = [] if to.startswith(pgvector_beside.PREFIX) else self._table.on_update()
+        triggers = [] if to.startswith(pgvector_target.PREFIX) else self._table.on_update()
         if not triggers:
             return []
         return [
             f"{self._table.name}: writing {to} updates every row, which fires the triggers "
-            f"{', '.join(triggers)}; --to {pgvector_beside.PREFIX}NAME updates no row"
+            f"{', '.join(triggers)}; --to {pgvector_target.PREFIX}NAME updates no row"
         ]
 
     def obstacles(self, target: Target) -> list[str]:
-        if target.name.startswith(pgvector_beside.PREFIX):
+        if target.name.startswith(pgvector_target.PREFIX):
             return table_obstacles(self._table)
         if self._flipped(target):
             return []
@@ -265,16 +265,16 @@ class PgvectorSource:
             and self._table.comment_facts(name).get("carried") == target.mark
         )
 
-    def beside(self, target: Target) -> Beside:
+    def open_target(self, target: Target) -> TargetVectors:
         self._table.every_row_is_seen()
-        name = target.name.removeprefix(pgvector_beside.PREFIX)
+        name = target.name.removeprefix(pgvector_target.PREFIX)
         if len(name.encode("utf-8", "surrogateescape")) > MOST_NAME:
             raise InvalidInputError(
                 f"--to: expected at most {MOST_NAME} bytes, which is what PostgreSQL keeps of a "
                 f"name, got {name!r}"
             )
         if name != target.name:
-            names, digest = pgvector_beside.make_table(self._table, self.vector, target)
+            names, digest = pgvector_target.make_table(self._table, self.vector, target)
             place_in_table = PgvectorTable(self, self._table, target, names, digest)
             place_in_table.drop_unfinished_indexes()
             return place_in_table
@@ -303,7 +303,7 @@ class PgvectorSource:
             digest = None if flipped else self.watch(changes, target)
             if target.native and not flipped:
                 self._check_watched(changes, target, found, digest, there)
-        place = PgvectorBeside(self, self._table, self._names(target.name), target, flipped, digest)
+        place = PgvectorColumn(self, self._table, self._names(target.name), target, flipped, digest)
         place.drop_unfinished_indexes()
         return place
 
@@ -322,7 +322,7 @@ class PgvectorSource:
                 stale. No map can find them.
         """
         noted = self._table.comment_facts(target.name).get("triggers")
-        if existed and noted != digest_before and self.filled(target.name):
+        if existed and noted != digest_before and self.count_vectors(target.name):
             raise AlreadyExistsError(
                 f"{self._table.name}: column {target.name!r} may hold stale vectors: its triggers "
                 "were dropped, disabled or made again since they were written; remove it with "
@@ -355,8 +355,8 @@ class PgvectorSource:
         return changes.watch(body, triggers, content=content, **names)
 
     def rollback(self, name: str) -> bool:
-        if name.startswith(pgvector_beside.PREFIX):
-            return pgvector_beside.remove_table(self._table, self.vector, name)
+        if name.startswith(pgvector_target.PREFIX):
+            return pgvector_target.remove_table(self._table, self.vector, name)
         names = self._names(name)
         with self._table.changing() as changes:
             if self._table.mark(name) is None:
@@ -406,19 +406,19 @@ class PgvectorSource:
 
         def steps() -> list[str]:
             moved = moves(table, self.vector, (table.dim(self.vector), table.dim(old) or 0))
-            if moved.left:
+            if moved.immovable:
                 raise InvalidInputError(
                     f"{table.name}: these depend on the new vectors and cannot be moved: "
-                    f"{few(moved.left)}; drop them and try again"
+                    f"{few(moved.immovable)}; drop them and try again"
                 )
             rename = "ALTER TABLE {table} RENAME COLUMN {old} TO {name}"
             return [
                 *table.finding_pgvector(),
                 table.text("DROP FUNCTION {function}() CASCADE", **names),
-                *moved.before,
+                *moved.drops,
                 table.text(rename, **names),
                 table.text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
-                *moved.after,
+                *moved.creates,
                 table.text("ALTER TABLE {table} DROP COLUMN {name}", **names),
             ]
 
@@ -469,7 +469,7 @@ class PgvectorSource:
             ),
         }
 
-    def filled(self, column: str) -> int:
+    def count_vectors(self, column: str) -> int:
         """Rows that have a vector in `column`; 0 where there is no such column."""
         if column not in self._table.columns:
             return 0

@@ -25,7 +25,12 @@ _LINES = re.compile(r"\bE?'(?:[^']|'')*'|'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\s*\
 
 
 def grants(
-    table: SourceTable, relation: str, to: str, columns: Sequence[str] | None, *, whole: bool = True
+    table: SourceTable,
+    relation: str,
+    to: str,
+    columns: Sequence[str] | None,
+    *,
+    on_relation: bool = True,
 ) -> list[str]:
     """Write GRANTs that repeat the rights on a relation for another relation.
 
@@ -34,14 +39,14 @@ def grants(
         relation: The relation with the rights; the rights of its owner are left out.
         to: The relation that gets them.
         columns: The columns whose rights to include; None for all.
-        whole: Whether to include rights on the whole relation.
+        on_relation: Whether to include rights on the whole relation.
     """
     found = table.described(
         "SELECT format('GRANT %s ON %s TO %s%s', string_agg(what, ', ' ORDER BY what), {to}, "
         "CASE grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(grantee)) END, "
         "CASE WHEN is_grantable THEN ' WITH GRANT OPTION' END) FROM ("
         "SELECT relowner, acl.*, privilege_type AS what FROM pg_class, aclexplode(relacl) acl "
-        "WHERE oid = {relation}::regclass AND {whole} UNION ALL "
+        "WHERE oid = {relation}::regclass AND {on_relation} UNION ALL "
         "SELECT relowner, acl.*, format('%s (%I)', privilege_type, attname) "
         "FROM pg_class c JOIN pg_attribute ON attrelid = c.oid, aclexplode(attacl) acl "
         "WHERE c.oid = {relation}::regclass AND (attname = ANY({columns}::name[]) OR {every})"
@@ -50,7 +55,7 @@ def grants(
         to=to,
         columns=list(columns or ()),
         every=columns is None,
-        whole=whole,
+        on_relation=on_relation,
     )
     return [statement for (statement,) in found]
 
@@ -126,8 +131,8 @@ def owner(table: SourceTable, relation: str) -> list[str]:
 def one_line(statement: str) -> str:
     """Return a statement in one line."""
 
-    def flat(found: re.Match[str]) -> str:
-        part = found[0]
+    def flat(match: re.Match[str]) -> str:
+        part = match[0]
         if part[0].isspace():
             return " "
         if part.startswith("'") and "\n" in part:
@@ -141,14 +146,16 @@ def one_line(statement: str) -> str:
 class Moves:
     """Statements that make what depends on one column depend on the column that takes its name.
 
-    `before` and `after`: statements to run before and after the columns are renamed. `left`:
-    objects that no statement moves, in PostgreSQL's words. `hindrances`: objects because of which
-    a statement would fail, each with the reason.
+    Attributes:
+        drops: Statements to run before the columns are renamed.
+        creates: Statements to run after the columns are renamed.
+        immovable: Objects that no statement moves, in PostgreSQL's words.
+        hindrances: Objects because of which a statement would fail, each with the reason.
     """
 
-    before: list[str]
-    after: list[str]
-    left: list[str]
+    drops: list[str]
+    creates: list[str]
+    immovable: list[str]
     hindrances: list[str]
 
 
@@ -175,7 +182,7 @@ def moves(table: SourceTable, column: str, dims: tuple[int | None, int]) -> Move
         creates += [create, *grants(table, name, name, None)]
     creates += [create for rows in too for _, _, create in rows]
     here = table.text("{here}")
-    creates += grants(table, here, here, [column], whole=False)
+    creates += grants(table, here, here, [column], on_relation=False)
     parts["made"] = [oid for rows in (*found, *too) for oid, drop, _ in rows if drop]
     creates += [comment for (comment,) in table.described(_COMMENTS, **parts)]
     others = [name for (name,) in table.described(_OTHER_VECTORS, **parts)]

@@ -48,8 +48,8 @@ def _alike(data: bytes) -> list[Fields] | None:
     if len(data) % form.itemsize:
         return None
     rows = np.frombuffer(data, form)
-    told = [("count", len(lengths)), *((f"length{n}", size) for n, size in enumerate(lengths))]
-    if any((rows[name] != value).any() for name, value in told):
+    expected = [("count", len(lengths)), *((f"length{n}", size) for n, size in enumerate(lengths))]
+    if any((rows[name] != value).any() for name, value in expected):
         return None
     return [rows[f"value{number}"] for number in range(len(lengths))]
 
@@ -63,21 +63,21 @@ def _form(lengths: Sequence[int]) -> np.dtype[np.void]:
 
 def _one_by_one(data: bytes, rows: int | None = None) -> list[Fields]:
     (count,) = _COUNT.unpack_from(data)
-    found: list[list[bytes | None]] = [[] for _ in range(count)]
+    columns: list[list[bytes | None]] = [[] for _ in range(count)]
     at = 0
-    while at < len(data) and len(found[0]) != rows:
+    while at < len(data) and len(columns[0]) != rows:
         at += _COUNT.size
-        for column in found:
+        for column in columns:
             (size,) = _LENGTH.unpack_from(data, at)
             at += _LENGTH.size
             column.append(None if size < 0 else data[at : at + size])
             at += max(size, 0)
-    return list(found)
+    return list(columns)
 
 
 def _listed(column: Fields) -> list[bytes | None]:
-    found: list[bytes | None] = column if isinstance(column, list) else column.tolist()
-    return found
+    values: list[bytes | None] = column if isinstance(column, list) else column.tolist()
+    return values
 
 
 def vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
@@ -113,7 +113,8 @@ def vectors(column: Fields, ids: Sequence[str], where: str) -> Vectors:
 def parsed(data: bytes, where: str) -> Rows:
     """Decode rows of a key as text, a vector, and other fields.
 
-    The other fields of a row, joined, become its `Rows.seen`; one that may be NULL must be last.
+    The other fields of a row, joined, become its value in `Rows.versions`. A field that may be NULL
+    must be last.
 
     Raises:
         InvalidInputError: The vectors have several dimensions.
@@ -123,8 +124,8 @@ def parsed(data: bytes, where: str) -> Rows:
     keys, values, *rest = split(data)
     ids = [(key or b"").decode() for key in _listed(keys)]
     others = zip(*map(_listed, rest), strict=True)
-    seen = [b"".join(part or b"" for part in row) for row in others]
-    return Rows(ids, vectors(values, ids, where), (), seen)
+    versions = [b"".join(part or b"" for part in row) for row in others]
+    return Rows(ids, vectors(values, ids, where), (), versions)
 
 
 def products_of(data: bytes) -> tuple[list[str], Vectors]:
@@ -177,21 +178,21 @@ def _vectors(vectors: Packable) -> NDArray[np.void]:
     return made.view(f"V{made.dtype.itemsize}")
 
 
-def update_passes(seen: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
+def update_passes(versions: Sequence[object], vectors: Vectors) -> Iterator[bytes]:
     """Encode the rows of an UPDATE in passes (see PASSES).
 
     Args:
-        seen: Place, writer and relation of each row, joined.
+        versions: Place, writer and relation of each row, joined.
         vectors: Their new vectors, float32 [n, dim].
 
     Yields:
         For each pass, rows of (place tid, writer xid, relation oid, new vector).
     """
-    told = [one for one in seen if isinstance(one, bytes)]
-    passes = _passes([one[_PARTS[0]] for one in told])
+    known = [one for one in versions if isinstance(one, bytes)]
+    passes = _passes([one[_PARTS[0]] for one in known])
     for number in range(int(passes.max(initial=-1)) + 1):
         some = np.flatnonzero(passes == number)
-        parts = ([told[row][part] for row in some] for part in _PARTS)
+        parts = ([known[row][part] for row in some] for part in _PARTS)
         yield packed(*parts, vectors[some])
 
 

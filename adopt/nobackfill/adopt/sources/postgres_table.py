@@ -357,17 +357,17 @@ class SourceTable:
                 "table with a key of its own: name each of these"
             )
 
-    def _key_column(self, wanted: str | None) -> str:
+    def _key_column(self, column: str | None) -> str:
         """Return the key: a column that is NOT NULL and has a unique index of its own.
 
         Args:
-            wanted: The column to use; None for the primary key.
+            column: The column to use; None for the primary key.
 
         Raises:
             InvalidInputError: There is no such column.
         """
-        if wanted is not None and wanted not in self.columns:
-            raise InvalidInputError(f"{self.name}: no column {wanted!r}")
+        if column is not None and column not in self.columns:
+            raise InvalidInputError(f"{self.name}: no column {column!r}")
         found = self.all(
             "SELECT a.attname, i.indisprimary FROM pg_index i JOIN pg_attribute a "
             "ON a.attrelid = i.indrelid AND a.attnum = i.indkey[0] "
@@ -377,7 +377,7 @@ class SourceTable:
             "AND conkey = ARRAY[a.attnum] AND NOT convalidated) ORDER BY i.indisprimary DESC",
             quoted=self._quoted,
         )
-        keys = [name for name, primary in found if (name == wanted if wanted else primary)]
+        keys = [name for name, primary in found if (name == column if column else primary)]
         if not keys:
             what_next = (
                 f"name one with --key, or add one: ALTER TABLE {self._quoted} "
@@ -393,7 +393,7 @@ class SourceTable:
             raise InvalidInputError(
                 f"{self.name}: expected a key of one column, unique and NOT NULL, both valid, "
                 "found none"
-                f"{'' if wanted is None else f' in {wanted!r}'}; {what_next}"
+                f"{'' if column is None else f' in {column!r}'}; {what_next}"
             )
         return str(keys[0])
 
@@ -445,14 +445,14 @@ class SourceTable:
         """The table's owner, where that is another role to whom what is made here can be given: so
         nobody who may write to the table gets this role's rights by a trigger. One whom its
         policies bind (FORCE ROW LEVEL SECURITY) would not see every row."""
-        found: str | None = self.one(
+        name: str | None = self.one(
             "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = to_regclass({quoted}) "
             "AND relowner <> current_user::regrole AND NOT relforcerowsecurity "
             "AND (has_schema_privilege(relowner, relnamespace, 'CREATE') "
             "OR (SELECT rolsuper FROM pg_roles WHERE rolname = current_user))",
             quoted=self._quoted,
         )
-        return found
+        return name
 
     @property
     def unlogged(self) -> bool:
@@ -668,7 +668,7 @@ class SourceTable:
 
     def window_condition(self, window: Window, of: str) -> sql.Composable:
         """Return the condition of a window on the key of a table with the alias `of`."""
-        bounds = [(sql.SQL(">"), window.after), (sql.SQL("<="), window.last)]
+        bounds = [(sql.SQL(">"), window.lower), (sql.SQL("<="), window.upper)]
         key = sql.Identifier(of, self.key)
         conditions = [
             sql.SQL("{} {} {}").format(key, sign, bound)
@@ -722,8 +722,8 @@ class SourceTable:
             with connection.transaction():
                 if setting is not None:
                     connection.execute(self.composed(setting, **parts))
-                found: list[Any] = connection.execute(self.composed(query, **parts)).fetchall()
-                return found
+                rows: list[Any] = connection.execute(self.composed(query, **parts)).fetchall()
+                return rows
 
         return self._connections.read(ask)
 
@@ -769,10 +769,10 @@ class SourceTable:
     def flipping(
         self,
         steps: Callable[[], list[str]],
-        after: Callable[["Changes"], object] | None = None,
+        last_step: Callable[["Changes"], object] | None = None,
     ) -> Iterator[None]:
         """One transaction in which nobody else reads or writes the table, and at whose end `steps`
-        gives what to run; then `after` makes its changes. Raises as `changing`."""
+        gives what to run; then `last_step` makes its changes. Raises as `changing`."""
         with self.changing() as changes:
             # At once: a weaker lock that grows would meet readers that are about to write.
             changes.run("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
@@ -780,8 +780,8 @@ class SourceTable:
             changes.run("SET LOCAL lock_timeout = {wait}", wait=_LOCK_WAIT)
             for step in steps():
                 changes.run_text(step)
-            if after is not None:
-                after(changes)
+            if last_step is not None:
+                last_step(changes)
 
     def run_alone(self, statement: str) -> None:
         """Run a statement that PostgreSQL refuses inside a transaction."""
@@ -824,8 +824,8 @@ class Changes:
 
     def all(self, query: LiteralString, **parts: object) -> list[Any]:
         """Return all rows of a query."""
-        found: list[Any] = self._connection.execute(self._table.composed(query, **parts)).fetchall()
-        return found
+        rows: list[Any] = self._connection.execute(self._table.composed(query, **parts)).fetchall()
+        return rows
 
     def run_text(self, statement: str) -> None:
         """Run a statement that is already text."""

@@ -59,13 +59,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Window:
-    """A range of keys: those above `after`, up to `last` inclusive; None leaves an end open.
+    """A range of keys: those above `lower`, up to `upper` inclusive; None leaves an end open.
 
     The windows of one `Source.windows` cover each key once, also keys that are added meanwhile.
     """
 
-    after: object = None
-    last: object = None
+    lower: object = None
+    upper: object = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ class Rows:
         ids: Their keys as text.
         vectors: Their vectors, float32 [n, dim]; they may hold NaN (see `checked`).
         keys: Their keys in the store's own type; empty if the store needs none.
-        seen: For each item, a value by which the store recognises a row that has changed since.
+        versions: For each item, a value by which the store recognises a row that has changed since.
     """
 
     ids: list[str]
     vectors: Vectors
     keys: Sequence[object] = ()
-    seen: Sequence[object] = ()
+    versions: Sequence[object] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -121,8 +121,8 @@ class ColumnValues:
     values: list[str] = field(default_factory=list)
 
 
-class Beside(Protocol):
-    """The new vectors in a store, which `Source.beside` creates or opens.
+class TargetVectors(Protocol):
+    """The new vectors in a store, which `Source.open_target` creates or opens.
 
     An item that is deleted from the source loses its new vector.
     """
@@ -151,7 +151,7 @@ class Beside(Protocol):
 
 
 @runtime_checkable
-class Flippable(Beside, Protocol):
+class Flippable(TargetVectors, Protocol):
     """New vectors to which the store can flip while others write."""
 
     @property
@@ -171,7 +171,7 @@ class Flippable(Beside, Protocol):
             InvalidInputError: The store cannot flip to these vectors, or refuses an index.
         """
 
-    def left(self) -> list[str]:
+    def owner_tasks(self) -> list[str]:
         """Return sentences that name the owner's tasks after the flip; empty without any."""
 
     def flip(self) -> AbstractContextManager[None]:
@@ -184,7 +184,7 @@ class Flippable(Beside, Protocol):
 
 
 @runtime_checkable
-class Multiplied(Beside, Protocol):
+class Multiplied(TargetVectors, Protocol):
     """New vectors whose store computes inner products, so that a check need not read them."""
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
@@ -217,7 +217,7 @@ class Source(Protocol):
             InvalidInputError: There is no such column.
         """
 
-    def beside(self, target: Target) -> Beside:
+    def open_target(self, target: Target) -> TargetVectors:
         """Create the place for new vectors, or open it where this map created it before.
 
         Raises:
@@ -225,7 +225,7 @@ class Source(Protocol):
         """
 
     def rollback(self, name: str) -> bool:
-        """Remove the new vectors of a name. Returns False where `beside` created none."""
+        """Remove the new vectors of a name. Returns False where `open_target` created none."""
 
 
 @runtime_checkable
@@ -249,7 +249,7 @@ class Reversible(Source, Protocol):
 
     vector: str
 
-    def filled(self, column: str) -> int:
+    def count_vectors(self, column: str) -> int:
         """Count the rows that have a vector in a column; 0 where there is no such column."""
 
     def name_model(self, model: str) -> None:
@@ -308,13 +308,13 @@ class Dimensioned(Source, Protocol):
 class Searchable(Source, Protocol):
     """A source that answers searches, as `nobackfill.serve` needs."""
 
-    def nearest(self, vector: Vectors, count: int, beside: str | None = None) -> list[str]:
+    def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         """Search the items nearest to a vector.
 
         Args:
             vector: The query, float32 [dim].
             count: The most hits to return.
-            beside: Name of the new vectors to search; None for the old ones.
+            new_name: Name of the new vectors to search; None for the old ones.
 
         Returns:
             Ids, nearest first.
@@ -358,18 +358,18 @@ def same_model(first: str | None, second: str | None, what: str) -> None:
         )
 
 
-def metric_of(said: str, known: Mapping[str, SearchMetric], where: str) -> SearchMetric | None:
+def metric_of(name: str, metrics: Mapping[str, SearchMetric], where: str) -> SearchMetric | None:
     """Return the metric that a store names, or None if it names none (an empty text).
 
     Raises:
-        InvalidInputError: The metric is not in `known`.
+        InvalidInputError: The metric is not in `metrics`.
     """
-    if said and said not in known:
+    if name and name not in metrics:
         raise InvalidInputError(
-            f"{where}: its vectors are searched by {said}; expected {few(known)}, which are what "
+            f"{where}: its vectors are searched by {name}; expected {few(metrics)}, which are what "
             "nobackfill judges and serves"
         )
-    return known.get(said)
+    return metrics.get(name)
 
 
 def checked(rows: Rows, dim: int | None, where: str) -> Rows:
@@ -436,8 +436,8 @@ def read_mark(path: Path) -> object:
 
 def repeated(ids: Iterable[str]) -> list[str]:
     """Return each further occurrence of an id that occurred before, in order."""
-    seen: set[str] = set()
-    return [name for name in ids if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+    earlier = set[str]()
+    return [name for name in ids if name in earlier or earlier.add(name)]  # type: ignore[func-returns-value]
 
 
 def even(vectors: Sequence[Sequence[float] | Vectors], ids: Sequence[str], where: str) -> Vectors:

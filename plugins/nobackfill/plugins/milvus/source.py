@@ -203,7 +203,7 @@ class MilvusStore:
         self._client = open_client(place)
         self._vector = vector
 
-    def opened(self, name: str) -> "MilvusCollection":
+    def open_collection(self, name: str) -> "MilvusCollection":
         if not self.exists(name):
             there = few(call_milvus(name, self._client.list_collections))
             raise NotFoundError(f"{name}: no such collection; there are {there or 'none'}")
@@ -213,11 +213,11 @@ class MilvusStore:
         """Return whether a collection or an alias has this name."""
         return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
-    def make(self, target: Target, like: Collection, said: Mapping[str, str]) -> None:
+    def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
         if not isinstance(like, MilvusCollection):
             raise TypeError(like)
         schema = like.schema(target.dim)
-        properties = {_MARK + name: value for name, value in said.items()}
+        properties = {_MARK + name: value for name, value in facts.items()}
         indexes = like.indexes()
         call_milvus(
             target.name,
@@ -268,7 +268,7 @@ class MilvusCollection:
         self._fields = {str(one["name"]): one for one in results["fields"]}
         self._dynamic = bool(results.get("enable_dynamic_field"))
         # Marks are properties, because milvus-lite loses the description.
-        self.said = {
+        self.copy_facts = {
             key.removeprefix(_MARK): str(value)
             for key, value in (results.get("properties") or {}).items()
             if key.startswith(_MARK)
@@ -300,7 +300,7 @@ class MilvusCollection:
     def facts(self) -> Facts:
         kind = str(index_of(self._client, self.name, self._vector).get("metric_type") or "")
         others = tuple(name for name in self._fields if name not in (self._key, self._vector))
-        metric, model = metric_of(kind, _METRICS, self.name), self.said.get("model")
+        metric, model = metric_of(kind, _METRICS, self.name), self.copy_facts.get("model")
         return Facts(f"{self.name}.{self._vector}", self._dim, metric, model, others)
 
     def count(self) -> int:
@@ -339,9 +339,9 @@ class MilvusCollection:
         results = self._query(self._within(window), [self._key])
         keys = sorted(one[self._key] for one in results)
         records: list[Record] = []
-        after = window.after
+        after = window.lower
         partitions = self.partitions()
-        for last in (*keys[self._at_once - 1 : -1 : self._at_once], window.last):
+        for last in (*keys[self._at_once - 1 : -1 : self._at_once], window.upper):
             within = self._within(Window(after, last))
             some: list[Record] = []
             for partition in partitions or [""]:
@@ -362,7 +362,7 @@ class MilvusCollection:
         results = self._query(self._within(window), [self._key, OF])
         return {one[self._key]: str(one.get(OF, "")) for one in results}
 
-    def there(self, keys: Sequence[Any]) -> Some[Any]:
+    def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
         results: set[Any] = set()
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
@@ -377,7 +377,7 @@ class MilvusCollection:
             some = [row for row, one in enumerate(records) if one.partition == partition]
             for first in range(0, len(some), _PAGE):
                 rows = [
-                    {**one.rest, self._key: one.key, self._vector: vectors[row], OF: one.digest}
+                    {**one.values, self._key: one.key, self._vector: vectors[row], OF: one.digest}
                     for row in some[first : first + _PAGE]
                     for one in [records[row]]
                 ]
@@ -440,12 +440,12 @@ class MilvusCollection:
 
     def _within(self, window: Window) -> str:
         least = "" if self._texts else _LEAST
-        if window.after is None:
+        if window.lower is None:
             parts = [f"{self._key} >= {_literal(least)}"]
         else:
-            parts = [f"{self._key} > {_literal(window.after)}"]
-        if window.last is not None:
-            parts.append(f"{self._key} <= {_literal(window.last)}")
+            parts = [f"{self._key} > {_literal(window.lower)}"]
+        if window.upper is not None:
+            parts.append(f"{self._key} <= {_literal(window.upper)}")
         return " and ".join(parts)
 
     def _among(self, keys: Sequence[Any]) -> str:

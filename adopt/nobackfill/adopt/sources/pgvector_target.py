@@ -157,15 +157,15 @@ def find_table(table: SourceTable, vector: str, name: str) -> FoundTable:
     )
     relations = table.all(
         "SELECT nspname, relname, obj_description(c.oid, 'pg_class'), "
-        "c.oid IS NOT DISTINCT FROM to_regclass({beside}), "
+        "c.oid IS NOT DISTINCT FROM to_regclass({new_table}), "
         "EXISTS (SELECT FROM pg_constraint WHERE contype = 'f' AND conrelid = c.oid "
         "AND confrelid = {oid}), ARRAY(SELECT attname::text FROM pg_attribute "
         "WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped ORDER BY attnum) "
         "FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-        "WHERE c.oid = to_regclass({beside}) OR c.oid IN (SELECT objoid FROM pg_description, "
+        "WHERE c.oid = to_regclass({new_table}) OR c.oid IN (SELECT objoid FROM pg_description, "
         "unnest({watchers}::text[]) w WHERE classoid = 'pg_class'::regclass AND objsubid = 0 "
         "AND position(w IN description) > 0) ORDER BY 4 DESC, 1",
-        beside=names["beside"].as_string(),
+        new_table=names["new_table"].as_string(),
         oid=table.oid,
         watchers=list(watchers),
     )
@@ -209,8 +209,8 @@ def _renames(table: SourceTable, vector: str, place: FoundTable) -> list[str]:
     """Return statements that give the key and the vectors the names that the source has now."""
     return [
         table.text(
-            "ALTER TABLE {beside} RENAME COLUMN {before} TO {now}",
-            beside=place.names["beside"],
+            "ALTER TABLE {new_table} RENAME COLUMN {before} TO {now}",
+            new_table=place.names["new_table"],
             before=sql.Identifier(before),
             now=sql.Identifier(now),
         )
@@ -241,13 +241,13 @@ def _follow_names(
         return
     changes.run("DROP FUNCTION {function}() CASCADE", function=place.function)
     indexes = changes.all(
-        "SELECT indexrelid::regclass::text FROM pg_index WHERE indrelid = {beside}::regclass "
+        "SELECT indexrelid::regclass::text FROM pg_index WHERE indrelid = {new_table}::regclass "
         "AND indpred IS NOT NULL AND NOT indisunique ORDER BY indexrelid LIMIT 1",
-        beside=names["beside"].as_string(),
+        new_table=names["new_table"].as_string(),
     )
     for (index,) in indexes:
         changes.run("ALTER INDEX {index} RENAME TO {empty_name}", index=sql.SQL(index), **names)
-    changes.run("COMMENT ON TABLE {beside} IS {comment}", comment=comment, **names)
+    changes.run("COMMENT ON TABLE {new_table} IS {comment}", comment=comment, **names)
 
 
 def _make(
@@ -262,34 +262,34 @@ def _make(
     # A logged table cannot have a foreign key to an unlogged one.
     kind = sql.SQL("UNLOGGED TABLE" if table.unlogged else "TABLE")
     # A query gives the column of the key the type and the collation of the old one.
-    query: LiteralString = "CREATE {kind} {beside} AS SELECT {key} FROM {table} WITH NO DATA"
+    query: LiteralString = "CREATE {kind} {new_table} AS SELECT {key} FROM {table} WITH NO DATA"
     changes.run(query, kind=kind, **names)
-    changes.run("ALTER TABLE {beside} ADD PRIMARY KEY ({key})", **names)
-    changes.run("ALTER TABLE {beside} ADD COLUMN {old} {type}({dim})", dim=dim, **names)
+    changes.run("ALTER TABLE {new_table} ADD PRIMARY KEY ({key})", **names)
+    changes.run("ALTER TABLE {new_table} ADD COLUMN {old} {type}({dim})", dim=dim, **names)
     # A partial index: lets `carry` find cleared vectors without reading the others.
-    changes.run("CREATE INDEX {empty_name} ON {beside} ({key}) WHERE {old} IS NULL", **names)
+    changes.run("CREATE INDEX {empty_name} ON {new_table} ({key}) WHERE {old} IS NULL", **names)
     mark_and_model = note(model=target.model, **mark)
-    changes.run("COMMENT ON TABLE {beside} IS {mark}", mark=mark_and_model, **names)
+    changes.run("COMMENT ON TABLE {new_table} IS {mark}", mark=mark_and_model, **names)
     comment = table.comment(vector)
     if target.model or comment:
-        said = note(comment, model=target.model)
-        changes.run("COMMENT ON COLUMN {beside}.{old} IS {said}", said=said, **names)
+        comment = note(comment, model=target.model)
+        changes.run("COMMENT ON COLUMN {new_table}.{old} IS {comment}", comment=comment, **names)
     dims = table.dim(vector), target.dim
-    for step in column_properties(table, vector, names["beside"].as_string(), vector, dims):
+    for step in column_properties(table, vector, names["new_table"].as_string(), vector, dims):
         changes.run_text(step)
-    changes.owned("TABLE", names["beside"])
+    changes.owned("TABLE", names["new_table"])
 
 
 _BODY: LiteralString = """
   IF TG_OP = 'TRUNCATE' THEN
-    TRUNCATE {beside};
+    TRUNCATE {new_table};
   END IF;
   IF TG_OP IN ('DELETE', 'UPDATE') THEN
-    INSERT INTO {beside} ({key}, {old}) VALUES (OLD.{key}, NULL)
+    INSERT INTO {new_table} ({key}, {old}) VALUES (OLD.{key}, NULL)
     ON CONFLICT ({key}) DO UPDATE SET {old} = NULL;
   END IF;
   IF TG_OP = 'INSERT' OR TG_OP = 'UPDATE' AND NOT NEW.{key} {equals} OLD.{key} THEN
-    INSERT INTO {beside} ({key}, {old}) VALUES (NEW.{key}, NULL)
+    INSERT INTO {new_table} ({key}, {old}) VALUES (NEW.{key}, NULL)
     ON CONFLICT ({key}) DO UPDATE SET {old} = NULL;
   END IF;
   RETURN NULL;
@@ -319,19 +319,19 @@ def remove_table(table: SourceTable, vector: str, name: str) -> bool:
         if not place.belongs or "nobackfill" not in place.mark:
             return False
         changes.run("DROP FUNCTION IF EXISTS {function}() CASCADE", function=place.function)
-        changes.run("DROP TABLE {beside}", **place.names)
+        changes.run("DROP TABLE {new_table}", **place.names)
     return True
 
 
 def table_names(table: SourceTable, vector: str, name: str, schema: str | None = None) -> Names:
     """Return quoted names: the table of the new vectors, its column and its type, the trigger
     function, and the index of empty vectors. `schema`: of the table; None for the source's."""
-    beside = name.removeprefix(PREFIX)
-    trigger = table.trigger_name(vector, PREFIX + beside)
+    new_table = name.removeprefix(PREFIX)
+    trigger = table.trigger_name(vector, PREFIX + new_table)
     return {
         "old": sql.Identifier(vector),
         "type": table.of_pgvector(table.kind(vector)),
-        "beside": sql.Identifier(schema or table.schema, beside),
+        "new_table": sql.Identifier(schema or table.schema, new_table),
         "function": sql.Identifier(table.schema, trigger),
         "empty_name": sql.Identifier(f"{trigger}_empty"),
         "empty": sql.Identifier(schema or table.schema, f"{trigger}_empty"),
@@ -380,14 +380,14 @@ class Columns(Protocol):
     @property
     def halves(self) -> bool: ...
 
-    def filled(self, column: str) -> int: ...
+    def count_vectors(self, column: str) -> int: ...
 
     def rows(self, column: str, window: Window, missing: str | None = None) -> Rows: ...
 
     def watch(self, changes: Changes, target: Target) -> str | None: ...
 
 
-class PgvectorBeside:
+class PgvectorColumn:
     """New vectors in a column of the same rows."""
 
     put_by_writers = False
@@ -417,7 +417,7 @@ class PgvectorBeside:
     def write(self, rows: Rows, vectors: Vectors) -> None:
         """Write new vectors to rows that did not change since they were read, in PASSES passes."""
         try:
-            self._write(rows, update_passes(rows.seen, vectors))
+            self._write(rows, update_passes(rows.versions, vectors))
         except BusyError:
             # An open transaction wrote to one of the rows: the other rows stay pending.
             time.sleep(LET_GO)
@@ -477,7 +477,7 @@ class PgvectorBeside:
         )
 
     def count(self) -> int:
-        return self._source.filled(self._target.name)
+        return self._source.count_vectors(self._target.name)
 
     @contextmanager
     def prepare_flip(self) -> Iterator[None]:
@@ -510,12 +510,12 @@ class PgvectorBeside:
         digest = self._source.watch(changes, replace(self._target, name=name, content=None))
         facts = self._table.comment_facts(name) | {"triggers": digest}
         changes.run(
-            "COMMENT ON COLUMN {table}.{name} IS {said}",
+            "COMMENT ON COLUMN {table}.{name} IS {comment}",
             name=sql.Identifier(name),
-            said=note(self._table.comment(name), **facts),
+            comment=note(self._table.comment(name), **facts),
         )
 
-    def left(self) -> list[str]:
+    def owner_tasks(self) -> list[str]:
         return []
 
     def finish(self) -> list[str]:
@@ -567,8 +567,8 @@ class PgvectorBeside:
             # the rows without one.
             one_line(
                 text(
-                    "COMMENT ON COLUMN {table}.{new} IS {said}",
-                    said=note(
+                    "COMMENT ON COLUMN {table}.{new} IS {comment}",
+                    comment=note(
                         self._table.comment(old),
                         model=self._target.model,
                         carried=self._target.mark,
@@ -578,10 +578,10 @@ class PgvectorBeside:
             ),
             *column_properties(self._table, old, here, self._target.name, self._dims),
             # A writer sets one of both columns after the flip: NOT NULL moves, too.
-            *moved.before,
+            *moved.drops,
             text("ALTER TABLE {table} RENAME COLUMN {old} TO {kept}", kept=kept, **names),
             text("ALTER TABLE {table} RENAME COLUMN {new} TO {old}", **names),
-            *moved.after,
+            *moved.creates,
             unless(
                 self._table,
                 "EXISTS (SELECT FROM pg_depend JOIN pg_attribute ON attrelid = refobjid "
@@ -616,10 +616,10 @@ def column_obstacles(table: SourceTable, column: str, target: Target) -> list[st
             f"{few(indexes)}; drop them, and build them again after the flip"
         )
     moved = moves(table, column, (table.dim(column), target.dim))
-    if moved.left:
+    if moved.immovable:
         obstacles.append(
-            f"a flip would leave these with the old vectors of {column}: {few(moved.left)}; drop "
-            "them, carry again and flip, and make them anew for the new vectors"
+            f"a flip would leave these with the old vectors of {column}: {few(moved.immovable)}; "
+            "drop them, carry again and flip, and make them anew for the new vectors"
         )
     if moved.hindrances:
         obstacles.append(f"these objects prevent a flip: {few(moved.hindrances)}")
@@ -755,30 +755,31 @@ class PgvectorTable:
                 ),
                 self._table.name,
             )
-            return replace(rows, seen=[one + _NOWHERE for one in _bytes(rows.seen)])
+            return replace(rows, versions=[one + _NOWHERE for one in _bytes(rows.versions)])
         found = self._table.copied(
             "SELECT t.{key}::text, t.{old}::{vector}, t.{key}, "
             "coalesce(b.place, '(0,0)'), coalesce(b.writer, '0') FROM {table} t {join} JOIN "
             "(SELECT {key} AS key, ctid AS place, xmin AS writer, {old} IS NULL AS empty "
-            "FROM {beside} b WHERE {which} AND {within_beside}) b ON b.key = t.{key} "
+            "FROM {new_table} b WHERE {which} AND {within_new}) b ON b.key = t.{key} "
             "WHERE t.{old} IS NOT NULL AND b.empty IS NOT FALSE AND {within} ORDER BY t.{key}",
             # In a window that was written completely, only cleared vectors.
             join=sql.SQL("INNER" if whole else "LEFT"),
             which=sql.SQL("{} IS NULL" if whole else "true").format(self._names["old"]),
             within=self._table.window_condition(window, "t"),
-            within_beside=self._table.window_condition(window, "b"),
+            within_new=self._table.window_condition(window, "b"),
             **self._names,
         )
         return parsed(found, self._table.name)
 
     def _any(self, window: Window) -> bool:
-        query = "SELECT EXISTS (SELECT FROM {beside} b WHERE {within})"
+        query = "SELECT EXISTS (SELECT FROM {new_table} b WHERE {within})"
         within = self._table.window_condition(window, "b")
         return bool(self._table.one(query, within=within, **self._names))
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        seen = _bytes(rows.seen)
-        keys, places = [one[:-_SEEN] for one in seen], [one[-_SEEN:] for one in seen]
+        versions = _bytes(rows.versions)
+        keys = [one[:-_SEEN] for one in versions]
+        places = [one[-_SEEN:] for one in versions]
         if self._table.kind(self._source.vector) == "halfvec":
             vectors = vectors.astype(np.float16)
         try:
@@ -796,7 +797,7 @@ class PgvectorTable:
         with self._table.connected() as changes:
             try:
                 with changes.transaction(WAIT):
-                    changes.copy(self._names["beside"], packed(keys, vectors))
+                    changes.copy(self._names["new_table"], packed(keys, vectors))
             except states.UniqueViolation:
                 return False
         return True
@@ -807,24 +808,24 @@ class PgvectorTable:
         with self._table.connected() as changes, changes.transaction(WAIT):
             changes.run(
                 "CREATE TEMPORARY TABLE nobackfill_window ON COMMIT DROP AS SELECT {key} AS key, "
-                "{old} AS new, ctid AS place, xmin AS writer FROM {beside} WITH NO DATA",
+                "{old} AS new, ctid AS place, xmin AS writer FROM {new_table} WITH NO DATA",
                 **self._names,
             )
             changes.copy(sql.Identifier("nobackfill_window"), packed(keys, vectors, *seen))
             changes.run(
-                "INSERT INTO {beside} SELECT key, new FROM nobackfill_window "
+                "INSERT INTO {new_table} SELECT key, new FROM nobackfill_window "
                 "WHERE place = '(0,0)' ORDER BY key ON CONFLICT DO NOTHING",
                 **self._names,
             )
             changes.run(
-                "UPDATE {beside} b SET {old} = w.new FROM nobackfill_window w "
+                "UPDATE {new_table} b SET {old} = w.new FROM nobackfill_window w "
                 "WHERE b.{key} = w.key AND b.ctid = w.place AND b.xmin = w.writer",
                 **self._names,
             )
 
     def read(self, window: Window) -> Rows:
         found = self._table.copied(
-            "SELECT b.{key}::text, b.{old}::{vector} FROM {beside} b "
+            "SELECT b.{key}::text, b.{old}::{vector} FROM {new_table} b "
             "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
             within=self._table.window_condition(window, "b"),
             **self._names,
@@ -834,7 +835,7 @@ class PgvectorTable:
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
         return products_of(
             self._table.copied(
-                "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {beside} b "
+                "SELECT b.{key}::text, b.{old} {product} {probe}::{vector} FROM {new_table} b "
                 "WHERE b.{old} IS NOT NULL AND {within} ORDER BY b.{key}",
                 probe=str(probe.tolist()),
                 within=self._table.window_condition(window, "b"),
@@ -843,7 +844,7 @@ class PgvectorTable:
         )
 
     def count(self) -> int:
-        query = "SELECT count(*) FROM {beside} WHERE {old} IS NOT NULL"
+        query = "SELECT count(*) FROM {new_table} WHERE {old} IS NOT NULL"
         return int(self._table.one(query, **self._names))
 
     @contextmanager
@@ -863,7 +864,7 @@ class PgvectorTable:
     @property
     def _place(self) -> tuple[sql.Identifier, str]:
         """The relation and the column of the new vectors."""
-        return self._names["beside"], self._source.vector
+        return self._names["new_table"], self._source.vector
 
     def flip(self) -> AbstractContextManager[None]:
         return self._table.flipping(self._flip)
@@ -877,48 +878,49 @@ class PgvectorTable:
         with self._table.connected() as changes:
             # Vectors of rows that were removed without a trigger, as with a partition.
             changes.run(
-                "DELETE FROM {beside} b WHERE {old} IS NOT NULL "
+                "DELETE FROM {new_table} b WHERE {old} IS NOT NULL "
                 "AND NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
                 **self._names,
             )
         return [
             *missing,
-            *self.left(),
+            *self.owner_tasks(),
             self._table.text(
-                "switch the queries to the new model, FROM {beside} JOIN {table} USING ({key}); "
+                "switch the queries to the new model, FROM {new_table} JOIN {table} USING ({key}); "
                 + HOW,
                 **self._names,
             ),
             f"BEGIN; {'; '.join(self._flip())}; COMMIT",
         ]
 
-    def left(self) -> list[str]:
+    def owner_tasks(self) -> list[str]:
         old = [name for _, name in dependents(self._table, self._source.vector)]
         return self._security()[1] + [f"the old vectors are still read by {few(old)}"][: len(old)]
 
     def _security(self) -> tuple[list[str], list[str]]:
         both = (self._table.key, self._source.vector)
-        return security(self._table, self._names["beside"], both)
+        return security(self._table, self._names["new_table"], both)
 
     def _index(self) -> str:
         index = index_of(self._table, self._source, self._names["old"], self._target.dim)
         return (
-            self._table.text("CREATE INDEX CONCURRENTLY ON {beside} USING ", **self._names) + index
+            self._table.text("CREATE INDEX CONCURRENTLY ON {new_table} USING ", **self._names)
+            + index
         )
 
     def _flip(self) -> list[str]:
         """Return the statements of the flip, for one transaction."""
         text, names = self._table.text, self._names
-        beside, here = names["beside"].as_string(), text("{here}")
+        new_table, here = names["new_table"].as_string(), text("{here}")
         # After the flip, this map fills the rows without a new vector.
-        said = {"carried": self._target.mark, "of": names["function"].as_string()}
+        mark = {"carried": self._target.mark, "of": names["function"].as_string()}
         return [
             text("LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"),
             unless_watched(self._table, names["function"], self._triggers),
             *self._table.finding_pgvector(),
             unless(
                 self._table,
-                "EXISTS (SELECT FROM {table} t LEFT JOIN {beside} b ON b.{key} = t.{key} "
+                "EXISTS (SELECT FROM {table} t LEFT JOIN {new_table} b ON b.{key} = t.{key} "
                 "WHERE t.{old} IS NOT NULL AND b.{old} IS NULL)",
                 "rows have no new vector yet: run nobackfill carry again, or with --flip",
                 **names,
@@ -926,27 +928,27 @@ class PgvectorTable:
             text("DROP FUNCTION {function}() CASCADE", **names),
             text("DROP INDEX {empty}", **names),
             text(
-                "DELETE FROM {beside} b WHERE {old} IS NULL "
+                "DELETE FROM {new_table} b WHERE {old} IS NULL "
                 "OR NOT EXISTS (SELECT FROM {table} t WHERE t.{key} = b.{key})",
                 **names,
             ),
             text(
-                "ALTER TABLE {beside} ALTER COLUMN {old} SET NOT NULL, "
+                "ALTER TABLE {new_table} ALTER COLUMN {old} SET NOT NULL, "
                 "ADD FOREIGN KEY ({key}) REFERENCES {table} ({key}) "
                 "ON UPDATE CASCADE ON DELETE CASCADE",
                 **names,
             ),
             text(
-                "COMMENT ON TABLE {beside} IS {said}",
-                said=note(model=self._target.model, **said),
+                "COMMENT ON TABLE {new_table} IS {comment}",
+                comment=note(model=self._target.model, **mark),
                 **names,
             ),
             # Only its owner could read the table before.
-            *owner(self._table, beside),
+            *owner(self._table, new_table),
             *self._security()[0],
-            *grants(self._table, here, beside, (self._table.key, self._source.vector)),
+            *grants(self._table, here, new_table, (self._table.key, self._source.vector)),
         ]
 
 
-def _bytes(seen: Sequence[object]) -> list[bytes]:
-    return [one for one in seen if isinstance(one, bytes)]
+def _bytes(versions: Sequence[object]) -> list[bytes]:
+    return [one for one in versions if isinstance(one, bytes)]
