@@ -66,7 +66,7 @@ def upgrade(store: SqliteGallery, pair: Publication, kind: str, threads: int) ->
     ]
     transformed = time.perf_counter()
     vectors = [vector.tobytes() for vector in np.concatenate(upgraded)]
-    with store.writing() as connection:
+    with store.transaction() as connection:
         connection.executemany(
             "INSERT INTO vectors_2 (label, origin, embedding, side) VALUES (?, 'upgraded', ?, ?)",
             zip(labels, vectors, sides, strict=True),

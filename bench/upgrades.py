@@ -161,7 +161,7 @@ class Upgrading:
 
     def _thread(self) -> float:
         runner = open_route(self._pair.repo, self._route, 2, int8=True)
-        return self._timed(lambda: run_upgrade(self._store, runner, self._target).written)
+        return self._timed(lambda: run_upgrade(self._store, runner, self._target).writes)
 
     def _workers(self, workers: Workers) -> float:
         by_workers = ByWorkers(workers, self._pair.repo)
@@ -169,7 +169,7 @@ class Upgrading:
             lambda: (
                 by_workers.run(
                     self._store, self._route, self._target, lambda _: None, lambda: False
-                ).written
+                ).writes
             )
         )
 

@@ -71,10 +71,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "edge-client push": (f"{_CLIENT}.vault.transfer:PushReport",),
     "edge-client remove": (f"{_CLIENT}.maintenance:remove",),
     "edge-client report": (f"{_CLIENT}.sync:remember", f"{_CLIENT}.cli.releases:report"),
-    "edge-client rescue": (
-        f"{_CLIENT}.maintenance:rescue",
-        "nobackfill.gallery.rescue:RescueReport",
-    ),
+    "edge-client rescue": (f"{_CLIENT}.maintenance:rescue",),
     "edge-client rollback": (f"{_CLIENT}.cli.releases:rollback",),
     "edge-client search": (
         f"{_CLIENT}.cli.galleries:search",
@@ -384,7 +381,7 @@ def _sqlite() -> dict[str, Any]:
         folder = Path(name)
         with closing(SqliteGallery.create(folder / "gallery", spec())) as store:
             store.begin(spec(2))
-            with store.writing() as connection:
+            with store.transaction() as connection:
                 queue._prepare(connection)
             FileLedger(folder, store, spec().space).close()
         (ledger,) = (path for path in folder.iterdir() if path.name.endswith(".sqlite"))

@@ -73,7 +73,7 @@ def _filled(folder: Path, pair: Publication, size: int, photos: list[Path]) -> P
                 ],
             )  # fmt: skip
         drawn = np.random.default_rng(0).random(size).tolist()
-        with opened.store.writing() as connection:
+        with opened.store.transaction() as connection:
             table = vector_table(find_space(connection, space).number)
             connection.executemany(
                 f"UPDATE {table} SET uncertainty = ? WHERE label = ?",  # noqa: S608 - ours

@@ -114,7 +114,7 @@ def test_a_new_key_pushes_again_what_the_lost_one_sealed(
 
 
 def test_a_gallery_of_an_older_version_learns_its_key(pushed: Setting, address: str) -> None:
-    with Device(pushed.gallery) as device, device.store.writing() as connection:
+    with Device(pushed.gallery) as device, device.store.transaction() as connection:
         connection.execute("ALTER TABLE vault DROP COLUMN key")
         connection.execute("DELETE FROM state WHERE key = 'identity'")
     assert problems(pushed) == []

@@ -120,7 +120,7 @@ def test_files_are_private(setting: Setting) -> None:
 def test_errors_carry_no_vectors(setting: Setting) -> None:
     with Device(setting.gallery) as device:
         table = vector_table(device.store.active().number)
-        with device.store.writing() as connection:
+        with device.store.transaction() as connection:
             damage = f"UPDATE {table} SET embedding = ? WHERE label = 1"
             connection.execute(damage, (b"\x7f" * 4 * graphs.DIM,))
     done = subprocess.run(

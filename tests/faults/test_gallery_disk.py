@@ -77,7 +77,7 @@ def test_a_full_disk_is_said_and_nothing_is_half_done(tmp_path: Path, action: st
 
 def test_a_read_only_gallery_says_so(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 3) as store:
-        with store.writing() as connection:
+        with store.transaction() as connection:
             connection.execute("PRAGMA query_only = ON")
         with pytest.raises(CannotWriteError, match="cannot be read or written"):
             put(store, ids(1, 9), seed=1)

@@ -278,7 +278,7 @@ def test_the_sweep_would_notice_a_lost_write(
     folder.mkdir()
     with SqliteGallery.create(folder / "g.sqlite", spec()) as store:
         put_all(store, folder)
-        with store.writing() as connection:
+        with store.transaction() as connection:
             connection.execute("DELETE FROM items WHERE label = 7")
     with pytest.raises(AssertionError):
         recover(folder, unbroken, 1)

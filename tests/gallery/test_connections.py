@@ -108,7 +108,7 @@ def test_a_reader_cannot_become_a_writer(tmp_path: Path) -> None:
             pytest.raises(sqlite3.OperationalError, match="readonly"),
         ):
             connection.execute("DELETE FROM items")
-        with store.writing() as connection:
+        with store.transaction() as connection:
             connection.set_trace_callback(seen.append)
         for write in WRITES.values():
             write(store)
@@ -125,7 +125,7 @@ def test_every_connection_writes_through_to_the_disk_and_forgets_what_is_deleted
     tmp_path: Path,
 ) -> None:
     wanted = {"synchronous": 2, "secure_delete": 1, "foreign_keys": 1, "journal_mode": "wal"}
-    with filled(tmp_path / "g.sqlite", 1) as store, store.writing() as connection:
+    with filled(tmp_path / "g.sqlite", 1) as store, store.transaction() as connection:
         for pragma, value in wanted.items():
             assert connection.execute(f"PRAGMA {pragma}").fetchone() == (value,), pragma
 
@@ -143,7 +143,7 @@ def test_two_upgrades_at_once_do_the_work_once(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert sum(outcome.written for outcome in outcomes) == 200
+        assert sum(outcome.writes for outcome in outcomes) == 200
         assert [outcome.left_behind for outcome in outcomes] == [0, 0]
         both = rows(store, TWO)
     with filled(tmp_path / "alone.sqlite", 200) as store:

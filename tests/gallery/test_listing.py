@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Iterator[SqliteGallery]:
     store = SqliteGallery.create(tmp_path / "g.sqlite", spec())
     new = NewVectors(spec().space, vectors(COUNT, 1))
     store.put(ids(COUNT), [new], metadata=[{"n": n, "odd": bool(n % 2)} for n in range(COUNT)])
-    with store.writing() as connection:
+    with store.transaction() as connection:
         number = store.space(spec().space).number
         connection.executemany(
             f"UPDATE vectors_{number} SET uncertainty = ? WHERE label = ?",
@@ -44,7 +44,12 @@ def pages(
     after = None
     while True:
         items, last = listing.page(
-            store, spec().space, size, after=after, allowed=allowed, least_certain=least_certain
+            store,
+            spec().space,
+            size,
+            start_after=after,
+            matches=allowed,
+            least_certain=least_certain,
         )
         assert len(items) <= size
         found += [item.label for item, _ in items]

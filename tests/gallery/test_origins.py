@@ -51,7 +51,7 @@ def test_it_is_the_order_of_all_along_the_scale(snapshots: list[Snapshot]) -> No
         best = np.argsort(keys, kind="stable")[: min(k, np.isfinite(keys).sum())]
         for snapshot in snapshots:
 
-            def nearest(of: index.Allowed, among: Snapshot = snapshot) -> Neighbours:
+            def nearest(of: index.LabelFilter, among: Snapshot = snapshot) -> Neighbours:
                 return among.search(query, k, of, 4 * COUNT)
 
             found = index.search_origins(

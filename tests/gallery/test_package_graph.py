@@ -50,7 +50,7 @@ def same(a: hnsw.HnswIndex, b: hnsw.HnswIndex) -> None:
     np.testing.assert_array_equal(ours.sums, theirs.sums)
     np.testing.assert_array_equal(ours.rows, theirs.rows)
     np.testing.assert_array_equal(a.vectors[:], b.vectors[:])
-    assert (a.ef, a.fresh) == (b.ef, b.fresh)
+    assert (a.ef, a.own_links) == (b.ef, b.own_links)
     queries = whole_numbers(20, 7)
     for allowed in (None, np.arange(len(a.labels)) % 3 == 0):
         found, expected = a.search(queries, 10, allowed), b.search(queries, 10, allowed)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import DamagedError
-from nobackfill.gallery.reading import Stored
+from nobackfill.gallery.reading import VectorsOnDisk
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.tables import find_space
@@ -39,7 +39,7 @@ def test_any_rows_in_any_order(
         store.delete([f"item-{number}" for number in gone])
         true = rows_of(path)
         with store.reading() as connection:
-            stored = Stored(connection, find_space(connection, ONE))
+            stored = VectorsOnDisk(connection, find_space(connection, ONE))
             assert stored.labels.tolist() == sorted(true)
             expected = np.stack([true[label] for label in sorted(true)])
             np.testing.assert_array_equal(np.asarray(stored), expected)
@@ -57,7 +57,7 @@ def test_any_rows_in_any_order(
 def test_a_vector_that_is_none_is_told(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "g.sqlite"
     with filled(path, 20) as store, store.reading() as connection:
-        stored = Stored(connection, find_space(connection, ONE))
+        stored = VectorsOnDisk(connection, find_space(connection, ONE))
         assert len(stored[:]) == 20
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute(f"UPDATE vectors_1 SET embedding = {damage} WHERE label = 9")
@@ -67,7 +67,7 @@ def test_a_vector_that_is_none_is_told(damage: str, tmp_path: Path) -> None:
         pytest.raises(DamagedError),
         store.reading() as connection,
     ):
-        stored = Stored(connection, find_space(connection, ONE))
+        stored = VectorsOnDisk(connection, find_space(connection, ONE))
         assert len(stored[:8]) == 8
         stored[:]
 
@@ -81,6 +81,6 @@ def test_lengths_that_make_up_for_one_another_are_told(tmp_path: Path) -> None:
     connection.execute(f"UPDATE vectors_1 SET embedding = zeroblob({size + 4}) WHERE label = 10")
     connection.close()
     with SqliteGallery.open(path) as store, store.reading() as connection:
-        stored = Stored(connection, find_space(connection, ONE))
+        stored = VectorsOnDisk(connection, find_space(connection, ONE))
         with pytest.raises(DamagedError):
             stored[:]

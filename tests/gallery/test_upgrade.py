@@ -38,7 +38,7 @@ def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None
     seen: list[UpgradeProgress] = []
     with filled(tmp_path / "g.sqlite", 25) as store:
         outcome = run_upgrade(store, linear, spec(2), chunk=10, on_progress=seen.append)
-        assert (outcome.written, outcome.left_behind, outcome.stopped) == (25, 0, False)
+        assert (outcome.writes, outcome.left_behind, outcome.stopped) == (25, 0, False)
         before, after = rows(store, ONE), rows(store, TWO)
         assert sorted(after) == sorted(before)
         for label, (old, old_side, _) in before.items():
@@ -48,11 +48,11 @@ def test_every_item_is_carried_with_its_side_information(tmp_path: Path) -> None
             got, got_side = np.frombuffer(new, np.float32), np.frombuffer(new_side, np.float32)
             np.testing.assert_allclose(got, x @ linear.embedding, rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(got_side, s @ linear.side, rtol=1e-4, atol=1e-5)
-        assert [(p.done, p.total, p.written) for p in seen] == [
+        assert [(p.complete, p.total, p.writes) for p in seen] == [
             (10, 25, 10), (20, 25, 20), (25, 25, 25),
         ]  # fmt: skip
         again = run_upgrade(store, linear, spec(2))
-        assert again.written == 0 and linear.calls == 3
+        assert again.writes == 0 and linear.calls == 3
 
 
 def test_another_dimension_is_no_obstacle(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_chunk_that_fails_ahead_takes_none_of_those_before_it(tmp_path: Path) 
         with pytest.raises(UnusableOutputError, match="item-21"):
             run_upgrade(
                 store, Watched(store, fail), spec(2), chunk=10, ahead=True,
-                on_progress=lambda progress: written.append(progress.done),
+                on_progress=lambda progress: written.append(progress.complete),
             )  # fmt: skip
         assert written == [10, 20] and len(rows(store, TWO)) == 20
 
@@ -106,7 +106,7 @@ def test_a_chunk_that_fails_ahead_takes_none_of_those_before_it(tmp_path: Path) 
 def test_a_stop_asked_for_after_the_last_chunk_changes_nothing(tmp_path: Path) -> None:
     with filled(tmp_path / "g.sqlite", 20) as store:
         outcome = run_upgrade(store, Linear(), spec(2), chunk=10, should_stop=after(2))
-        assert (outcome.written, outcome.stopped) == (20, False)
+        assert (outcome.writes, outcome.stopped) == (20, False)
 
 
 MEASURED = """
@@ -196,7 +196,7 @@ def test_items_without_side_information_stay_behind_and_are_named(tmp_path: Path
         guess = estimate(store, Linear(), spec(2), tmp_path)
         assert (guess.items, guess.left_behind) == (5, 2)
         outcome = run_upgrade(store, Linear(), spec(2))
-        assert (outcome.written, outcome.left_behind) == (5, 2)
+        assert (outcome.writes, outcome.left_behind) == (5, 2)
         names = [item.id for item in staging.left_behind_items(store, TWO)]
         assert names == ["bare-1", "bare-2"]
         assert run_upgrade(store, Linear(reads_side=False), spec(3)).left_behind == 0
@@ -215,7 +215,7 @@ def test_side_information_goes_along_where_there_is_some(tmp_path: Path) -> None
         put(store, ["bare-1", "bare-2"], seed=4, side=False)
         put(store, ["item-9"], seed=5)
         outcome = run_upgrade(store, Carrying(reads_side=False), spec(2), chunk=2)
-        assert (outcome.written, outcome.left_behind) == (8, 0)
+        assert (outcome.writes, outcome.left_behind) == (8, 0)
         before, after = rows(store, ONE), rows(store, TWO)
         assert {label: row[1] for label, row in after.items()} == {
             label: row[1] for label, row in before.items()

@@ -45,7 +45,7 @@ def test_releases_are_published_and_verified_by_a_reader(tmp_path: Path) -> None
     drafts = chain(tmp_path, 3)
     for one in drafts:
         done = publish(repo, one)
-        assert done.written
+        assert not done.dry_run
         assert all((repo / path).stat().st_size == size for path, size in done.files.items())
     assert seen(repo, tmp_path / "state") == {1: None, 2: None, 3: None}
     trust = TrustedFolder(repo, tmp_path / "state")
@@ -110,7 +110,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(tmp_path: Path) -> None:
     repo = tmp_path / "repo"
     first, second = chain(tmp_path, 2)
     before = content(tmp_path)
-    assert not publish(repo, first, dry_run=True).written
+    assert publish(repo, first, dry_run=True).dry_run
     assert content(tmp_path) == before
     publish(repo, first)
     before = content(tmp_path)

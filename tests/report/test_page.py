@@ -80,8 +80,8 @@ def test_the_page_tells_what_a_product_owner_asks(page: Path) -> None:
         "Who can search what",
         "If some images can still be embedded again",
         "The gallery before and after",
-        "What got better",
-        "What got worse",
+        "Searches that improved",
+        "Searches that worsened",
         "The least certain items",
         "in multiples of the median item's",
         "lower bound",
@@ -109,7 +109,7 @@ def test_without_images_it_shows_what_was_published(model_repo: Path, tmp_path: 
     assert run("--model-repo", model_repo, "--release", "2", "-o", output).returncode == 0
     text = read(output).text
     assert "give this report images" in text
-    assert "What got worse" not in text
+    assert "Searches that worsened" not in text
     served = ("--console", "http://127.0.0.1:9465/secret/", "--browse", "http://127.0.0.1:8642/x")
     first = run("--model-repo", model_repo, "--release", "1", "-o", output, *served)
     assert first.returncode == 0, first.stderr

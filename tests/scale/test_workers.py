@@ -64,11 +64,11 @@ def test_a_killed_process_loses_doubles_and_revives_nothing(
         try:
             # Stopped, it leaves the rest for the next time.
             halted = carried.upgrade(workers, lambda _: None, lambda: True)
-            assert halted.stopped and halted.written == 0
+            assert halted.stopped and halted.writes == 0
             outcome = carried.upgrade(workers, on_progress)
             assert not outcome.stopped and outcome.left_behind == 0
             carried.check()
-            assert told[-1].done <= told[-1].total and len(told) >= COUNT // PIECE
+            assert told[-1].complete <= told[-1].total and len(told) >= COUNT // PIECE
         finally:
             workers.close()
             carried.database.close()

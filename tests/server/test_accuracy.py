@@ -98,12 +98,12 @@ def test_a_request_says_how_hard_to_look(
     queries = unit(np.random.default_rng(3).standard_normal((30, graphs.DIM)))
     view = in_file(gateway).view(one.space)
     plain = recall(client, one, index, queries[:10])
-    seen = view.asked.count
+    seen = view.query_sample.count
     wide = recall(client, one, index, queries, 1500)
     assert plain < 1 and wide >= 0.99
     assert recall(client, one, index, queries, exact=True) == 1
     # What a request looks harder for says nothing about the others.
-    assert view.asked.count == seen == 10
+    assert view.query_sample.count == seen == 10
     assert recall(client, one, index, queries[:3], 4096) == 1
     brought = [{one.space: query.tolist()} for query in queries]
     with refused(InvalidInputError, "not both"):

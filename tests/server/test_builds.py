@@ -54,7 +54,7 @@ def test_two_galleries_are_built_side_by_side_and_one_on_all_threads(
         assert shares == [1, 1, 2]
         for hosted in (*hosts, third):
             base = hosted.view(one.space).snapshot().base.index
-            assert isinstance(base, hnsw.HnswIndex) and base.fresh
+            assert isinstance(base, hnsw.HnswIndex) and base.own_links
 
 
 def test_builds_share_what_there_is() -> None:

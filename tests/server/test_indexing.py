@@ -58,7 +58,8 @@ def swapped(
     hosted = in_file(gateway)
     path, spec = hosted.index_path(two.space), SpaceSpec.of(two)
     wait_until(
-        lambda: path.exists() and graph_file.read_skeleton(path, spec).fresh, "no graph of its own"
+        lambda: path.exists() and graph_file.read_skeleton(path, spec).own_links,
+        "no graph of its own",
     )
     return hosted
 
@@ -80,7 +81,7 @@ def test_a_release_that_comes_back_brings_its_index(
     index = swapped.view(two.space).snapshot().base.index
     # Built of its own vectors, not inherited once more.
     assert isinstance(index, hnsw.HnswIndex)
-    assert index.fresh
+    assert index.own_links
 
 
 @pytest.mark.usefixtures("uncollected")

@@ -28,8 +28,8 @@ def test_windows_are_of_one_moment(engine: Engine) -> None:
     seen = [first, *windows]
     assert [len(one.items) for one in seen] == [8, 8, 4]
     assert [item.id for one in seen for item in one.items] == ids(20)
-    np.testing.assert_array_equal(np.concatenate([one.stored[0].labels for one in seen]), labels)
-    found = np.concatenate([one.stored[0].embedding for one in seen])
+    np.testing.assert_array_equal(np.concatenate([one.vectors[0].labels for one in seen]), labels)
+    found = np.concatenate([one.vectors[0].embedding for one in seen])
     np.testing.assert_array_equal(found, embedding)
     assert store.count() == 19
     # Left before its end, it keeps nobody from changing the spaces.

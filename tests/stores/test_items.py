@@ -119,7 +119,7 @@ def pages(
     after = None
     while True:
         items, after = store.page(
-            ONE, size, after=after, allowed=allowed, least_certain=least_certain
+            ONE, size, start_after=after, matches=allowed, least_certain=least_certain
         )
         found += [item.label for item, _ in items]
         if after is None:

@@ -187,7 +187,12 @@ class Device(GalleryFile):
         allowed, space, after = self._passing(where), self._space(), None
         while True:
             found, after = page(
-                self.store, space, 500, after=after, allowed=allowed, least_certain=least_certain
+                self.store,
+                space,
+                500,
+                start_after=after,
+                matches=allowed,
+                least_certain=least_certain,
             )
             for item, _ in found:
                 yield Item(item.id, item.metadata, item.origin, item.uncertainty)

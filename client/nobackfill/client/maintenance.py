@@ -3,7 +3,6 @@
 import contextlib
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -309,7 +308,11 @@ def rescue(path: Path, to: Path) -> dict[str, Any]:
     finally:
         for name in to.parent.glob(f"{draft.name}*"):
             name.unlink()
-    return {"gallery": str(to), **asdict(saved), "lost": saved.lost, "not_copied": not_copied}
+    return {
+        "gallery": str(to), "items": saved.items, "vectors": saved.vectors,
+        "unreadable": saved.unreadable, "refused": saved.invalid, "lost": saved.missing_rows,
+        "not_copied": not_copied,
+    }  # fmt: skip
 
 
 def _copy(path: Path, to: Path, suffix: str) -> list[str]:

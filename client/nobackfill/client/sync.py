@@ -513,7 +513,7 @@ def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output
                     source=leg.source.spec.space,
                     origin="upgraded" if leg.route.steps else "direct",
                     ahead=True,
-                    on_progress=lambda progress: advance(progress.done, progress.total),
+                    on_progress=lambda progress: advance(progress.complete, progress.total),
                 )
             except (DamagedError, UnusableOutputError):
                 raise

@@ -117,22 +117,22 @@ def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
     return connection
 
 
-def accesses(path: Path, alone: bool) -> Iterator[Access]:
+def accesses(path: Path, exclusive: bool) -> Iterator[Access]:
     """Yield the ways to open a gallery file, the best first; take the next one if there is no
     space.
 
     Args:
         path: The file.
-        alone: No other process has it open.
+        exclusive: No other process has it open.
 
     Raises:
         CannotWriteError: It cannot even be read.
     """
     refusal = unwritable(path)
     if refusal is None:
-        if not alone or has_room(path.parent):
+        if not exclusive or has_room(path.parent):
             yield SHARED
-        if alone:
+        if exclusive:
             yield Access(sole=True)
         refusal = f"{path}: cannot be written, the disk is full; free some space"
     yield reading(path, refusal)
@@ -235,17 +235,17 @@ def share(handle: int, path: Path, timeout_s: float) -> bool:
         timeout_s: How long to wait for an exclusive holder, in seconds.
 
     Returns:
-        Whether this process is alone.
+        Whether no other process has the gallery open.
 
     Raises:
         BusyError: Another process holds it exclusively for longer.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        for kind, alone in ((fcntl.LOCK_EX, True), (fcntl.LOCK_SH, False)):
+        for kind, exclusive in ((fcntl.LOCK_EX, True), (fcntl.LOCK_SH, False)):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(handle, kind | fcntl.LOCK_NB)
-                return alone
+                return exclusive
         if time.monotonic() >= deadline:
             raise BusyError(f"{path}: another process has the gallery to itself; try again")
         time.sleep(0.02)
@@ -343,10 +343,10 @@ class FileConnections:
         with contextlib.ExitStack() as undo:
             undo.callback(self._shut)
             self._lock = open_lock(lock_path(self.path), self.path)
-            alone = self._lock >= 0 and share(self._lock, self.path, BUSY_TIMEOUT_MS / 1000)
+            exclusive = self._lock >= 0 and share(self._lock, self.path, BUSY_TIMEOUT_MS / 1000)
             wal = self.path.with_name(self.path.name + "-wal")
-            unclean = alone and wal.exists() and wal.stat().st_size > 0
-            for access in accesses(self.path, alone):
+            unclean = exclusive and wal.exists() and wal.stat().st_size > 0
+            for access in accesses(self.path, exclusive):
                 self._access = access
                 try:
                     self._writer = self._open_writer(unclean)
@@ -422,7 +422,7 @@ class FileConnections:
                 self._users.notify_all()
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[sqlite3.Connection]:
         """Run the block in a transaction of the writer.
 
         Raises:

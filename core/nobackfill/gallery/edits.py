@@ -33,12 +33,20 @@ class Selection:
     condition: Filter | None = None
 
     def pieces(self) -> Sequence["Selection"]:
-        """Split the selection into selections of PIECE items."""
+        """Split the selection into selections of at most PIECE items; an empty one stays one empty
+        piece."""
         cuts = range(PIECE, len(self.labels), PIECE)
         return [Selection(labels, self.condition) for labels in np.split(self.labels, cuts)]
 
     def read(self, connection: Connection) -> dict[int, tuple[str, Metadata]]:
-        """Return id and metadata, by label, of the items that exist and pass the filter now."""
+        """Return id and metadata, by label, of the items that exist and pass the filter now.
+
+        Args:
+            connection: The gallery's file.
+
+        Raises:
+            DamagedError: A row is invalid.
+        """
         items = [item for item in reading.items(connection, self.labels) if item is not None]
         if self.condition is not None:
             labels = np.array([item.label for item in items], np.int64)
@@ -51,11 +59,15 @@ class Editing(Protocol):
     """The operations of a store that these changes need; each is one transaction."""
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
-        """Return the labels of existing ids, increasing."""
+        """Return the labels of existing ids, int64, increasing."""
         ...
 
     def delete_some(self, labels: Labels, condition: Filter | None) -> int:
-        """Delete those of `labels` that exist and pass the filter now.
+        """Delete items that exist and pass the filter now; others are skipped.
+
+        Args:
+            labels: int64 [n], the items.
+            condition: The filter; None for none.
 
         Returns:
             Number of deleted items.
@@ -65,25 +77,25 @@ class Editing(Protocol):
     def describe_some(
         self, labels: Labels, condition: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
-        """Change the metadata of those of `labels` that exist and pass the filter now.
+        """Change the metadata of items that exist and pass the filter now; others are skipped.
 
         Args:
-            labels: The items.
+            labels: int64 [n], the items.
             condition: The filter; None for none.
             values: Values to set, by key.
             remove: Keys to remove first.
 
         Returns:
-            Number of changed items.
+            Number of these items, whether their metadata differs or not.
 
         Raises:
-            InvalidInputError: The metadata of an item would become too large.
+            InvalidInputError: The metadata of an item would become too large; nothing is changed.
         """
         ...
 
 
 def select_ids(store: Editing, ids: Sequence[str]) -> Selection:
-    """Select the items that have one of these ids."""
+    """Select the items that have one of these ids; unknown ids are skipped."""
     return Selection(store.labels_of(ids))
 
 
@@ -179,14 +191,41 @@ def changed_metadata(
 
 
 def delete_in_file(store: Store, piece: Selection) -> int:
-    """Delete one piece in a gallery file; return the number of items."""
+    """Delete one piece of a selection in a gallery file, in one transaction.
+
+    Returns:
+        Number of deleted items.
+
+    Raises:
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
+    """
     return store.delete_chosen(lambda connection: np.array([*piece.read(connection)], np.int64))
 
 
 def describe_in_file(
     store: Store, piece: Selection, values: Metadata, remove: Collection[str]
 ) -> int:
-    """Describe one piece in a gallery file; return the number of items."""
+    """Change the metadata of one piece of a selection in a gallery file, in one transaction.
+
+    Args:
+        store: The gallery.
+        piece: The items.
+        values: Values to set, by key.
+        remove: Keys to remove first.
+
+    Returns:
+        Number of items that exist and pass the filter.
+
+    Raises:
+        InvalidInputError: The metadata of an item would become too large; nothing is changed.
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
+    """
     with store.changing() as (connection, changes):
         items = piece.read(connection)
         tables.describe(connection, changed_metadata(items, values, remove))

@@ -183,18 +183,18 @@ def _equal(column: Sorted, keys: Numbers) -> list[ColumnRows]:
 def _in_bounds(column: Sorted, test: Range | TimeRange) -> ColumnRows:
     start, end = 0, len(column.values)
     if test.at_least is not None:
-        start = max(start, _position(column.values, test.at_least, after=False))
+        start = max(start, _position(column.values, test.at_least, inclusive=False))
     if test.greater_than is not None:
-        start = max(start, _position(column.values, test.greater_than, after=True))
+        start = max(start, _position(column.values, test.greater_than, inclusive=True))
     if test.less_than is not None:
-        end = min(end, _position(column.values, test.less_than, after=False))
+        end = min(end, _position(column.values, test.less_than, inclusive=False))
     if test.at_most is not None:
-        end = min(end, _position(column.values, test.at_most, after=True))
+        end = min(end, _position(column.values, test.at_most, inclusive=True))
     return column.rows[start : max(start, end)]
 
 
-def _position(values: Numbers, bound: Bound, *, after: bool) -> int:
-    """Return how many values lie before `bound`, or with `after` also those that equal it.
+def _position(values: Numbers, bound: Bound, *, inclusive: bool) -> int:
+    """Return how many values lie before `bound`, or with `inclusive` also those that equal it.
 
     No rounding decides: between an integer of 64 bits and the nearest float64 there is no third
     number.
@@ -203,14 +203,14 @@ def _position(values: Numbers, bound: Bound, *, after: bool) -> int:
         if math.isinf(bound):
             return len(values) if bound > 0 else 0
         # The last integer to count.
-        last = math.floor(bound) if after else math.ceil(bound) - 1
+        last = math.floor(bound) if inclusive else math.ceil(bound) - 1
         if last > LARGEST_INTEGER:
             return len(values)
         if last < LEAST_INTEGER:
             return 0
         return int(np.searchsorted(values, np.int64(last), "right"))
     nearest = float(bound)
-    include = nearest <= bound if after else nearest < bound
+    include = nearest <= bound if inclusive else nearest < bound
     return int(np.searchsorted(values, nearest, "right" if include else "left"))
 
 
@@ -475,21 +475,21 @@ class _Base:
     """
 
     labels: Labels
-    known: list[tuple[Labels, NDArray[np.int32] | None]]
+    positions: list[tuple[Labels, NDArray[np.int32] | None]]
 
     def places(self, labels: Labels) -> NDArray[np.int32] | None:
         """Return the row of each of `labels`; None if they equal the segment's."""
-        for cached, places in tuple(self.known):
+        for cached, places in tuple(self.positions):
             if cached is labels:
                 return places
         if np.array_equal(labels, self.labels):
-            positions = None
+            rows_in_base = None
         else:
             rows, exists = find(self.labels, labels)
-            positions = np.where(exists, rows, len(self.labels)).astype(np.int32)
-        self.known.append((labels, positions))
-        del self.known[:-KNOWN_INDEXES]
-        return positions
+            rows_in_base = np.where(exists, rows, len(self.labels)).astype(np.int32)
+        self.positions.append((labels, rows_in_base))
+        del self.positions[:-KNOWN_INDEXES]
+        return rows_in_base
 
 
 @dataclass
@@ -530,24 +530,24 @@ class _State:
     """The metadata that was read.
 
     Attributes:
-        stored: The large segment.
+        segment: The large segment.
         base: Its labels.
         changed: Metadata of the items that changed since, by label; None for deleted ones.
         recent: A segment of the changed items that exist.
-        gone: Rows of the large segment that are outdated.
+        stale_rows: Rows of the large segment that are outdated.
         answers: Cached answers by digest of the filter, the last used last.
     """
 
-    stored: StoredSegment
+    segment: StoredSegment
     base: _Base
     changed: dict[int, Metadata | None]
     recent: Segment
-    gone: Rows
+    stale_rows: Rows
     answers: dict[bytes, MatchesInFile] = field(default_factory=dict)
 
     def passing(self, condition: Filter, keys: frozenset[str]) -> MatchesInFile:
-        mask = self.stored.passing(condition, keys)
-        mask[self.gone] = False
+        mask = self.segment.passing(condition, keys)
+        mask[self.stale_rows] = False
         return MatchesInFile(self.base, mask, self.recent.labels[self.recent.passing(condition)])
 
     def most(self) -> int:
@@ -613,8 +613,8 @@ class FilterEngine:
             metadata = read_metadata(self._store, list(stale))
             changed = state.changed | {label: metadata.get(label) for label in stale}
             recent = {label: what for label, what in changed.items() if what is not None}
-            gone = rows_of(state.base.labels, np.array(sorted(changed), np.int64))
-            state = _State(state.stored, state.base, changed, segment_of(recent), gone)
+            stale_rows = rows_of(state.base.labels, np.array(sorted(changed), np.int64))
+            state = _State(state.segment, state.base, changed, segment_of(recent), stale_rows)
         with self._lock:
             if self._following:
                 self._state = state
@@ -622,7 +622,7 @@ class FilterEngine:
                     self._renewal = set()
                     work = threading.Thread(
                         target=self._renew,
-                        args=(state.stored.cached_keys(), self._renewal),
+                        args=(state.segment.cached_keys(), self._renewal),
                         name="filters",
                         daemon=True,
                     )
@@ -636,7 +636,7 @@ class FilterEngine:
             with contextlib.suppress(BusyError, NotFoundError):
                 state = _read_state(self._store)
                 for key in keys:
-                    state.stored.column(key)
+                    state.segment.column(key)
                 with self._reading, self._lock:
                     if self._renewal is since:
                         self._state = state

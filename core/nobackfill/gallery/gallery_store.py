@@ -32,7 +32,7 @@ class Searcher(Protocol):
         Args:
             queries: float32 [q, dim].
             k: Number of items for each query.
-            condition: Only items that pass this filter.
+            condition: Only items that pass this filter; None for all.
             ef: Minimum number of candidates; index.EVERY for an exact search.
 
         Raises:
@@ -44,17 +44,25 @@ class Searcher(Protocol):
 class GalleryStore(Carrying, Editing, Protocol):
     """A gallery."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close files and connections for good; later calls raise NotFoundError."""
+        ...
 
     def suspend(self) -> bool:
         """Close files and connections until they are needed; return False if they are in use."""
         ...
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
-        """Call `listener` after each commit of this process."""
+        """Call `listener` with the change after each commit of this process, in order."""
         ...
 
-    def unsubscribe(self, listener: Callable[[Change], None]) -> None: ...
+    def unsubscribe(self, listener: Callable[[Change], None]) -> None:
+        """Stop calling a listener.
+
+        Raises:
+            ValueError: It is not subscribed.
+        """
+        ...
 
     def spaces(self) -> list[SpaceInfo]:
         """Return all spaces, oldest first; exactly one is active."""
@@ -73,15 +81,31 @@ class GalleryStore(Carrying, Editing, Protocol):
         digests: Sequence[str | None] | None = None,
         metadata: Sequence[Metadata | None] | None = None,
     ) -> PutResult:  # fmt: skip
-        """Store items, all or none; see Store.put."""
+        """Store items durably, all or none.
+
+        An item with the same digest as the stored one keeps its label and vectors; vectors of
+        spaces that it lacks are added. Any other existing item is replaced and gets a new label.
+
+        Args:
+            ids: n different ids of 1 to 256 characters.
+            vectors: For each space, vectors of all items, in order.
+            digests: n digests of the items' content; None for none, which replaces every existing
+                item.
+            metadata: For each item, values by key. {} removes an unchanged item's metadata, None
+                leaves it.
+
+        Raises:
+            InvalidInputError: Invalid vectors, ids or metadata, or an id twice.
+            IncompatibleSpaceError: The gallery lacks a space.
+        """
         ...
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Remove items from every space; return how many existed."""
+        """Delete items from every space; return how many existed. Unknown ids are skipped."""
         ...
 
     def get(self, item_id: str) -> StoredItem | None:
-        """Return an item; None if it does not exist."""
+        """Return an item by its id, without origin and uncertainty; None if it does not exist."""
         ...
 
     def page(
@@ -89,24 +113,55 @@ class GalleryStore(Carrying, Editing, Protocol):
         space: str,
         limit: int,
         *,
-        after: ListingPlace | None = None,
-        allowed: Matches | None = None,
+        start_after: ListingPlace | None = None,
+        matches: Matches | None = None,
         least_certain: bool = False,
     ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-        """Return a page of items; see listing.page."""
+        """Return a page of items.
+
+        Args:
+            space: Origin and uncertainty of the items are those of this space.
+            limit: Largest number of items.
+            start_after: Position of the last item of the previous page; None for the first page.
+            matches: Only items that passed a filter; None for all.
+            least_certain: Only items with an uncertainty in the space, the largest first, then by
+                label. Otherwise by label.
+
+        Returns:
+            The items with their positions, and the position for the next page; None at the end.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
-        """Return all vectors of a space in one snapshot: labels int64 [n] increasing, float32 [n,
-        dim]."""
+        """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
+        [n, dim].
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
     def vector(self, label: int, space: str) -> Vectors | None:
-        """Return an item's vector in a space, [1, dim]; None if it has none there."""
+        """Return an item's vector in a space, float32 [1, dim]; None if it has none there.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
-        """Return the rows of a space for those of `labels` that have one."""
+        """Return the rows that a space has for some items, by increasing label.
+
+        Args:
+            labels: int64 [n]; items without a vector in the space are skipped.
+            space: Id of the space.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
     def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
@@ -124,7 +179,18 @@ class GalleryStore(Carrying, Editing, Protocol):
         ...
 
     def groups(self, key: str, space: str) -> list[MetadataGroup]:
-        """Group the items by a metadata key; see listing.groups_by_value."""
+        """Group the items by the value of a metadata key.
+
+        Args:
+            key: The key; items without it are in no group.
+            space: Id of the space of the groups' labels.
+
+        Returns:
+            The groups, by kind and value.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
     def state(self) -> dict[str, Any]:
@@ -135,30 +201,49 @@ class GalleryStore(Carrying, Editing, Protocol):
         """Store small JSON values in one transaction; None removes a value."""
         ...
 
-    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[StoredItem]:
+    def left_behind_items(
+        self, space: str, start_after: int = 0, limit: int = 1000
+    ) -> list[StoredItem]:
         """Return a page of the items without a vector in a space, by increasing label.
 
         Args:
             space: The space.
-            after: The last label of the page before.
+            start_after: The last label of the previous page; 0 for the first page.
             limit: Largest number of items.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
         """
         ...
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Make a space the active one; see staging.flip.
+        """Make a space the active one; the active one becomes previous.
+
+        Args:
+            space: Id of the space.
+            leave_behind: Allow items without a vector in it; searches no longer find them.
+            state: JSON values to store in the same transaction; None as a value removes it.
 
         Raises:
             PreconditionError: Items lack a vector there, and `leave_behind` is False.
+            IncompatibleSpaceError: The gallery does not have the space.
         """
         ...
 
     def rollback(
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> str:
-        """Return to the previous space; see staging.rollback.
+        """Return to the previous space; the present one becomes staging and keeps its vectors.
+
+        Args:
+            leave_behind: Allow items without a vector in the earlier space; searches no longer find
+                them.
+            state: JSON values to store in the same transaction; None as a value removes it.
+
+        Returns:
+            The id of the active space.
 
         Raises:
             NotFoundError: No previous space.
@@ -167,10 +252,11 @@ class GalleryStore(Carrying, Editing, Protocol):
         ...
 
     def drop(self, space: str) -> None:
-        """Remove a space that is not active.
+        """Remove a space with all its vectors.
 
         Raises:
             PreconditionError: It is the active one.
+            IncompatibleSpaceError: The gallery does not have it.
         """
         ...
 

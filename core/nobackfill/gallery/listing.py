@@ -16,7 +16,7 @@ from nobackfill.gallery.spec import MetadataValue, Origin
 from nobackfill.gallery.store import Change, Store, storable
 from nobackfill.gallery.tables import find_space, label_column, vector_table
 
-# Rows that are compared with the allowed labels at a time.
+# Rows that are compared with the labels of a filter at a time.
 _ROWS = 1000
 
 
@@ -62,8 +62,8 @@ def page(
     space: str,
     limit: int,
     *,
-    after: ListingPlace | None = None,
-    allowed: Labels | None = None,
+    start_after: ListingPlace | None = None,
+    matches: Labels | None = None,
     least_certain: bool = False,
 ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
     """Return a page of items.
@@ -72,8 +72,8 @@ def page(
         store: The gallery.
         space: Origin and uncertainty of the items are those of this space.
         limit: Largest number of items.
-        after: Position of the last item of the page before; None for the first page.
-        allowed: Only items with these labels, increasing; None for all.
+        start_after: Position of the last item of the page before; None for the first page.
+        matches: Only items with these labels, increasing; None for all.
         least_certain: Only items with an uncertainty in the space, the largest first, then by
             label.
 
@@ -81,9 +81,9 @@ def page(
         The items with their positions, and the position for the next page; None at the end.
     """
     if least_certain:
-        places = _least_certain(store, space, limit, after, allowed)
+        places = _least_certain(store, space, limit, start_after, matches)
     else:
-        places = _by_label(store, limit, 0 if after is None else after.label, allowed)
+        places = _by_label(store, limit, 0 if start_after is None else start_after.label, matches)
     items = store.items([place.label for place in places], space)
     existing = [
         (item, place) for item, place in zip(items, places, strict=True) if item is not None
@@ -91,31 +91,34 @@ def page(
     return existing, places[-1] if len(places) == limit else None
 
 
-def _by_label(store: Store, limit: int, after: int, allowed: Labels | None) -> list[ListingPlace]:
-    if allowed is not None:
-        start = int(np.searchsorted(allowed, after, "right"))
-        labels = allowed[start : start + limit]
+def _by_label(
+    store: Store, limit: int, start_after: int, matches: Labels | None
+) -> list[ListingPlace]:
+    if matches is not None:
+        start = int(np.searchsorted(matches, start_after, "right"))
+        labels = matches[start : start + limit]
     else:
         with store.reading() as connection:
             labels = label_column(
                 connection.execute(
-                    "SELECT label FROM items WHERE label > ? ORDER BY label LIMIT ?", (after, limit)
+                    "SELECT label FROM items WHERE label > ? ORDER BY label LIMIT ?",
+                    (start_after, limit),
                 )
             )
     return [ListingPlace(label) for label in labels.tolist()]
 
 
 def _least_certain(
-    store: Store, space: str, limit: int, after: ListingPlace | None, allowed: Labels | None
+    store: Store, space: str, limit: int, start_after: ListingPlace | None, matches: Labels | None
 ) -> list[ListingPlace]:
     places: list[ListingPlace] = []
     # Without a filter the first ones are enough: SQLite then keeps no more while it sorts.
-    most = limit if allowed is None else -1
-    for labels, uncertainties in _uncertain(store, space, after, most):
-        if allowed is None:
+    most = limit if matches is None else -1
+    for labels, uncertainties in _uncertain(store, space, start_after, most):
+        if matches is None:
             passing = np.ones(len(labels), np.bool_)
         else:
-            passing = np.isin(np.array(labels, np.int64), allowed, assume_unique=True)
+            passing = np.isin(np.array(labels, np.int64), matches, assume_unique=True)
         for row in np.flatnonzero(passing).tolist():
             places.append(ListingPlace(labels[row], uncertainties[row]))
             if len(places) == limit:
@@ -124,9 +127,9 @@ def _least_certain(
 
 
 def _uncertain(
-    store: Store, space: str, after: ListingPlace | None, most: int
+    store: Store, space: str, start_after: ListingPlace | None, most: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[float, ...]]]:
-    last = ListingPlace(0, float("inf")) if after is None else after
+    last = ListingPlace(0, float("inf")) if start_after is None else start_after
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
         rows = connection.execute(

@@ -63,6 +63,9 @@ class StoredVectors:
 
         The rows of a group have the same origin; all or none have side-information, and all or none
         an uncertainty.
+
+        Args:
+            rows: int [m], indices into the n rows.
         """
         kinds = [
             (self.origins[row], self.sides[row] is None, self.uncertainties[row] is None)
@@ -72,7 +75,12 @@ class StoredVectors:
             yield rows[[place for place, one in enumerate(kinds) if one == kind]]
 
     def row(self, row: int) -> tuple[object, ...]:
-        """Return a row for a comparison bit for bit."""
+        """Return origin, uncertainty, embedding and side-information of a row, for a comparison bit
+        for bit.
+
+        Args:
+            row: Index of the row, from 0.
+        """
         return (
             self.origins[row], self.uncertainties[row], self.embedding[row].tobytes(),
             self.sides[row],
@@ -85,7 +93,7 @@ class StoredWindow:
     one."""
 
     items: list[StoredItem]
-    stored: list[StoredVectors]
+    vectors: list[StoredVectors]
 
 
 def draw_labels(
@@ -101,8 +109,10 @@ def draw_labels(
     Args:
         bounds: The smallest and the largest label; None if there is none.
         count: The largest number of labels.
-        following: Returns for each number the first label from it on, each label once, increasing.
-        shuffled: Draws `count` labels by reading all of them; used where gaps would bias the draw.
+        following: Returns for each number the first label from it on: int64, each label once,
+            increasing.
+        shuffled: Draws `count` labels, int64, by reading all of them; used where gaps would bias
+            the draw.
 
     Returns:
         int64, increasing: at least half of `count`, if there are that many.
@@ -129,7 +139,20 @@ FETCH_ROWS = 4096
 def items(
     connection: sqlite3.Connection, labels: Sequence[int] | Labels, space: str | None = None
 ) -> list[StoredItem | None]:
-    """Return items in the order of `labels`; None where an item does not exist."""
+    """Return items in the order of `labels`; None where an item does not exist.
+
+    Args:
+        connection: The file.
+        labels: int64 [n], in any order; a label may repeat.
+        space: Id of the space whose origin and uncertainty the items get; None leaves both None.
+
+    Returns:
+        n items; an item without a vector in the space has origin and uncertainty None.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: A row is invalid.
+    """
     numbers = [int(label) for label in labels]
     of_vector, join = "NULL, NULL", ""
     if space is not None:
@@ -166,31 +189,63 @@ def _json(text: Any, what: str) -> Any:
 
 
 def state(connection: sqlite3.Connection, key: str) -> Any:
-    """Return a value of the state; None if there is none."""
+    """Return a JSON value of the table `state`; None if there is none.
+
+    Raises:
+        DamagedError: The value is no valid JSON.
+    """
     row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
     return _json(row[0], f"state {key}") if row else None
 
 
 def states(connection: sqlite3.Connection) -> dict[str, Any]:
-    """Return every value of the state."""
+    """Return every JSON value of the table `state`, by key.
+
+    Raises:
+        DamagedError: A value is no valid JSON.
+    """
     rows = connection.execute("SELECT key, value FROM state").fetchall()
     return {key: _json(value, f"state {key}") for key, value in rows}
 
 
 def page(
-    connection: sqlite3.Connection, after: int, limit: int, where: str = "TRUE"
+    connection: sqlite3.Connection, start_after: int, limit: int, where: str = "TRUE"
 ) -> list[StoredItem]:
-    """Return items with a label above `after` that pass an SQL condition on `i`, by label."""
+    """Return items that pass an SQL condition, by increasing label.
+
+    Args:
+        connection: The file.
+        start_after: Only items with a larger label.
+        limit: Largest number of items.
+        where: A condition on `i`, the table of items. It becomes part of the statement: never build
+            it from a caller's text.
+
+    Returns:
+        The items, without origin and uncertainty; empty at the end.
+
+    Raises:
+        DamagedError: A row is invalid.
+    """
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
         f" WHERE i.label > ? AND {where} ORDER BY i.label LIMIT ?",
-        (after, limit),
+        (start_after, limit),
     )
     return [item_of(row) for row in rows]
 
 
 def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> list[StoredItem]:
-    """Return items whose vector in a space has an uncertainty, the largest first, then by label."""
+    """Return items whose vector in a space has an uncertainty, the largest first, then by label.
+
+    Args:
+        connection: The file.
+        space: Id of the space.
+        limit: Largest number of items.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: A row is invalid.
+    """
     table = vector_table(find_space(connection, space).number)
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
@@ -202,8 +257,20 @@ def least_certain(connection: sqlite3.Connection, space: str, limit: int) -> lis
 
 
 def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> list[StoredItem]:
-    """Return those of `ids` whose vector in a space was migrated, by falling uncertainty; unknown
-    last."""
+    """Return the items of `ids` whose vector in a space was migrated.
+
+    Args:
+        connection: The file.
+        space: Id of the space.
+        ids: Ids of items; ids that do not exist are skipped.
+
+    Returns:
+        Items by falling uncertainty; an unknown uncertainty comes last. Equal ones are by label.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: A row is invalid.
+    """
     table = vector_table(find_space(connection, space).number)
     rows = connection.execute(
         "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
@@ -216,14 +283,28 @@ def upgraded(connection: sqlite3.Connection, space: str, ids: Sequence[str]) -> 
 
 
 def count(connection: sqlite3.Connection, space: str | None) -> int:
-    """Return the number of items, or of vectors in a space."""
+    """Return the number of items, or of vectors in a space.
+
+    Args:
+        connection: The file.
+        space: Id of the space; None counts items.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: A row of the table of spaces is invalid.
+    """
     table = "items" if space is None else vector_table(find_space(connection, space).number)
     number: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
     return number
 
 
 def load(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
-    """Return all vectors of a space: labels int64 [n], increasing, and float32 [n, dim]."""
+    """Return all vectors of a space: labels int64 [n], increasing, and vectors float32 [n, dim].
+
+    Raises:
+        DamagedError: A vector has another length, there are more vectors than items, or the labels
+            are not in order.
+    """
     # The number of items is an upper bound, and reads far fewer pages than counting vectors.
     most = count(connection, None)
     labels = np.empty(most, np.int64)
@@ -249,7 +330,7 @@ def _chunks(connection: sqlite3.Connection, info: SpaceInfo) -> Iterator[tuple[L
         yield np.array(labels, np.int64), from_blobs(blobs, info.spec.dim)
 
 
-class Stored:
+class VectorsOnDisk:
     """The vectors of a space as an array that is read on access, within one snapshot."""
 
     def __init__(self, connection: sqlite3.Connection, info: SpaceInfo) -> None:
@@ -292,7 +373,11 @@ class Stored:
 
 
 def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:
-    """Return a vector [1, dim]; None if there is none."""
+    """Return an item's vector in a space, float32 [1, dim]; None if it has none.
+
+    Raises:
+        DamagedError: The vector has another length.
+    """
     row = connection.execute(
         f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
     ).fetchone()
@@ -300,7 +385,17 @@ def vector(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vecto
 
 
 def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
-    """Draw labels of a space at random, see draw_labels."""
+    """Draw labels of a space at random, without reading a whole table.
+
+    Args:
+        connection: The file.
+        info: The space.
+        count: Largest number of labels.
+
+    Returns:
+        int64, increasing: at least half of `count`, if the space has that many vectors. Labels
+        after a gap of deleted ones are drawn somewhat more often.
+    """
     table = vector_table(info.number)
 
     def following(numbers: list[int]) -> Labels:
@@ -321,7 +416,16 @@ def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -
 
 
 def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:
-    """Return the vectors [n, dim] of labels that the space has, by increasing label."""
+    """Return the vectors of some labels, float32 [n, dim], by increasing label.
+
+    Args:
+        connection: The file.
+        labels: int64 [n], distinct; labels without a vector in the space are skipped.
+        info: The space.
+
+    Raises:
+        DamagedError: A vector has another length.
+    """
     rows = connection.execute(
         f"SELECT embedding FROM {vector_table(info.number)}"
         " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
@@ -333,7 +437,16 @@ def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) 
 def stored_vectors(
     connection: sqlite3.Connection, labels: Labels, info: SpaceInfo
 ) -> StoredVectors:
-    """Return the rows of those of `labels` that a space has, by label."""
+    """Return the rows that a space has for some labels, by increasing label.
+
+    Args:
+        connection: The file.
+        labels: int64 [n], distinct; labels without a vector in the space are skipped.
+        info: The space.
+
+    Raises:
+        DamagedError: A vector has another length.
+    """
     rows = connection.execute(
         f"SELECT label, origin, uncertainty, embedding, side FROM {vector_table(info.number)}"
         " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
@@ -347,7 +460,16 @@ def stored_vectors(
 
 
 def set_state(connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:
-    """Store JSON values; None removes a value."""
+    """Store JSON values in the table `state`; None removes a value.
+
+    Args:
+        connection: In a transaction.
+        values: Values by key.
+
+    Raises:
+        TypeError: A value cannot be written as JSON.
+        ValueError: A value contains NaN or infinity.
+    """
     for key, value in values.items():
         if value is None:
             connection.execute("DELETE FROM state WHERE key = ?", (key,))

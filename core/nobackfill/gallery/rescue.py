@@ -53,18 +53,18 @@ class RescueReport:
         items: Number of saved items.
         vectors: Number of saved vectors by release.
         unreadable: By table, number of labels on damaged pages.
-        refused: By table, number of readable but invalid rows.
+        invalid: By table, number of readable but invalid rows.
     """
 
     items: int = 0
     vectors: dict[int, int] = field(default_factory=dict)
     unreadable: dict[str, int] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
+    invalid: dict[str, int] = field(default_factory=dict)
 
     @property
-    def lost(self) -> int:
+    def missing_rows(self) -> int:
         """Return the number of rows that are missing in the new file, as far as it can be known."""
-        return sum(self.unreadable.values()) + sum(self.refused.values())
+        return sum(self.unreadable.values()) + sum(self.invalid.values())
 
 
 def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueReport:
@@ -102,10 +102,10 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
 def _source(path: Path) -> Iterator[sqlite3.Connection]:
     handle = open_lock(lock_path(path), path)
     try:
-        alone = handle >= 0 and share(handle, path, BUSY_TIMEOUT_MS / 1000)
-        if handle >= 0 and not alone:
+        exclusive = handle >= 0 and share(handle, path, BUSY_TIMEOUT_MS / 1000)
+        if handle >= 0 and not exclusive:
             raise BusyError(f"{path}: another process has it open; stop that process first")
-        access = next(accesses(path, alone), SHARED)
+        access = next(accesses(path, exclusive), SHARED)
         try:
             with contextlib.closing(connect(path, access)) as connection:
                 connection.execute("PRAGMA query_only = ON")
@@ -185,7 +185,7 @@ class _Rescue:
                         previous = row[0]
                         rows.append(row)
                     else:
-                        _count(self._report.refused, table)
+                        _count(self._report.invalid, table)
             yield rows
 
     def _next(self, table: str, key: str, start: int) -> int:
@@ -208,7 +208,7 @@ class _Rescue:
                         raise InvalidInputError(f"{item.id}: the id exists twice")
                     batch = store.check_batch([item.id], [item.digest], [item.metadata])
                 except (DamagedError, InvalidInputError):
-                    _count(self._report.refused, "items")
+                    _count(self._report.invalid, "items")
                     continue
                 self._saved[item.id] = item.label
                 self._new.execute(
@@ -232,7 +232,7 @@ class _Rescue:
                 bad |= {present[row] for row in error.rows}
         valid = [row for place, row in enumerate(good) if place not in bad]
         if len(valid) < len(rows):
-            _count(self._report.refused, table, len(rows) - len(valid))
+            _count(self._report.invalid, table, len(rows) - len(valid))
         release = space.spec.release
         self._report.vectors[release] = self._report.vectors.get(release, 0) + len(valid)
         name = vector_table(find_space(self._new, space.spec.space).number)
@@ -262,7 +262,7 @@ class _Rescue:
                         if row[item] in self._saved:
                             self._new.execute(f"INSERT INTO {name} ({names}) VALUES ({marks})", row)
                     except sqlite3.IntegrityError:
-                        _count(self._report.refused, name)
+                        _count(self._report.invalid, name)
 
 
 def _is_sound(row: Row, space: SpaceInfo) -> bool:

@@ -46,14 +46,14 @@ class SqliteGallery(Store):
         return edits.describe_in_file(self, edits.Selection(labels, condition), values, remove)
 
     def page(
-        self, space: str, limit: int, *, after: "ListingPlace | None" = None,
-        allowed: "Matches | None" = None, least_certain: bool = False,
+        self, space: str, limit: int, *, start_after: "ListingPlace | None" = None,
+        matches: "Matches | None" = None, least_certain: bool = False,
     ) -> "tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]":  # fmt: skip
         from nobackfill.gallery import listing
 
-        labels = None if allowed is None else allowed.labels()
+        labels = None if matches is None else matches.labels()
         return listing.page(
-            self, space, limit, after=after, allowed=labels, least_certain=least_certain
+            self, space, limit, start_after=start_after, matches=labels, least_certain=least_certain
         )
 
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
@@ -63,9 +63,9 @@ class SqliteGallery(Store):
     def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         with self.reading() as connection:
             infos = [find_space(connection, space) for space in spaces]
-            after = 0
-            while items := reading.page(connection, after, size):
-                after = items[-1].label
+            last = 0
+            while items := reading.page(connection, last, size):
+                last = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
                 yield StoredWindow(
                     items, [reading.stored_vectors(connection, labels, info) for info in infos]
@@ -102,10 +102,12 @@ class SqliteGallery(Store):
 
         return staging.left_behind(self, space)
 
-    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[StoredItem]:
+    def left_behind_items(
+        self, space: str, start_after: int = 0, limit: int = 1000
+    ) -> list[StoredItem]:
         from nobackfill.gallery import staging
 
-        return staging.left_behind_items(self, space, after, limit)
+        return staging.left_behind_items(self, space, start_after, limit)
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
@@ -153,5 +155,5 @@ class SqliteSearcher:
     def search(
         self, queries: Vectors, k: int, condition: Filter | None = None, ef: int = 0
     ) -> Neighbours:
-        allowed = None if condition is None else self._filtering.passing(condition).mask
-        return self._view.snapshot().search(queries, k, allowed, ef)
+        label_filter = None if condition is None else self._filtering.passing(condition).mask
+        return self._view.snapshot().search(queries, k, label_filter, ef)

@@ -57,10 +57,14 @@ _SPACES_CHANGED = Change({}, _NONE, spaces=True)
 
 
 def begin(store: Store, spec: SpaceSpec) -> None:
-    """Add a staging space, unless it exists.
+    """Add a staging space to a gallery; do nothing if the gallery has it already, in any state.
 
     Raises:
-        InvalidInputError: It exists with another dimension, metric or side space.
+        InvalidInputError: It exists with another release, dimension, metric, norm or side space.
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
     """
     with store.changing() as (connection, changes):
         for info in read_spaces(connection):
@@ -122,6 +126,8 @@ def write(
         IncompatibleSpaceError: The gallery does not have the space.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
     """
     checked = check_new(store.space(space), NewVectors(space, embedding, side, origin), len(labels))
     order = np.argsort(labels)
@@ -143,7 +149,11 @@ def write(
 
 
 def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32] | None:
-    """Check the uncertainties of `rows` items.
+    """Check the uncertainties of an upgrade.
+
+    Args:
+        uncertainty: [n]; None for none.
+        rows: The expected number n.
 
     Returns:
         float32 [rows]; None for None.
@@ -161,7 +171,13 @@ def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32]
 
 
 def left_behind(store: Store, space: str) -> int:
-    """Return the number of items without a vector in a space."""
+    """Return the number of items without a vector in a space.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
+    """
     with store.reading() as connection:
         return _left_behind(connection, find_space(connection, space))
 
@@ -172,20 +188,25 @@ def _left_behind(connection: sqlite3.Connection, info: SpaceInfo) -> int:
 
 
 def left_behind_items(
-    store: Store, space: str, after: int = 0, limit: int = 1000
+    store: Store, space: str, start_after: int = 0, limit: int = 1000
 ) -> list[StoredItem]:
     """Return a page of the items without a vector in a space, by increasing label.
 
     Args:
         store: The gallery.
         space: Id of the space.
-        after: The last label of the page before.
+        start_after: The last label of the previous page; 0 for the first page.
         limit: Largest number of items.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
         lacking = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
-        return reading.page(connection, after, limit, lacking)
+        return reading.page(connection, start_after, limit, lacking)
 
 
 def flip(
@@ -193,14 +214,21 @@ def flip(
 ) -> None:
     """Make a space the active one; the active one becomes previous.
 
+    If the space is active already, only `state` is stored.
+
     Args:
         store: The gallery.
         space: Id of the space.
-        leave_behind: Allow items without a vector in it.
-        state: JSON values to store in the same transaction.
+        leave_behind: Allow items without a vector in it; searches no longer find them.
+        state: JSON values to store in the same transaction; None as a value removes it.
 
     Raises:
         PreconditionError: Items lack a vector in it, and `leave_behind` is False.
+        IncompatibleSpaceError: The gallery does not have the space.
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
     """
     with store.changing() as (connection, changes):
         target = find_space(connection, space)
@@ -218,15 +246,19 @@ def rollback(
 
     Args:
         store: The gallery.
-        leave_behind: Allow items without a vector in the earlier space.
-        state: JSON values to store in the same transaction.
+        leave_behind: Allow items without a vector in the earlier space; searches no longer find
+            them.
+        state: JSON values to store in the same transaction; None as a value removes it.
 
     Returns:
         The id of the active space.
 
     Raises:
-        NotFoundError: The gallery has no previous space.
+        NotFoundError: The gallery has no previous space, or was closed.
         PreconditionError: Items lack a vector there, and `leave_behind` is False.
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
+        DamagedError: The file is damaged.
     """
     with store.changing() as (connection, changes):
         previous = [info for info in read_spaces(connection) if info.state == "previous"]
@@ -284,9 +316,15 @@ def ensure_not_active(info: SpaceInfo) -> None:
 def drop(store: Store, space: str) -> None:
     """Remove a space with all its vectors, and scrub them from the file.
 
+    If a reader prevents the scrub, the next change of the gallery tries again.
+
     Raises:
         PreconditionError: The space is active.
         IncompatibleSpaceError: The gallery does not have it.
+        BusyError: Another writer holds the gallery.
+        CannotWriteError: The disk fails.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
     """
     with store.changing() as (connection, changes):
         info = find_space(connection, space)
@@ -302,14 +340,41 @@ def drop(store: Store, space: str) -> None:
 
 
 def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem]:
-    """Return migrated items, the largest uncertainty first."""
+    """Return migrated items of a space, the largest uncertainty first, then by label.
+
+    Args:
+        store: The gallery.
+        space: Id of the space.
+        limit: Largest number of items.
+
+    Returns:
+        Items whose vector has an uncertainty; others are left out.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
+    """
     with store.reading() as connection:
         return reading.least_certain(connection, space, limit)
 
 
 def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
-    """Return those of `ids` whose vector in a space was migrated, by falling uncertainty; unknown
-    last."""
+    """Return the items of `ids` whose vector in a space was migrated.
+
+    Args:
+        store: The gallery.
+        space: Id of the space.
+        ids: Ids of items; ids that do not exist are skipped.
+
+    Returns:
+        Items by falling uncertainty; an unknown uncertainty comes last. Equal ones are by label.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
+    """
     with store.reading() as connection:
         return reading.upgraded(connection, space, ids)
 
@@ -319,6 +384,11 @@ def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Ve
 
     Returns:
         Labels int64 [n], increasing, and their vectors [n, dim] in each space.
+
+    Raises:
+        IncompatibleSpaceError: The gallery lacks a space.
+        DamagedError: The file is damaged.
+        NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
         first, second = find_space(connection, space), find_space(connection, other)
@@ -355,6 +425,9 @@ class Remaining:
 
         All or none of a chunk have side-information. Items stored meanwhile have larger labels and
         come at the end.
+
+        Raises:
+            DamagedError: The file is damaged.
         """
         last = dict.fromkeys(self._passes, 0)
         more = True
@@ -374,13 +447,13 @@ class Remaining:
         """Return every label that `chunks` would yield if nothing changed."""
         return np.concatenate([self.labels("label", with_side) for with_side in self._passes])
 
-    def labels(self, order: Order, with_side: bool | None, after: int = 0) -> Labels:
-        """Return the labels above `after` that the target lacks, in the order of the work.
+    def labels(self, order: Order, with_side: bool | None, start_after: int = 0) -> Labels:
+        """Return the labels above `start_after` that the target lacks, in the order of the work.
 
         Args:
             order: label or uncertainty.
             with_side: Only items with side-information (True) or without (False); None for all.
-            after: The largest label to skip.
+            start_after: The largest label to skip.
         """
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
@@ -391,12 +464,24 @@ class Remaining:
             rows = connection.execute(
                 f"SELECT s.label FROM {vector_table(self.source.number)} s"
                 f" WHERE s.label > ? AND {where} ORDER BY {by}",
-                (after,),
+                (start_after,),
             )
             return label_column(rows)
 
     def read(self, labels: Labels, with_side: bool) -> tuple[Labels, Vectors, Vectors | None]:
-        """Read those of `labels` that still exist, by label."""
+        """Read embeddings and side-information of the items that still exist, by increasing label.
+
+        Args:
+            labels: int64 [n].
+            with_side: Whether to read side-information.
+
+        Returns:
+            Labels int64 [m], embeddings float32 [m, dim], and side-information float32 [m,
+            side_dim]; None without it.
+
+        Raises:
+            DamagedError: A vector has another length.
+        """
         condition, parameters = among(labels)
         with self.store.reading() as connection:
             rows = connection.execute(
@@ -437,7 +522,11 @@ def neighbours_kept(sample: Sample, old: SpaceSpec, new: SpaceSpec) -> float | N
         new: The target space.
 
     Returns:
-        0 to 1; None if there are too few probes.
+        0 to 1; None if at most NEIGHBOURS items have both vectors.
+
+    Raises:
+        IncompatibleSpaceError: The gallery lacks a space.
+        DamagedError: The gallery's file is damaged.
     """
     labels, old_vectors, new_vectors = sample(old.space, new.space, NEIGHBOUR_PROBES)
     if len(labels) <= NEIGHBOURS:
@@ -500,6 +589,8 @@ def estimate(
     Raises:
         InvalidInputError: The runner's output is invalid.
         CannotWriteError: The temporary file cannot be written.
+        IncompatibleSpaceError: The gallery does not have the source.
+        DamagedError: The gallery's file is damaged.
     """
     remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
     todo = remaining.all_labels()

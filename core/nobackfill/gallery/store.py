@@ -151,7 +151,11 @@ def check_batch(
 
 
 def storable(text: str) -> bool:
-    """Check that a text can be stored: SQLite's JSON functions must read it back unchanged."""
+    """Tell whether SQLite stores a text and its JSON functions read it back unchanged.
+
+    Returns:
+        False for a text with a zero byte or half a surrogate pair.
+    """
     try:
         return b"\0" not in text.encode()
     except UnicodeEncodeError:
@@ -159,7 +163,7 @@ def storable(text: str) -> bool:
 
 
 def metadata_text(metadata: Metadata) -> str:
-    """Return metadata as it is stored: JSON with sorted keys.
+    """Return an item's metadata as it is stored: JSON with sorted keys; {} for none.
 
     Raises:
         InvalidInputError: An invalid key or value, or more than MOST_METADATA_BYTES.
@@ -209,7 +213,11 @@ class CheckedVectors:
         return _NATIVE if self.origin == "native" else "TRUE"
 
     def select(self, rows: NDArray[Any]) -> "CheckedVectors":
-        """Return some rows."""
+        """Return the vectors of some rows.
+
+        Args:
+            rows: Indices int [m], or a mask bool [n], of the n rows.
+        """
         side = None if self.side is None else self.side[rows]
         return CheckedVectors(self.info, self.embedding[rows], side, self.origin)
 
@@ -256,7 +264,8 @@ def insert_vectors(
         checked: The vectors.
         labels: int64 [n].
         uncertainty: float32 [n], or None.
-        replace: Replace existing rows; otherwise there must be none.
+        replace: Replace existing rows; otherwise there must be none, or sqlite3.IntegrityError is
+            raised.
     """
     rows = len(labels)
     verb = "INSERT OR REPLACE" if replace else "INSERT"
@@ -285,7 +294,8 @@ def insert_batch(
         vectors: Vectors of each space for all items.
 
     Returns:
-        The result, the labels that were deleted, and for each of `vectors` the rows written.
+        The result, the labels that were deleted, and for each of `vectors` a mask bool [n] of the
+        rows written.
     """
     labels, unchanged, replaced = _match_stored(connection, batch)
     delete_labels(connection, replaced)
@@ -322,7 +332,7 @@ def put_change(
     vectors: Sequence[CheckedVectors],
     result: PutResult,
     replaced: Labels,
-    written: Sequence[NDArray[np.bool_]],
+    rows_written: Sequence[NDArray[np.bool_]],
     *,
     with_metadata: bool,
 ) -> Change:
@@ -331,13 +341,13 @@ def put_change(
     Args:
         vectors: Vectors of each space for all items.
         result: The result of the put.
-        replaced: Labels that were deleted.
-        written: For each of `vectors` the rows written.
+        replaced: int64, labels that were deleted.
+        rows_written: For each of `vectors` a mask bool [n] of the rows written.
         with_metadata: Whether the put had metadata.
     """
     added = {
         one.info.spec.space: (result.labels[rows], one.embedding[rows])
-        for one, rows in zip(vectors, written, strict=True)
+        for one, rows in zip(vectors, rows_written, strict=True)
         if rows.any()
     }
     described = result.labels if with_metadata else result.labels[result.changed]
@@ -365,8 +375,8 @@ def match_items(
         existing: Label and digest of those ids that exist.
 
     Returns:
-        Labels [n] of unchanged items (-1 elsewhere), a mask of the unchanged items, and the labels
-        to replace.
+        Labels [n] of unchanged items (-1 elsewhere), a mask bool [n] of the unchanged items, and
+        the labels to replace, int64, increasing.
     """
     labels = np.full(len(batch.ids), -1, np.int64)
     replaced = []
@@ -381,13 +391,18 @@ def match_items(
 
 
 def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
-    """Delete items, and their vectors in every space."""
+    """Delete items, and their vectors in every space.
+
+    Args:
+        connection: In a transaction.
+        labels: int64 [n]; labels that do not exist are ignored.
+    """
     tables.remove(connection, labels)
     connection.executemany("DELETE FROM items WHERE label = ?", zip(labels.tolist()))
 
 
 def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
-    """Return the labels of those ids that exist, increasing."""
+    """Return the labels of the ids that exist, int64, increasing; unknown ids are skipped."""
     rows = connection.execute(
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
         (json.dumps(list(ids)),),
@@ -403,7 +418,19 @@ class Store:
     """
 
     def __init__(self, path: Path, residents: Residents | None = None) -> None:
-        """Open a gallery, see `open`."""
+        """Open a gallery; after an unclean end, check its pages first.
+
+        Args:
+            path: The file.
+            residents: May close the file's connections while nobody uses them; they are opened
+                again on demand. None keeps them open.
+
+        Raises:
+            NotFoundError: No such file.
+            VerificationError: The file is damaged, no gallery, or has a newer format.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be read, or has no room for SQLite's files.
+        """
         self.path = path
         self._connections = FileConnections(path, residents)
         self._listeners: list[Callable[[Change], None]] = []
@@ -415,8 +442,13 @@ class Store:
     def create(cls, path: Path, spec: SpaceSpec) -> Self:
         """Create an empty gallery with one active space, and open it.
 
+        Args:
+            path: The file; missing folders are created with mode 0700.
+            spec: The active space.
+
         Raises:
-            AlreadyExistsError: The file exists, or a log of an earlier gallery lies beside it.
+            AlreadyExistsError: The file exists, or a log of an earlier gallery is in the same
+                folder.
             CannotWriteError: The file cannot be written.
             BusyError: Another process creates it.
         """
@@ -425,16 +457,18 @@ class Store:
 
     @classmethod
     def open(cls, path: Path, residents: Residents | None = None) -> Self:
-        """Open a gallery; after an unclean end, check its pages first.
+        """Open a gallery; the same as the constructor.
 
         Args:
             path: The file.
-            residents: May close its files while nobody uses them.
+            residents: May close the file's connections while nobody uses them; they are opened
+                again on demand. None keeps them open.
 
         Raises:
             NotFoundError: No such file.
             VerificationError: The file is damaged, no gallery, or has a newer format.
-            BusyError: Another process has it for itself.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be read, or has no room for SQLite's files.
         """
         return cls(path, residents)
 
@@ -457,10 +491,19 @@ class Store:
         self.close()
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """Return a context with a connection that reads one snapshot of the file."""
+        """Return a context with a connection that reads one snapshot of the file.
+
+        Entering the context opens the file's connections if they are closed.
+
+        Raises:
+            NotFoundError: The gallery was closed for good.
+            VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be read.
+        """
         return self._connections.reading()
 
-    def writing(self) -> AbstractContextManager[Connection]:
+    def transaction(self) -> AbstractContextManager[Connection]:
         """Return a context with a transaction of the one writer, for tables of the caller.
 
         It commits at the end of the block, and rolls back on an error. Do not nest it.
@@ -468,20 +511,28 @@ class Store:
         Raises:
             BusyError: Another writer holds the gallery.
             CannotWriteError: The disk fails.
+            NotFoundError: The gallery was closed for good.
+            VerificationError: The file is damaged.
         """
-        return self._connections.writing()
+        return self._connections.transaction()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[tuple[Connection, list[Change]]]:
         """Run a transaction that changes vectors or spaces; for this package only.
 
         Append each change to the yielded list: listeners get it once it is durable.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The disk fails.
+            NotFoundError: The gallery was closed for good.
+            VerificationError: The file is damaged.
         """
         with self._connections.using(), self._reporting:
             changes: list[Change] = []
             old_count = new_count = -1
             try:
-                with self._connections.writing() as connection:
+                with self._connections.transaction() as connection:
                     old_count = _commits(connection)
                     connection.execute("UPDATE commits SET count = count + 1")
                     yield connection, changes
@@ -501,6 +552,12 @@ class Store:
 
         Returns:
             False if a reader prevents it; the next change tries again.
+
+        Raises:
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be written.
+            NotFoundError: The gallery was closed for good.
+            VerificationError: The file is damaged.
         """
         self._unscrubbed = not self._connections.scrub()
         return not self._unscrubbed
@@ -509,10 +566,13 @@ class Store:
         """Return free pages to the file system.
 
         Args:
-            pages: Pages of a transaction.
+            pages: Pages that one transaction returns; other writers may commit between two.
 
         Raises:
             BusyError: Another writer holds the gallery.
+            CannotWriteError: The file cannot be written.
+            NotFoundError: The gallery was closed for good.
+            VerificationError: The file is damaged.
         """
         self._connections.compact(pages)
 
@@ -530,7 +590,12 @@ class Store:
         self._listeners.remove(listener)
 
     def spaces(self) -> list[SpaceInfo]:
-        """Return all spaces, oldest table first; exactly one is active."""
+        """Return all spaces, oldest table first; exactly one is active.
+
+        Raises:
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.reading() as connection:
             return read_spaces(connection)
 
@@ -539,6 +604,7 @@ class Store:
 
         Raises:
             DamagedError: The file does not have exactly one.
+            NotFoundError: The gallery was closed for good.
         """
         active = [info for info in self.spaces() if info.state == "active"]
         if len(active) != 1:
@@ -546,10 +612,12 @@ class Store:
         return active[0]
 
     def space(self, space: str) -> SpaceInfo:
-        """Return a space.
+        """Return a space of the gallery by its id.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have it.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
             return find_space(connection, space)
@@ -570,17 +638,20 @@ class Store:
         always replaced.
 
         Args:
-            ids: n ids of 1 to 256 characters.
+            ids: n different ids of 1 to 256 characters; n may be 0.
             vectors: For each space, vectors of all items, in order.
-            digests: Digest of each item's content, such as the bytes of its image.
-            metadata: Texts, finite numbers, flags or lists of texts by key. {} removes an unchanged
-                item's metadata, None leaves it.
+            digests: n digests of each item's content, such as the bytes of its image; None for
+                none.
+            metadata: For each item, texts, finite numbers, flags or lists of texts by key. {}
+                removes an unchanged item's metadata, None leaves it.
 
         Raises:
             InvalidInputError: Invalid vectors, ids or metadata, or an id twice.
             IncompatibleSpaceError: The gallery lacks a space.
             BusyError: Another writer holds the gallery.
             CannotWriteError: The disk fails.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
         """
         batch = check_batch(ids, digests, metadata)
         checked = [check_new(self.space(new.space), new, len(ids)) for new in vectors]
@@ -595,7 +666,8 @@ class Store:
         return result
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete items from every space, and their bytes from file and log.
+        """Delete items from every space, and their bytes from file and log; unknown ids are
+        skipped.
 
         Returns:
             Number of items that existed.
@@ -603,11 +675,27 @@ class Store:
         Raises:
             BusyError: Another writer holds the gallery.
             CannotWriteError: The disk fails.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
         """
         return self.delete_chosen(lambda connection: labels_of(connection, ids))
 
     def delete_chosen(self, choose: Callable[[Connection], Labels]) -> int:
-        """Delete the items whose labels `choose` returns in the same transaction; see `delete`."""
+        """Delete items that are chosen in the same transaction, and their bytes from file and log.
+
+        Args:
+            choose: Returns the labels of existing items, int64 [n], from the transaction's
+                connection.
+
+        Returns:
+            Number n of deleted items.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The disk fails.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.changing() as (connection, changes):
             labels = choose(connection)
             delete_labels(connection, labels)
@@ -616,7 +704,12 @@ class Store:
         return len(labels)
 
     def get(self, item_id: str) -> StoredItem | None:
-        """Return an item; None if it does not exist."""
+        """Return an item by its id, without origin and uncertainty; None if it does not exist.
+
+        Raises:
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.reading() as connection:
             labels = labels_of(connection, [item_id])
             return reading.items(connection, labels)[0] if len(labels) else None
@@ -627,30 +720,68 @@ class Store:
         """Return items in the order of `labels`; None where an item does not exist (any more).
 
         Args:
-            labels: The labels.
-            space: Origin and uncertainty of the items are those of this space.
+            labels: int64 [n], in any order.
+            space: Id of the space whose origin and uncertainty the items get; None leaves both
+                None.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
             return reading.items(connection, labels, space)
 
-    def listing(self, after: int = 0, limit: int = 1000) -> list[StoredItem]:
-        """Return a page of items by increasing label, after label `after`."""
+    def listing(self, start_after: int = 0, limit: int = 1000) -> list[StoredItem]:
+        """Return a page of items by increasing label, without origin and uncertainty.
+
+        Args:
+            start_after: The last label of the previous page; 0 for the first page.
+            limit: Largest number of items.
+
+        Raises:
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.reading() as connection:
-            return reading.page(connection, after, limit)
+            return reading.page(connection, start_after, limit)
 
     def count(self, space: str | None = None) -> int:
-        """Return the number of items, or of vectors in a space."""
+        """Return the number of items, or of vectors in a space.
+
+        Args:
+            space: Id of the space; None counts items.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.reading() as connection:
             return reading.count(connection, space)
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
-        """Return all vectors of a space in one snapshot: labels int64 [n], increasing, and float32
-        [n, dim]."""
+        """Return all vectors of a space in one snapshot.
+
+        Returns:
+            Labels int64 [n], increasing, and vectors float32 [n, dim].
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.reading() as connection:
             return reading.load(connection, find_space(connection, space))
 
     def vector(self, label: int, space: str) -> Vectors | None:
-        """Return an item's vector in a space, [1, dim]; None if it has none there."""
+        """Return an item's vector in a space, float32 [1, dim]; None if it has none there.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.reading() as connection:
             return reading.vector(connection, label, find_space(connection, space))
 
@@ -659,23 +790,43 @@ class Store:
 
         Raises:
             DamagedError: A page is damaged.
+            NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
             check_pages(connection, self.path)
 
     def state_get(self, key: str) -> Any:
-        """Return a JSON value that is stored with the gallery; None if there is none."""
+        """Return a JSON value that is stored with the gallery; None if there is none.
+
+        Raises:
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.reading() as connection:
             return reading.state(connection, key)
 
     def state(self) -> dict[str, Any]:
-        """Return all JSON values that are stored with the gallery."""
+        """Return all JSON values that are stored with the gallery, by key.
+
+        Raises:
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
         with self.reading() as connection:
             return reading.states(connection)
 
     def state_set(self, values: Mapping[str, Any]) -> None:
-        """Store JSON values in one transaction; None removes a value."""
-        with self.writing() as connection:
+        """Store JSON values with the gallery in one transaction; None removes a value.
+
+        Raises:
+            TypeError: A value cannot be written as JSON.
+            ValueError: A value contains NaN or infinity.
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The disk fails.
+            DamagedError: The file is damaged.
+            NotFoundError: The gallery was closed for good.
+        """
+        with self.transaction() as connection:
             reading.set_state(connection, values)
 
 

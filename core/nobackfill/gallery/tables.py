@@ -92,12 +92,18 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
 
     Raises:
         IncompatibleSpaceError: The gallery does not have it.
+        DamagedError: A row of the table of spaces is invalid.
     """
     return space_of(read_spaces(connection), space)
 
 
 def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
-    """Return each row as bytes of little-endian float32; without vectors, `rows` times None."""
+    """Return each row as bytes of little-endian float32.
+
+    Args:
+        vectors: float32 [rows, dim]; None returns `rows` times None.
+        rows: Number of rows.
+    """
     if vectors is None:
         return [None] * rows
     packed = np.ascontiguousarray(vectors, "<f4")
@@ -107,10 +113,10 @@ def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
 
 
 def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
-    """Return n blobs as float32 rows [n, dim], read-only.
+    """Return n blobs of little-endian float32 as rows [n, dim], read-only.
 
     Raises:
-        DamagedError: A blob has another length.
+        DamagedError: A value is no blob, or has another length than 4 * dim bytes.
     """
     try:
         joined = b"".join(blobs)
@@ -127,15 +133,15 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
 
 
 def label_column(rows: Iterable[tuple[int]]) -> Labels:
-    """Return rows of one integer each as int64."""
+    """Return rows of one integer each as an array, int64 [n]."""
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
 def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
-    """Return every label of a table, increasing.
+    """Return every label of a table, int64 [n], increasing.
 
-    SQLite is asked once for many labels. That takes half the time, and leaves the interpreter to
-    other threads.
+    SQLite joins many labels into one text. That takes half the time of single rows, and leaves the
+    interpreter to other threads.
     """
     parts, last = [np.empty(0, np.int64)], np.iinfo(np.int64).min
     while True:
@@ -184,8 +190,11 @@ def joined_blobs(
 def among(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
     """Return an SQL condition that is true for all of `labels`, with its parameters.
 
-    For labels that lie close together it is a range, which is much cheaper, but may be true for
-    others, too.
+    For labels that lie close together it is a range, which is much cheaper. A range may be true for
+    other labels, too.
+
+    Args:
+        labels: int64 [n], in any order. Without labels, no row passes.
     """
     if len(labels) and (last := int(labels.max())) - (first := int(labels.min())) < 2 * len(labels):
         return "label BETWEEN ? AND ?", (first, last)
@@ -195,8 +204,17 @@ def among(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
 def live_labels(
     connection: sqlite3.Connection, table: str, labels: Labels, where: str = "TRUE"
 ) -> Labels:
-    """Return those of `labels` for which a table has a row that passes an SQL condition,
-    increasing."""
+    """Return the labels for which a table has a row that passes an SQL condition.
+
+    Args:
+        connection: The file.
+        table: Name of the table.
+        labels: int64 [n].
+        where: The condition. It becomes part of the statement: never build it from a caller's text.
+
+    Returns:
+        int64, increasing, each label once.
+    """
     condition, parameters = among(labels)
     rows = connection.execute(
         f"SELECT label FROM {table} WHERE {condition} AND {where}", parameters
@@ -330,12 +348,20 @@ def add(connection: sqlite3.Connection, first: int, last: int) -> None:
 
 
 def remove(connection: sqlite3.Connection, labels: Labels) -> None:
-    """Remove items from the index, before they are deleted or described again."""
+    """Remove items from the index of the metadata, before they are deleted or described again.
+
+    Args:
+        connection: In a transaction.
+        labels: int64 [n]; labels that are not in the index are ignored.
+    """
     connection.executemany(_FORGET, ({"label": label} for label in labels.tolist()))
 
 
 def describe(connection: sqlite3.Connection, texts: list[tuple[int, str]]) -> None:
-    """Set the metadata of items from JSON texts by label; unchanged texts are not written."""
+    """Set the metadata of items from JSON texts by label; unchanged texts are not written.
+
+    Each label must exist. The index of the metadata is updated, too.
+    """
     for label, metadata in texts:
         row = connection.execute("SELECT metadata FROM items WHERE label = ?", (label,)).fetchone()
         if row[0] == metadata:

@@ -84,11 +84,27 @@ class Carrying(Protocol):
     def items(
         self, labels: Sequence[int] | Labels, space: str | None = None
     ) -> list[StoredItem | None]:
-        """Return items in the order of `labels`; None where an item does not exist (any more)."""
+        """Return items in the order of `labels`; None where an item does not exist (any more).
+
+        Args:
+            labels: int64 [n], in any order.
+            space: Id of the space whose origin and uncertainty the items get; None leaves both
+                None.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
     def count(self, space: str | None = None) -> int:
-        """Return the number of items, or of vectors in a space."""
+        """Return the number of items, or of vectors in a space.
+
+        Args:
+            space: Id of the space; None counts items.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
     def begin(self, spec: SpaceSpec) -> None:
@@ -116,11 +132,34 @@ class Carrying(Protocol):
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
         uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
     ) -> Labels:  # fmt: skip
-        """Write vectors of existing items into a space; see staging.write."""
+        """Write vectors of existing items into a space, in one durable transaction.
+
+        Deleted items are skipped, and items that have a vector there, unless `replace` is set.
+
+        Args:
+            space: Id of the space.
+            labels: int64 [n], distinct.
+            embedding: float32 [n, dim].
+            side: Side-information, float32 [n, side_dim], or None.
+            uncertainty: float32 [n], or None.
+            origin: How the vectors were made.
+            replace: Replace existing vectors, for re-embedding.
+
+        Returns:
+            The labels written, int64, increasing.
+
+        Raises:
+            InvalidInputError: Invalid vectors or another number of rows.
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
     def left_behind(self, space: str) -> int:
-        """Return the number of items without a vector in a space."""
+        """Return the number of items without a vector in a space.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+        """
         ...
 
 
@@ -129,15 +168,15 @@ class UpgradeProgress:
     """The progress of an upgrade.
 
     Attributes:
-        done: Items with a vector in the target.
+        complete: Items with a vector in the target.
         total: All items.
-        written: Vectors that this run has written.
+        writes: Vectors that this run has written.
         seconds: Time since the start of this run.
     """
 
-    done: int
+    complete: int
     total: int
-    written: int
+    writes: int
     seconds: float
 
 
@@ -146,12 +185,12 @@ class UpgradeOutcome:
     """The end of an upgrade.
 
     Attributes:
-        written: Vectors that this run has written.
+        writes: Vectors that this run has written.
         left_behind: Items without a vector in the target.
         stopped: Whether `should_stop` ended it.
     """
 
-    written: int
+    writes: int
     left_behind: int
     stopped: bool
 

@@ -342,13 +342,13 @@ def _groups(comparison: Comparison) -> list[Group]:
         total += f" (and {lonely} with nothing to find, alone in their class)"
     return [
         Group(
-            "What got better",
+            "Searches that improved",
             f"{len(changed.improved)} {total} now find the right class first, where the old model "
             "did not. Green is right, dotted red wrong.",
             [_query_hits(comparison, query) for query in changed.improved[:SHOWN]],
         ),
         Group(
-            "What got worse",
+            "Searches that worsened",
             f"{len(changed.worsened)} {total}, {changed.worsened_percent:.1f} %, found the right "
             "class first before and do not any more.",
             [_query_hits(comparison, query) for query in changed.worsened[:SHOWN]],

@@ -71,7 +71,7 @@ def export(
             for piece in store.frozen([info.spec.space for info in infos], window):
                 count += len(piece.items)
                 items = {item.label: item for item in piece.items}
-                for file, stored in zip(files, piece.stored, strict=True):
+                for file, stored in zip(files, piece.vectors, strict=True):
                     rows[file.release] += file.add(items, stored, native)
         durable.publish_dir(staged, out)
     except BaseException:

@@ -103,7 +103,7 @@ def _copy_spaces(source: GalleryStore, target: GalleryStore) -> None:
 def _pages(store: GalleryStore, space: str) -> Iterator[list[StoredItem]]:
     place: ListingPlace | None = None
     while True:
-        entries, place = store.page(space, _PAGE, after=place)
+        entries, place = store.page(space, _PAGE, start_after=place)
         if entries:
             yield [item for item, _ in entries]
         if place is None:

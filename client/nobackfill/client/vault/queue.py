@@ -94,7 +94,7 @@ class VaultQueue:
 
     def seal(self, entry: VaultEntry) -> None:
         """Insert the row of a blob; call this before sending any byte of it."""
-        with self._store.writing() as connection:
+        with self._store.transaction() as connection:
             _prepare(connection)
             connection.execute(
                 "INSERT INTO vault VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -106,12 +106,12 @@ class VaultQueue:
 
     def mark(self, blob: str, state: State) -> None:
         """Set the state of a blob."""
-        with self._store.writing() as connection:
+        with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
 
     def settle(self, entry: VaultEntry) -> None:
         """Mark a blob as stored, and other blobs of the same item for removal."""
-        with self._store.writing() as connection:
+        with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))
             connection.execute(
                 "UPDATE vault SET state = 'removing' WHERE item = ? AND blob <> ?",
@@ -120,13 +120,13 @@ class VaultQueue:
 
     def adopt(self, key: str) -> None:
         """Set the key of all rows that have none."""
-        with self._store.writing() as connection:
+        with self._store.transaction() as connection:
             _prepare(connection)
             connection.execute("UPDATE vault SET key = ? WHERE key IS NULL", (key,))
 
     def forget(self, blob: str) -> None:
         """Delete the row of a blob; call this after the vault deleted the blob."""
-        with self._store.writing() as connection:
+        with self._store.transaction() as connection:
             connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
 
 

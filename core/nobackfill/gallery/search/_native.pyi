@@ -61,12 +61,12 @@ class Hnsw:
     def add(self, vectors: Vectors, names: _Labels, threads: int) -> None: ...
     def search(self, queries: Vectors, k: int) -> tuple[_Labels, Vectors] | None: ...
     def resize(self, capacity: int) -> None: ...
-    def mark(self, dead: _Mask) -> None: ...
+    def mark(self, deleted: _Mask) -> None: ...
     def advise(self, advice: int) -> bool: ...
 
 class Graph:
     def __init__(
-        self, owner: Hnsw, held: _Labels, labels: _Labels, elements: _Labels | None
+        self, owner: Hnsw, rows: _Labels, labels: _Labels, elements: _Labels | None
     ) -> None: ...
 
 class Curves:
@@ -84,13 +84,13 @@ class Snapshot:
         delta_live: _Mask | None,
     ) -> None: ...
     def search(
-        self, query: Vectors, k: int, asked: int, base: _Mask | None, beside: _Mask | None
+        self, query: Vectors, k: int, candidates: int, base: _Mask | None, delta: _Mask | None
     ) -> tuple[_Labels, Vectors] | None: ...
     def answers(
         self,
         queries: list[tuple[bytes, int, int, float]],
         exact: bool,
-        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
+        items: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: Curves,
         end: bytes,
     ) -> list[bytes | None]: ...
@@ -104,8 +104,8 @@ class Route:
         usual_k: int,
         most_k: int,
         exact: bool,
-        walked: Mapping[int, int | None],
-        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
+        candidates_by_k: Mapping[int, int | None],
+        items: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: Curves,
         end: bytes,
     ) -> None: ...

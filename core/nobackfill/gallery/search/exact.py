@@ -94,17 +94,17 @@ class ExactIndex:
         self,
         queries: Vectors,
         k: int,
-        allowed: Mask | None = None,
+        mask: Mask | None = None,
         passing: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
         """Search as Index.search does. Every row is compared, so that `passing` and `ef` are
         ignored."""
-        if allowed is None:
+        if mask is None:
             return self._search(queries, k, None, None)
-        rows = np.flatnonzero(allowed)
-        if len(rows) * PICKED_SHARE > len(allowed):
-            return self._search(queries, k, ~allowed, None)
+        rows = np.flatnonzero(mask)
+        if len(rows) * PICKED_SHARE > len(mask):
+            return self._search(queries, k, ~mask, None)
         return self._search(queries, k, None, rows)
 
     def search_rows(self, queries: Vectors, k: int, rows: Rows) -> Neighbours:
@@ -125,9 +125,7 @@ class ExactIndex:
             np.concatenate([part.distances for part in parts]),
         )
 
-    def improve(
-        self, queries: Vectors, hits: Neighbours, allowed: Mask | None = None
-    ) -> Neighbours:
+    def improve(self, queries: Vectors, hits: Neighbours, mask: Mask | None = None) -> Neighbours:
         """Add the rows of this index that are nearer than the last hits of another index.
 
         This is much cheaper than `search` if few rows are: for a small index beside a large one.
@@ -135,19 +133,19 @@ class ExactIndex:
         Args:
             queries: float32 [q, dim].
             hits: The other index's hits, [q, k].
-            allowed: bool [n], the rows that may be found; None for all.
+            mask: bool [n], the rows that may be found; None for all.
         """
         k = hits.labels.shape[1]
         if len(queries) * len(self.labels) > BLOCK_ELEMENTS:
-            return merge([hits, self.search(queries, k, allowed)], k)
+            return merge([hits, self.search(queries, k, mask)], k)
         prepared = prepare(self.spec.metric, queries)
-        rough = self._rough(prepared, None if allowed is None else ~allowed)
+        rough = self._rough(prepared, None if mask is None else ~mask)
         last = hits.distances[:, -1].astype(np.float64)
         squares = np.vecdot(prepared, prepared, dtype=np.float64)
         limit = (last - squares) / 2 if self.spec.metric == "squared_l2" else last - 1
         query, row = np.nonzero(rough <= (limit + self._error(prepared))[:, None])
         if len(row) > len(queries) * MOST_IMPROVING * k:
-            return merge([hits, self.search(queries, k, allowed)], k)
+            return merge([hits, self.search(queries, k, mask)], k)
         if not len(row):
             return hits
         distances = pair_distances(self.spec.metric, prepared[query], self.vectors[row][:, None, :])
@@ -209,8 +207,8 @@ class ExactIndex:
         else:
             rough = self._rough_among(queries, among)
         count = len(among)
-        allowed = count if barred is None else count - int(np.count_nonzero(barred))
-        candidates = min(allowed, k + SPARE_CANDIDATES)
+        unbarred = count if barred is None else count - int(np.count_nonzero(barred))
+        candidates = min(unbarred, k + SPARE_CANDIDATES)
         if candidates < count:
             rows = np.argpartition(rough, candidates - 1, axis=1)[:, :candidates]
         else:
@@ -218,7 +216,7 @@ class ExactIndex:
         places = among[rows]
         distances = pair_distances(self.spec.metric, queries, self._rows(places))
         hits = best(self.labels[places], distances, k)
-        if candidates < allowed:
+        if candidates < unbarred:
             self._settle(queries, k, rough, rows, among, hits)
         return hits
 

@@ -279,19 +279,19 @@ def graph_of(links: Links, dim: int, fill: Callable[[Vectors], Mask]) -> Hnsw:
         values["enterpoint_node"], links.ground, links.levels, links.upper,
     )  # fmt: skip
     vectors = vectors_of(graph)
-    dead = fill(vectors)
-    _place_dead(links.ground, vectors, dead)
-    graph.mark(dead)
+    deleted = fill(vectors)
+    _place_deleted(links.ground, vectors, deleted)
+    graph.mark(deleted)
     return graph
 
 
-def _place_dead(ground: Bytes, vectors: Vectors, dead: Mask) -> None:
-    """Move each dead element to the mean of the live elements that it leads to."""
+def _place_deleted(ground: Bytes, vectors: Vectors, deleted: Mask) -> None:
+    """Move each deleted element to the mean of the live elements that it leads to."""
     links = ground[:, 4:].view(np.uint32)
     counts = ground[:, :2].view(np.uint16)[:, 0]
-    for element in np.flatnonzero(dead).tolist():
+    for element in np.flatnonzero(deleted).tolist():
         neighbours = links[element, : counts[element]]
-        living = neighbours[~dead[neighbours]]
+        living = neighbours[~deleted[neighbours]]
         vectors[element] = vectors[living].mean(axis=0) if len(living) else 0
 
 
@@ -314,7 +314,7 @@ class Skeleton:
         rows: Row in `labels` of each element's vector; -1 for none.
         links: The links.
         sums: Sum of each element's vector; None if not needed.
-        fresh: Whether the links were built for vectors of this space.
+        own_links: Whether the links were built for vectors of this space.
         ef: Candidates with which enough neighbours were found; 0 if unknown.
     """
 
@@ -323,7 +323,7 @@ class Skeleton:
     rows: Rows
     links: Links
     sums: Sums | None
-    fresh: bool
+    own_links: bool
     ef: int
 
     def write(self, path: Path) -> None:
@@ -337,7 +337,7 @@ class Skeleton:
             "labels": self.labels, "rows": self.rows.astype(np.int64), "sums": self.sums,
             "ground": self.links.ground, "levels": self.links.levels, "upper": self.links.upper,
         }  # fmt: skip
-        parameters = dict(self.links.parameters) | {"fresh": self.fresh, "ef": self.ef}
+        parameters = dict(self.links.parameters) | {"fresh": self.own_links, "ef": self.ef}
         write_index(path, self.spec, ENGINE, parameters, arrays)
 
 
@@ -350,14 +350,14 @@ def read_skeleton(path: Path, spec: SpaceSpec) -> Skeleton:
     """
     file = read_index(path, spec, ENGINE)
     arrays, parameters = file.arrays, dict(file.parameters)
-    fresh, ef = bool(parameters.pop("fresh")), int(parameters.pop("ef", 0))
+    own_links, ef = bool(parameters.pop("fresh")), int(parameters.pop("ef", 0))
     links = Links(parameters, arrays["ground"], arrays["levels"], arrays["upper"])
     check_links(links)
     if not len(links) == len(arrays["rows"]) == len(arrays["sums"]):
         raise VerificationError(
             f"{path}: expected a row and a sum for each element; build it again"
         )
-    return Skeleton(spec, arrays["labels"], arrays["rows"], links, arrays["sums"], fresh, ef)
+    return Skeleton(spec, arrays["labels"], arrays["rows"], links, arrays["sums"], own_links, ef)
 
 
 def sums_of(vectors: Content) -> Sums:
@@ -414,8 +414,8 @@ def rebuild(
                 # A replaced vector has other neighbours: it cannot stay there.
                 rows[places[sums_of(piece) != sums[places]]] = -1
             after_piece()
-        dead: Mask = rows < 0
-        return dead
+        no_row: Mask = rows < 0
+        return no_row
 
     return graph_of(skeleton.links, spec.dim, fill), rows
 

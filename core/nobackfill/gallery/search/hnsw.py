@@ -59,7 +59,7 @@ class HnswIndex:
         graph: Hnsw,
         rows: Rows | None = None,
         *,
-        fresh: bool = True,
+        own_links: bool = True,
     ) -> None:
         """Wrap a graph; nobody else may change it.
 
@@ -69,9 +69,10 @@ class HnswIndex:
             graph: The graph.
             rows: Row in `labels` of each name in the graph; -1 for none, which must be marked
                 deleted. None: the name is the row.
-            fresh: Whether the links were built for these vectors, not for those of another space.
+            own_links: Whether the links were built for these vectors. Otherwise they were built for
+                another space's vectors.
         """
-        self.fresh = fresh
+        self.own_links = own_links
         self._least = 0
         self.spec = spec
         self.labels = labels
@@ -99,17 +100,17 @@ class HnswIndex:
         """Return the number of candidates of a search."""
         return max(self._least, self.graph.ef)
 
-    def exact(self, queries: Vectors, k: int, allowed: Mask | None = None) -> Neighbours:
+    def exact(self, queries: Vectors, k: int, mask: Mask | None = None) -> Neighbours:
         """Search by comparing every row."""
         if self._elements is None:
-            return self._exact.search(queries, k, allowed)
-        if allowed is not None:
-            rows = np.flatnonzero(allowed)
-            if len(rows) * PICKED_SHARE <= len(allowed):
+            return self._exact.search(queries, k, mask)
+        if mask is not None:
+            rows = np.flatnonzero(mask)
+            if len(rows) * PICKED_SHARE <= len(mask):
                 return self._exact.search_rows(queries, k, self._elements[rows])
-        mask = np.zeros(len(self._held), np.bool_)
-        mask[self._elements if allowed is None else self._elements[allowed]] = True
-        return self._exact.search(queries, k, mask)
+        elements = np.zeros(len(self._held), np.bool_)
+        elements[self._elements if mask is None else self._elements[mask]] = True
+        return self._exact.search(queries, k, elements)
 
     def seeking(self, ef: int) -> "HnswIndex":
         """Return the same index with at least `ef` candidates for each search.
@@ -124,15 +125,15 @@ class HnswIndex:
         self,
         queries: Vectors,
         k: int,
-        allowed: Mask | None = None,
+        mask: Mask | None = None,
         passing: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
         """Search as Index.search does; distances are the graph's own, in float32."""
         candidates = self._candidates(k, ef)
         if candidates is None:
-            return self.exact(queries, k, allowed)
-        if allowed is None:
+            return self.exact(queries, k, mask)
+        if mask is None:
             near_rows = None
             if not _exact_is_cheaper(len(self.labels), len(queries), candidates):
                 near_rows = self._near(prepare(self.spec.metric, queries), candidates)
@@ -140,14 +141,14 @@ class HnswIndex:
                 return self.exact(queries, k)
             return _answer(self.labels[near_rows[0][:, :k]], near_rows[1][:, :k], k)
         if passing is None:
-            passing = int(np.count_nonzero(allowed))
+            passing = int(np.count_nonzero(mask))
         answer = Neighbours(
             np.full((len(queries), k), -1, np.int64), np.full((len(queries), k), np.inf, np.float32)
         )
         wide = candidates if candidates > max(k, self.graph.ef) else 0
-        unanswered = self._filtered(queries, k, allowed, passing, wide, answer)
+        unanswered = self._filtered(queries, k, mask, passing, wide, answer)
         if len(unanswered):
-            exact = self.exact(queries[unanswered], k, allowed)
+            exact = self.exact(queries[unanswered], k, mask)
             answer.labels[unanswered], answer.distances[unanswered] = exact.labels, exact.distances
         return answer
 
@@ -167,7 +168,7 @@ class HnswIndex:
         self,
         queries: Vectors,
         k: int,
-        allowed: Mask,
+        mask: Mask,
         passing: int,
         wide: int,
         answer: Neighbours,
@@ -181,8 +182,8 @@ class HnswIndex:
         Args:
             queries: float32 [q, dim].
             k: Number of hits.
-            allowed: bool [n].
-            passing: Number of allowed rows.
+            mask: bool [n], the rows that may be found.
+            passing: Number of these rows.
             wide: Minimum number of candidates.
             answer: Filled in place.
 
@@ -199,7 +200,7 @@ class HnswIndex:
         if result is None:
             return every
         rows, distances = result
-        passes = allowed[rows]
+        passes = mask[rows]
         near_end = candidates if candidates == count else int(_NEAR_END * candidates)
         full = np.count_nonzero(passes[:, :near_end], axis=1) >= target
         # Passing rows first, each part in the order of distance.
@@ -227,7 +228,7 @@ class HnswIndex:
         links = graph_file.links_of(self.graph)
         vector_sums = sums_of(graph_file.vectors_of(self.graph)) if sums else None
         ef = self.graph.ef
-        return Skeleton(self.spec, self.labels, self._held, links, vector_sums, self.fresh, ef)
+        return Skeleton(self.spec, self.labels, self._held, links, vector_sums, self.own_links, ef)
 
     def save(self, path: Path) -> None:
         """Write an index file without the vectors.
@@ -380,8 +381,8 @@ def revive(
     present = np.zeros(len(labels), np.bool_)
     present[rows[rows >= 0]] = True
     rows_among_present = np.append(np.cumsum(present) - 1, -1)[rows]
-    fresh = old.fresh and old.spec.space == spec.space
-    index = HnswIndex(spec, labels[present], graph, rows_among_present, fresh=fresh)
+    own_links = old.own_links and old.spec.space == spec.space
+    index = HnswIndex(spec, labels[present], graph, rows_among_present, own_links=own_links)
     if _unchanged(old, spec, labels, rows):
         # Skip the probe, which takes a third of the start.
         graph.ef = old.ef
@@ -468,8 +469,8 @@ def carry(
         names = len(rows) + np.arange(len(added))
         _add(graph, spec, vectors, added, names, threads, after_piece)
         rows = np.concatenate([rows, added])
-    fresh = old.fresh and old.spec.space == spec.space
-    index = HnswIndex(spec, labels, graph, rows, fresh=fresh)
+    own_links = old.own_links and old.spec.space == spec.space
+    index = HnswIndex(spec, labels, graph, rows, own_links=own_links)
     _accept(index, after_piece)
     return index
 

@@ -56,7 +56,7 @@ class Picked:
         return np.asarray(self[:], dtype)
 
 
-class Joined:
+class Concatenation:
     """Two contents, one after the other."""
 
     def __init__(self, first: Content, second: Content) -> None:
@@ -118,7 +118,7 @@ class Index(Protocol):
         self,
         queries: Vectors,
         k: int,
-        allowed: Mask | None = None,
+        mask: Mask | None = None,
         passing: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
@@ -127,7 +127,7 @@ class Index(Protocol):
         Args:
             queries: float32 [q, dim], checked.
             k: At least 1.
-            allowed: bool [n], the rows that may be found; None for all.
+            mask: bool [n], the rows that may be found; None for all.
             passing: Number of these rows, if known: counting them takes longer than a search.
             ef: Minimum number of candidates; EVERY or at least n for an exact search. An exact
                 index ignores it.
@@ -144,10 +144,10 @@ def rows_of(labels: Labels, targets: Labels) -> Rows:
     return matches
 
 
-def mask_of(labels: Labels, allowed: Labels) -> Mask:
-    """Return which of `labels` (increasing) are in `allowed`, bool [n]."""
+def mask_of(labels: Labels, subset: Labels) -> Mask:
+    """Return which of `labels` (increasing) are in `subset`, bool [n]."""
     mask = np.zeros(len(labels), np.bool_)
-    mask[rows_of(labels, allowed)] = True
+    mask[rows_of(labels, subset)] = True
     return mask
 
 
@@ -237,26 +237,26 @@ def to_one(metric: Metric, query: Vectors, vectors: Vectors) -> Vectors:
 # its nearest, and a release's scale places the migrated ones (docs/adr/0024).
 
 # Returns which of labels (increasing) may be found: bool of the same length.
-Allowed = Callable[[Labels], Mask]
+LabelFilter = Callable[[Labels], Mask]
 # Returns which of labels (increasing) are migrated, and which are not.
 Origins = Callable[[Labels], tuple[Mask, Mask]]
 
 
 def search_origins(
-    nearest: Callable[[Allowed], Neighbours],
+    nearest: Callable[[LabelFilter], Neighbours],
     origins: Origins,
     scale: Scale,
     k: int,
-    allowed: Allowed | None = None,
+    label_filter: LabelFilter | None = None,
 ) -> Neighbours:
     """Search migrated and native vectors separately, and rank both on one scale.
 
     Args:
-        nearest: Returns the k nearest of the allowed labels.
+        nearest: Returns the k nearest of the labels that pass a filter.
         origins: Returns which labels are migrated.
         scale: Converts distances of migrated vectors.
         k: Number of hits.
-        allowed: Returns which labels may be found; None for all.
+        label_filter: Returns which labels may be found; None for all.
     """
     # Read once: an item that is re-embedded meanwhile must be found only once.
     cached: dict[int, tuple[Mask, Mask]] = {}
@@ -264,7 +264,7 @@ def search_origins(
     def of(origin: int) -> Neighbours:
         def select(labels: Labels) -> Mask:
             mask = cached.setdefault(id(labels), origins(labels))[origin]
-            return mask if allowed is None else mask & allowed(labels)
+            return mask if label_filter is None else mask & label_filter(labels)
 
         return nearest(select)
 

@@ -128,9 +128,9 @@ class PackageGraph:
         self._cached = None
         self._index.resize_index(capacity)
 
-    def mark(self, dead: Mask) -> None:
-        self.records[:, _MARK_BYTE] = dead
-        self._index = hnswlib.Index(self._state() | {"has_deletions": bool(dead.any())})
+    def mark(self, deleted: Mask) -> None:
+        self.records[:, _MARK_BYTE] = deleted
+        self._index = hnswlib.Index(self._state() | {"has_deletions": bool(deleted.any())})
 
     def advise(self, advice: int) -> bool:
         """Do nothing: the package manages its memory itself."""

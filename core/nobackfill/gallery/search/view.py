@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from nobackfill.errors import NotFoundError, VerificationError
-from nobackfill.gallery.reading import Stored
+from nobackfill.gallery.reading import VectorsOnDisk
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import (
+    Concatenation,
     Content,
     Index,
-    Joined,
+    LabelFilter,
     Labels,
     Mask,
     Neighbours,
@@ -132,8 +133,8 @@ class CompiledSearch:
             query: float32 [1, dim].
             k: Number of hits.
             ef: Minimum number of candidates.
-            base: Rows of the graph that are allowed; None for all.
-            delta: Rows of the delta that are allowed; None for all.
+            base: Rows of the graph that may be found; None for all.
+            delta: Rows of the delta that may be found; None for all.
 
         Returns:
             None if every row must be compared instead.
@@ -148,7 +149,7 @@ class CompiledSearch:
         self,
         queries: Sequence[tuple[bytes, int, float]],
         exact: bool,
-        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
+        items: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: "Curves",
         end: bytes,
     ) -> list[bytes | None]:
@@ -157,7 +158,7 @@ class CompiledSearch:
         Args:
             queries: Values, k and the largest distance of each.
             exact: Whether distances are exact.
-            known: Encoded items by label (server/galleries/hosted_file.py).
+            items: Encoded items by label (server/galleries/hosted_file.py).
             curves: The calibrations.
             end: Bytes after the hits.
 
@@ -170,7 +171,7 @@ class CompiledSearch:
             if candidates is None:
                 return [None] * len(queries)
             walks.append((values, k, candidates, farthest))
-        return self._snapshot.answers(walks, exact, known, curves, end)
+        return self._snapshot.answers(walks, exact, items, curves, end)
 
     def route(
         self,
@@ -179,7 +180,7 @@ class CompiledSearch:
         usual_k: int,
         most_k: int,
         exact: bool,
-        known: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
+        items: Mapping[int, tuple[bytes, bytes, bytes, int, bytes]],
         curves: "Curves",
         end: bytes,
     ) -> Callable[[list[bytes]], list[bytes | None]]:
@@ -190,7 +191,7 @@ class CompiledSearch:
         others.
         """
         return _native.Route(
-            self._snapshot, gallery, space, usual_k, most_k, exact, self._candidates_by_k, known,
+            self._snapshot, gallery, space, usual_k, most_k, exact, self._candidates_by_k, items,
             curves, end,
         ).answers  # fmt: skip
 
@@ -258,8 +259,6 @@ class QuerySample:
             return self._vectors[: self._size].copy()
 
 
-# Returns which of an index's labels (increasing) may be found: bool of the same length.
-Allowed = Callable[[Labels], Mask]
 # Builds a base from live vectors, such as nobackfill.gallery.search.hnsw.build or ExactIndex.
 Builder = Callable[[SpaceSpec, Labels, Content], Index]
 # Opens the first base of a view, and returns the rows that are not in it.
@@ -273,15 +272,15 @@ class IndexPart:
     Attributes:
         index: The index.
         live: bool [n], rows that are alive; None for all.
-        dead: Number of other rows; counted on deletion, since every search needs it.
+        deleted: Number of other rows; counted on deletion, since every search needs it.
     """
 
     index: Index
     live: Mask | None = None
-    dead: int = 0
+    deleted: int = 0
 
     def __len__(self) -> int:
-        return len(self.index.labels) - self.dead
+        return len(self.index.labels) - self.deleted
 
     def less(self, labels: Labels) -> "IndexPart":
         """Return the part with tombstones for `labels`."""
@@ -292,23 +291,25 @@ class IndexPart:
             return self
         live = np.ones(len(self.index.labels), np.bool_) if self.live is None else self.live.copy()
         live[rows] = False
-        return IndexPart(self.index, live, self.dead + len(rows))
+        return IndexPart(self.index, live, self.deleted + len(rows))
 
-    def mask(self, allowed: Allowed | None) -> Mask | None:
-        """Return the rows that are alive and allowed; None for all."""
-        if allowed is None:
+    def mask(self, label_filter: LabelFilter | None) -> Mask | None:
+        """Return the rows that are alive and pass a filter; None for all."""
+        if label_filter is None:
             return self.live
-        mask_ = allowed(self.index.labels)
+        mask_ = label_filter(self.index.labels)
         return mask_ if self.live is None else mask_ & self.live
 
-    def allowed_rows(self, allowed: Allowed | None) -> Mask | None:
-        """Return the rows that are allowed, alive or not; None for all."""
-        return None if allowed is None else allowed(self.index.labels)
+    def passing_rows(self, label_filter: LabelFilter | None) -> Mask | None:
+        """Return the rows that pass a filter, alive or not; None for all."""
+        return None if label_filter is None else label_filter(self.index.labels)
 
-    def search(self, queries: Vectors, k: int, allowed: Allowed | None, ef: int = 0) -> Neighbours:
-        """Return the nearest rows that are alive and allowed."""
-        passing = len(self) if allowed is None else None
-        return self.index.search(queries, k, self.mask(allowed), passing, ef)
+    def search(
+        self, queries: Vectors, k: int, label_filter: LabelFilter | None, ef: int = 0
+    ) -> Neighbours:
+        """Return the nearest rows that are alive and pass a filter."""
+        passing = len(self) if label_filter is None else None
+        return self.index.search(queries, k, self.mask(label_filter), passing, ef)
 
     def live_rows(self) -> Mask | slice:
         """Return an index of the live rows."""
@@ -354,14 +355,14 @@ class Snapshot:
         return CompiledSearch.of(self.spec, base.index, base.live, delta.index, delta.live)
 
     def search(
-        self, queries: Vectors, k: int, allowed: Allowed | None = None, ef: int = 0
+        self, queries: Vectors, k: int, label_filter: LabelFilter | None = None, ef: int = 0
     ) -> Neighbours:
         """Return the k nearest live vectors.
 
         Args:
             queries: float32 [q, dim].
             k: At least 1.
-            allowed: Returns which labels may be found; None for all.
+            label_filter: Returns which labels may be found; None for all.
             ef: As in Index.search.
 
         Raises:
@@ -369,19 +370,19 @@ class Snapshot:
         """
         checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
         if len(checked) == 1 and self.compiled is not None:
-            masks = [part.allowed_rows(allowed) for part in (self.base, self.delta)]
+            masks = [part.passing_rows(label_filter) for part in (self.base, self.delta)]
             answer = self.compiled.search(checked, k, ef, *masks)
             if answer is not None:
                 return answer
         if not len(self.base):
-            return self.delta.search(checked, k, allowed)
-        hits = self.base.search(checked, k, allowed, ef)
+            return self.delta.search(checked, k, label_filter)
+        hits = self.base.search(checked, k, label_filter, ef)
         if not len(self.delta):
             return hits
         if np.isinf(hits.distances[:, -1]).any():
-            return merge([hits, self.delta.search(checked, k, allowed)], k)
+            return merge([hits, self.delta.search(checked, k, label_filter)], k)
         assert isinstance(self.delta.index, ExactIndex), "a delta is searched exactly"
-        return self.delta.index.improve(checked, hits, self.delta.mask(allowed))
+        return self.delta.index.improve(checked, hits, self.delta.mask(label_filter))
 
     def remove(self, labels: Labels) -> "Snapshot":
         """Return the state without `labels`, such as those that another space answers for."""
@@ -395,7 +396,7 @@ class Snapshot:
         (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
         labels = np.concatenate([old, new])
         order = np.argsort(labels)
-        return labels[order], Picked(Joined(old_vectors, new_vectors), order)
+        return labels[order], Picked(Concatenation(old_vectors, new_vectors), order)
 
     def labels(self) -> Labels:
         """Return every live label, increasing."""
@@ -420,7 +421,7 @@ def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot 
         contextlib.suppress(VerificationError, NotFoundError),
         store.reading() as connection,
     ):
-        stored = Stored(connection, find_space(connection, spec.space))
+        stored = VectorsOnDisk(connection, find_space(connection, spec.space))
         base, others = begin(spec, stored.labels, stored)
         delta = ExactIndex(spec, stored.labels[others], stored[others])
         return replace(snapshot_of(spec, base), delta=IndexPart(delta))
@@ -446,7 +447,7 @@ def _extend(delta: IndexPart, labels: Labels, vectors: Vectors) -> IndexPart:
     if not len(index.labels) or labels[0] > index.labels[-1]:
         if live is not None:
             live = np.concatenate([live, np.ones(len(labels), np.bool_)])
-        return IndexPart(index.extended(labels, vectors), live, delta.dead)
+        return IndexPart(index.extended(labels, vectors), live, delta.deleted)
     old_labels, old_vectors = delta.content()
     labels = np.concatenate([old_labels, labels])
     vectors = np.concatenate([np.asarray(old_vectors), prepare(index.spec.metric, vectors)])
@@ -476,7 +477,7 @@ class LiveView:
         self._log: list[Change] | None = []
         self._snapshot: Snapshot | None = None
         self._store = store
-        self.asked = QuerySample(self.spec.dim)
+        self.query_sample = QuerySample(self.spec.dim)
         store.subscribe(self._apply)
         try:
             self._swap(_open_base(store, self.spec, begin) or _exact(store, self.spec))

@@ -124,13 +124,13 @@ class PublishedRelease:
         release: Number of the release.
         files: Bytes of each file by its published path.
         new_keys: The folder of the development keys, if this publish makes them.
-        written: False for a dry run.
+        dry_run: Whether nothing was written.
     """
 
     release: int
     files: Mapping[str, int]
     new_keys: Path | None
-    written: bool
+    dry_run: bool
 
 
 def publish(
@@ -161,12 +161,12 @@ def publish(
         ledger = read_ledger(repo)
         files = _checked_files(repo, draft, ledger)
         check_keys(repo, keys)
-        return _published(repo, draft, files, keys, written=False)
+        return _published(repo, draft, files, keys, dry_run=True)
     durable.make_dir(repo.absolute())
     with locked(repo):
         ledger = clean(repo)
         files = _checked_files(repo, draft, ledger)
-        report = _published(repo, draft, files, keys, written=True)
+        report = _published(repo, draft, files, keys, dry_run=False)
         signers = signers_of(keys, begin(repo, keys))
         targets = dict(ledger.targets.targets) if ledger else {}
         for path, data in files.items():
@@ -265,11 +265,11 @@ def _is_published(file: PublishedFile, published: Mapping[str, TargetFile]) -> b
 
 
 def _published(
-    repo: Path, draft: Draft, files: Mapping[str, bytes], keys: Keys, *, written: bool
+    repo: Path, draft: Draft, files: Mapping[str, bytes], keys: Keys, *, dry_run: bool
 ) -> PublishedRelease:
     new_keys = keys.folder if read_root(repo) is None and not keys.complete() else None
     sizes = {path: len(data) for path, data in files.items()}
-    return PublishedRelease(draft.manifest.release, sizes, new_keys, written)
+    return PublishedRelease(draft.manifest.release, sizes, new_keys, dry_run)
 
 
 def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:

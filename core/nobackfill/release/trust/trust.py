@@ -246,12 +246,12 @@ class Floor(BaseModel):
 ROLE_FILES = ("timestamp", "snapshot", "targets")
 
 
-class _Stored(BaseModel):
+class _StateFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: int
     anchor: str
-    seen: datetime
+    refresh_time: datetime = Field(alias="seen")
     root: str
     timestamp: str
     snapshot: str
@@ -263,24 +263,24 @@ class TrustedState:
 
     Attributes:
         anchor: SHA-256 of the root metadata that was trusted first.
-        seen: Time of the latest successful refresh; a clock that is set back does not revive
-            expired metadata.
+        refresh_time: Time of the latest successful refresh; a clock that is set back does not
+            revive expired metadata.
         texts: The metadata of each role, in bytes.
     """
 
-    def __init__(self, anchor: str, seen: datetime, texts: dict[str, bytes]) -> None:
+    def __init__(self, anchor: str, refresh_time: datetime, texts: dict[str, bytes]) -> None:
         """Check the signatures, and that the metadata fits together.
 
         Args:
             anchor: SHA-256 of the root metadata that was trusted first.
-            seen: Time of the latest successful refresh, UTC.
+            refresh_time: Time of the latest successful refresh, UTC.
             texts: The metadata of each role.
 
         Raises:
             VerificationError: A signature is wrong, or a digest differs.
         """
         self.anchor = anchor
-        self.seen = seen
+        self.refresh_time = refresh_time
         self.texts = texts
         self.root = verify_metadata(Root, texts["root"], None, "trusted root metadata")
         self.timestamp = verify_metadata(
@@ -305,7 +305,7 @@ class TrustedState:
             VerificationError: The file is damaged.
         """
         try:
-            stored = _Stored.model_validate_json(path.read_bytes())
+            stored = _StateFile.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValidationError, UnicodeDecodeError) as error:
@@ -315,7 +315,7 @@ class TrustedState:
         roles = ("root", *ROLE_FILES)
         # Invalid text was not written by this program; its signature fails.
         texts = {role: str(getattr(stored, role)).encode(errors="replace") for role in roles}
-        return cls(stored.anchor, stored.seen, texts)
+        return cls(stored.anchor, stored.refresh_time, texts)
 
     def save(self, path: Path) -> None:
         """Replace the file durably.
@@ -324,7 +324,12 @@ class TrustedState:
             CannotWriteError: The file cannot be written.
         """
         texts = {role: data.decode() for role, data in self.texts.items()}
-        stored = {"format": 1, "anchor": self.anchor, "seen": self.seen.isoformat(), **texts}
+        stored = {
+            "format": 1,
+            "anchor": self.anchor,
+            "seen": self.refresh_time.isoformat(),
+            **texts,
+        }
         durable.write_file(path, json.dumps(stored, indent=1).encode())
 
     def expiries(self) -> dict[str, datetime]:
@@ -668,14 +673,14 @@ class Trust:
             root = trusted.get("root", self._root or b"")
             texts = fetch_metadata(self._fetcher, self._base_url, root, trusted)
             time = datetime.now(UTC)
-            seen = max(time, old.seen) if old else time
+            refresh_time = max(time, old.refresh_time) if old else time
             anchor = old.anchor if old else sha256_bytes(root)
-            new = TrustedState(anchor, seen, texts)
-            new.check_expiry(seen)
+            new = TrustedState(anchor, refresh_time, texts)
+            new.check_expiry(refresh_time)
             if self._floor is not None:
                 new.check_floor(self._floor)
             news = old is None or old.texts != texts
-            if news or (old is not None and seen - old.seen > _SEEN_AGE):
+            if news or (old is not None and refresh_time - old.refresh_time > _SEEN_AGE):
                 new.save(self._folder / "trusted.json")
             self._state = new
             return news

@@ -352,7 +352,7 @@ class HostedInFile(Hosted):
             # A sample of these queries is used to tune the graph.
             for part, snapshot, column in zip(parts, snapshots, queries, strict=True):
                 if not isinstance(snapshot.base.index, ExactIndex):
-                    self.view(part.space).asked.see(column)
+                    self.view(part.space).query_sample.see(column)
         return neighbours
 
     def best(
@@ -473,7 +473,7 @@ class HostedInFile(Hosted):
             threads: number of threads, as in hnsw.build.
         """
         base = view.snapshot().base.index
-        old = base if isinstance(base, HnswIndex) and base.fresh else None
+        old = base if isinstance(base, HnswIndex) and base.own_links else None
         self._compact(view, old, check_stop, threads)
         self._save_index(space, view)
 
@@ -527,7 +527,7 @@ def needs_index(view: LiveView) -> bool:
     total, base = len(snapshot), snapshot.base.index
     if total < SMALL:
         return False
-    if not isinstance(base, HnswIndex) or not base.fresh:
+    if not isinstance(base, HnswIndex) or not base.own_links:
         return True
     # Includes vectors that were deleted before the gateway started.
     deleted = len(base.graph) - len(snapshot.base)
@@ -547,7 +547,7 @@ def tune(base: Index, view: LiveView, check_stop: Callable[[], None]) -> Index:
     Returns:
         A graph with a suitable search width; `base` if it is no graph, or nothing was asked.
     """
-    queries = view.asked.sample()
+    queries = view.query_sample.sample()
     if not isinstance(base, HnswIndex) or not len(queries):
         return base
     index = hnsw.tuned(base, queries, check_stop)

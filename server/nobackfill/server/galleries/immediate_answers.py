@@ -129,11 +129,11 @@ class ImmediateAnswers:
         if count:
             route.hosted.speed.record_immediate(time.monotonic() - began, count)
             self._graph.inc(count)
-            if sample := route.view.asked.draw(count):
+            if sample := route.view.query_sample.draw(count):
                 answered = [
                     m for m, answer in zip(messages, answers, strict=True) if answer is not None
                 ]
-                route.view.asked.keep(_values(answered[number] for number in sample))
+                route.view.query_sample.keep(_values(answered[number] for number in sample))
         return answers
 
     def route_gallery(self) -> str:
@@ -227,7 +227,7 @@ class ImmediateAnswers:
             self._exact.inc(len(vectors))
         else:
             self._graph.inc(len(vectors))
-            view.asked.see(np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), -1))
+            view.query_sample.see(np.frombuffer(b"".join(vectors), "<f4").reshape(len(vectors), -1))
 
 
 def _answers(

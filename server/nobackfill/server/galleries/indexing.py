@@ -170,10 +170,13 @@ class Indexing:
         if not isinstance(view.snapshot().base.index, HnswIndex):
             return False
         tuned_queries, next_time = self._tuned.get(view, (0, 0.0))
-        return view.asked.count - tuned_queries >= _MIN_QUERIES and time.monotonic() >= next_time
+        return (
+            view.query_sample.count - tuned_queries >= _MIN_QUERIES
+            and time.monotonic() >= next_time
+        )
 
     def _tune(self, hosted: HostedInFile, view: LiveView) -> None:
-        began, queries = time.monotonic(), view.asked.count
+        began, queries = time.monotonic(), view.query_sample.count
         view.tune(lambda base: tune(base, view, self._stop_check(hosted)))
         ended = time.monotonic()
         pause = max(_TUNE_SECONDS, _TUNE_SHARE * (ended - began))

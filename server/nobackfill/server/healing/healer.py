@@ -152,7 +152,7 @@ class Healer(Reembedding[int]):
             place = None
             while not self._hosted.is_closing:
                 page, place = self._hosted.store.page(
-                    self.space, _PAGE, after=place, least_certain=least_certain
+                    self.space, _PAGE, start_after=place, least_certain=least_certain
                 )
                 for item, _ in page:
                     has_uncertainty = item.uncertainty is not None

@@ -392,18 +392,18 @@ class Upgrading:
         measured_at: int | None = None
 
         def on_chunk(progress: UpgradeProgress) -> None:
-            rate = progress.written / progress.seconds if progress.seconds > 0 else 0.0
+            rate = progress.writes / progress.seconds if progress.seconds > 0 else 0.0
             self._update(
-                hosted.name, done=progress.done, total=progress.total, items_per_second=rate
+                hosted.name, done=progress.complete, total=progress.total, items_per_second=rate
             )
             nonlocal measured_at
             if (
                 measured_at is None
-                or MEASUREMENTS * (progress.done - measured_at) >= progress.total
+                or MEASUREMENTS * (progress.complete - measured_at) >= progress.total
             ):
-                measured_at = progress.done
+                measured_at = progress.complete
                 self._measure(hosted, source, spec)
-            on_progress(progress.done)
+            on_progress(progress.complete)
             if workers is None:
                 throttle.pause()
 
@@ -418,7 +418,7 @@ class Upgrading:
         else:
             self.trials.steps(route.steps)
             outcome = workers.run(hosted.store, route, spec, on_chunk, stops)
-        log.info("upgraded", gallery=hosted.name, written=outcome.written)
+        log.info("upgraded", gallery=hosted.name, written=outcome.writes)
         if not outcome.stopped:
             self._report_neighbours(hosted, source, spec)
         return outcome

@@ -373,7 +373,7 @@ def _report(
         summary = {
             "release": manifest.release,
             "space": manifest.space,
-            "written": result.written,
+            "written": not result.dry_run,
             "gate": manifest.gate.model_dump(),
             "cells": [cell.model_dump() for cell in manifest.evidence],
             "unlabelled": [cell.model_dump() for cell in manifest.unlabelled],
@@ -384,7 +384,7 @@ def _report(
         return
     if evidence is not None:
         print(gate_table(evidence))
-    verb = "published" if result.written else "would be published (dry run)"
+    verb = "would be published (dry run)" if result.dry_run else "published"
     forced = ", FORCED" if manifest.gate.forced else ""
     print(
         f"release {manifest.release} {verb}: gate {manifest.gate.verdict}{forced}, "

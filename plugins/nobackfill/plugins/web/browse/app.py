@@ -263,7 +263,7 @@ class ItemPages:
         after = None if token is None else ListingPlace.read(token, least_certain=least_certain)
         found, last = page(
             store, store.active().spec.space, GRID,
-            after=after, allowed=allowed, least_certain=least_certain,
+            start_after=after, matches=allowed, least_certain=least_certain,
         )  # fmt: skip
         pairs = [("where", one) for one in asked]
         more = None if last is None else urlencode([*pairs, ("after", last.token())])

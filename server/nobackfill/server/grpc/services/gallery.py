@@ -99,8 +99,8 @@ def page(hosted: Hosted, request: pb.ListItemsRequest) -> pb.ListItemsResponse:
         listed, place = hosted.store.page(
             hosted.spec().space,
             min(remaining, _READ),
-            after=place,
-            allowed=matches,
+            start_after=place,
+            matches=matches,
             least_certain=least_certain,
         )
         for item, item_place in listed:

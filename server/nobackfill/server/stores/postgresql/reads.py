@@ -240,14 +240,14 @@ class Reads:
         space: str,
         limit: int,
         *,
-        after: ListingPlace | None = None,
-        allowed: Matches | None = None,
+        start_after: ListingPlace | None = None,
+        matches: Matches | None = None,
         least_certain: bool = False,
     ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-        condition = _condition(allowed)
+        condition = _condition(matches)
         if least_certain:
             table = self._table(space)
-            last = ListingPlace(0, float("inf")) if after is None else after
+            last = ListingPlace(0, float("inf")) if start_after is None else start_after
             query = (
                 f"SELECT v.label, v.uncertainty FROM {table} v JOIN {self.schema}.items i"
                 f" USING (label) WHERE v.uncertainty IS NOT NULL AND ({condition.text})"
@@ -260,7 +260,7 @@ class Reads:
                 f"SELECT i.label, NULL FROM {self.schema}.items i WHERE i.label > %s"
                 f" AND ({condition.text}) ORDER BY i.label LIMIT %s"
             )
-            values = [0 if after is None else after.label, *condition.values, limit]
+            values = [0 if start_after is None else start_after.label, *condition.values, limit]
         places = self.database.read(
             lambda connection: [
                 ListingPlace(*row)
@@ -301,11 +301,13 @@ class Reads:
             lambda connection: left_behind(connection, self.schema, info.number)
         )
 
-    def left_behind_items(self, space: str, after: int = 0, limit: int = 1000) -> list[StoredItem]:
+    def left_behind_items(
+        self, space: str, start_after: int = 0, limit: int = 1000
+    ) -> list[StoredItem]:
         number = self.space(space).number
 
         def work(connection: Connection) -> list[StoredItem]:
-            last = max(after, frontier(connection, self.schema, number))
+            last = max(start_after, frontier(connection, self.schema, number))
             table = table_of(self.schema, number)
             there = f"SELECT 1 FROM {table} v WHERE v.label = i.label AND v.label > %s"
             where = f"i.label > %s AND NOT EXISTS ({there})"
