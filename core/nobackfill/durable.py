@@ -62,7 +62,14 @@ class Faults:
     """The fault to inject, the number of steps so far, and the observer of a power-loss test."""
 
     def __init__(self, spec: str | None) -> None:
-        """Arm a fault, see `arm`."""
+        """Arm a fault, as `arm` does.
+
+        Args:
+            spec: `KIND@N` or `KIND@N+`; None for no fault.
+
+        Raises:
+            ConfigurationError: Another text.
+        """
         self.observer: Callable[[Operation], None] | None = None
         self.arm(spec)
 
@@ -112,7 +119,7 @@ class Faults:
         raise OSError(code, os.strerror(code), str(path))
 
     def report(self, operation: Operation) -> None:
-        """Pass a step that has happened to the observer, if there is one."""
+        """Pass a finished step to the observer, if there is one."""
         if self.observer is not None:
             self.observer(operation)
 
@@ -298,6 +305,8 @@ def refuse_inside(target: Path, source: Path) -> None:
 def replace(source: Path, target: Path) -> None:
     """Move a finished file to a new name, in place of any file there.
 
+    After a crash, `target` is either the old or the new file.
+
     Args:
         source: The file; its content is synced first.
         target: The new name, in the same file system.
@@ -340,7 +349,8 @@ def publish_dir(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a folder with its content; do nothing if it is missing.
+    """Remove a file, a link or a folder with its content; do nothing if it is missing. Links are
+    not followed.
 
     Raises:
         CannotWriteError: Something cannot be removed.
@@ -383,7 +393,8 @@ def sweep(folder: Path, name: str = "") -> list[Path]:
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     """Run the block in one SQLite transaction (BEGIN IMMEDIATE); roll back on any error.
 
-    Do not nest transactions. The connection must have `isolation_level=None`.
+    The block runs under the write lock. Do not nest transactions. The connection must have
+    `isolation_level=None`.
 
     Raises:
         BusyError: Another process held the lock for longer than busy_timeout.
@@ -420,8 +431,9 @@ def lock(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
         timeout_s: How long to wait for another holder, in seconds.
 
     Raises:
-        BusyError: Another holder kept it for longer.
+        BusyError: Another holder has it for longer than the timeout.
         CannotWriteError: The file cannot be made.
+        OSError: The file system has no locks.
     """
     deadline = time.monotonic() + timeout_s
     while (handle := _lock_file(path)) < 0:

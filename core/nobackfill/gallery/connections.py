@@ -103,8 +103,15 @@ SHARED = Access()
 
 
 def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
-    """Open a connection with the settings of this project: explicit transactions, full
-    durability."""
+    """Open a connection with the settings of this project: explicit transactions, full durability.
+
+    Args:
+        path: The file; SQLite creates a missing one.
+        access: The way to open it.
+
+    Raises:
+        sqlite3.Error: It cannot be opened.
+    """
     with contextlib.ExitStack() as undo:
         connection = undo.enter_context(contextlib.closing(access.connect(path)))
         connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
@@ -162,8 +169,7 @@ def reading(path: Path, refusal: str) -> Access:
 
 
 def unwritable(path: Path) -> str | None:
-    """Explain why a gallery file, a file beside it or its folder cannot be written; None if they
-    can."""
+    """Explain why a gallery file, its log or its folder cannot be written; None if they can."""
     companions = [path.with_name(path.name + end) for end in _SUFFIXES]
     for name in (path, *(p for p in companions if p.exists()), path.parent):
         mode = os.W_OK | (os.X_OK if name.is_dir() else os.R_OK)
@@ -187,12 +193,12 @@ def unwritable(path: Path) -> str | None:
 
 
 def has_room(folder: Path, least: int = LEAST_ROOM) -> bool:
-    """Tell whether the file system has at least `least` bytes free for this user."""
+    """Tell whether the file system of a folder has at least `least` bytes free for this user."""
     return room(folder) >= least
 
 
 def room(folder: Path) -> int:
-    """Return the number of bytes that the file system has free for this user."""
+    """Return the number of bytes that the file system of a folder has free for this user."""
     status = os.statvfs(folder)
     return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
 
@@ -207,7 +213,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def lock_path(path: Path) -> Path:
-    """Return the lock file beside a gallery file."""
+    """Return the path of a gallery's lock file: the gallery's own path with the suffix .lock."""
     return path.with_name(path.name + ".lock")
 
 
@@ -217,7 +223,7 @@ def open_lock(path: Path, gallery: Path) -> int:
     A lock file of another user would block the gallery's owner.
 
     Returns:
-        A handle, -1 if there is no lock file.
+        A file descriptor; -1 if there is no lock file and none can be created.
     """
     ways = [os.O_RDONLY] if unwritable(gallery) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
     for flags in ways:
@@ -260,12 +266,12 @@ class Resident(Protocol):
     recent: bool
 
     def suspend(self) -> bool:
-        """Close it until it is needed; return False if it is in use. Never waits."""
+        """Close the resident until it is needed; return False if it is in use. Never waits."""
         ...
 
 
 class Residents:
-    """Keep about `most` of them open, and close those that are unused for longest."""
+    """Keep about `most` residents open, and close those that are unused for longest."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -310,17 +316,17 @@ class FileConnections:
     """
 
     def __init__(self, path: Path, residents: Residents | None = None) -> None:
-        """Open the file.
+        """Open the file's connections; after an unclean end, check its pages first.
 
         Args:
             path: The file.
-            residents: May close the connections while nobody uses them.
+            residents: May close the connections while no thread uses them; None keeps them open.
 
         Raises:
             NotFoundError: No such file.
             VerificationError: The file is damaged, no gallery, or has a newer format.
             BusyError: Another process has it for itself.
-            CannotWriteError: It cannot even be read.
+            CannotWriteError: It cannot even be read, or has no room for SQLite's files.
         """
         if not path.is_file():
             raise NotFoundError(f"{path}: no gallery there; create or initialise one first")
@@ -396,8 +402,9 @@ class FileConnections:
 
         Raises:
             NotFoundError: They were closed for good.
-            VerificationError: The file is damaged.
-            BusyError: Another process has it for itself.
+            VerificationError: The file is damaged, or an SQLite error in the block says so.
+            BusyError: Another process has the file for itself, or holds the lock.
+            CannotWriteError: The file cannot be opened, or the disk fails during the block.
         """
         with self._users:
             if self._closed:
@@ -428,6 +435,8 @@ class FileConnections:
         Raises:
             BusyError: Another writer holds the gallery.
             CannotWriteError: The file cannot be written.
+            NotFoundError: The connections were closed for good.
+            VerificationError: The file is damaged.
         """
         with self.writer() as writer:
             self._access.check_writable()
@@ -436,7 +445,14 @@ class FileConnections:
 
     @contextlib.contextmanager
     def writer(self) -> Iterator[sqlite3.Connection]:
-        """Hold the writer during the block, without a transaction."""
+        """Provide the connection that writes, without a transaction; other threads wait for it.
+
+        Raises:
+            NotFoundError: The connections were closed for good.
+            VerificationError: The file is damaged.
+            BusyError: Another process has the file for itself, or holds the lock.
+            CannotWriteError: The file cannot be opened, or the disk fails during the block.
+        """
         with self.using(), self._writing:
             assert self._writer is not None, "open while it is used"
             yield self._writer
@@ -446,8 +462,10 @@ class FileConnections:
         """Provide a connection that reads one snapshot.
 
         Raises:
-            BusyError: Another process has the file for itself.
-            DamagedError: The file is damaged.
+            BusyError: Another process has the file for itself, or its owner changed it while it was
+                read without a lock.
+            CannotWriteError: The file cannot be read.
+            VerificationError: The file is damaged.
             NotFoundError: The connections were closed for good.
         """
         with self.using():
@@ -476,6 +494,9 @@ class FileConnections:
 
         Raises:
             CannotWriteError: The file cannot be written.
+            NotFoundError: The connections were closed for good.
+            VerificationError: The file is damaged.
+            BusyError: Another process has the file for itself.
         """
         with self.writer() as writer:
             self._access.check_writable()
@@ -492,11 +513,13 @@ class FileConnections:
         """Return free pages to the file system.
 
         Args:
-            pages: Pages of a transaction.
+            pages: Pages that one transaction returns; other writers may commit between two.
 
         Raises:
             BusyError: Another writer holds the gallery.
             CannotWriteError: The file cannot be written.
+            NotFoundError: The connections were closed for good.
+            VerificationError: The file is damaged.
         """
         with self.writer() as writer, translate_sqlite_errors(self.path):
             self._access.check_writable()
@@ -507,10 +530,11 @@ class FileConnections:
             writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
-        """Close all connections, once no thread uses one. The last process to close leaves no log.
+        """Close all connections for good, once no thread uses one. The last process to close leaves
+        no log.
 
         Raises:
-            BusyError: A statement does not end; the connections stay open.
+            BusyError: A thread still uses a connection after 60 seconds; the connections stay open.
         """
         with self._users:
             if not self._users.wait_for(lambda: not self._using, _CLOSE_S):
@@ -519,7 +543,11 @@ class FileConnections:
             self._shut()
 
     def suspend(self) -> bool:
-        """Close them until one is needed; return False if a thread uses one."""
+        """Close the connections until one is needed. Never waits.
+
+        Returns:
+            False if a thread uses one; they stay open.
+        """
         if not self._users.acquire(blocking=False):
             return False
         try:
@@ -540,7 +568,7 @@ class FileConnections:
 
 
 def check_pages(connection: sqlite3.Connection, path: Path) -> None:
-    """Read every page of a file.
+    """Read every page of a file, which takes as long as reading the file.
 
     Raises:
         DamagedError: A page is damaged.

@@ -199,7 +199,7 @@ def delete_in_file(store: Store, piece: Selection) -> int:
     Raises:
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     return store.delete_chosen(lambda connection: np.array([*piece.read(connection)], np.int64))
@@ -223,7 +223,7 @@ def describe_in_file(
         InvalidInputError: The metadata of an item would become too large; nothing is changed.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.changing() as (connection, changes):

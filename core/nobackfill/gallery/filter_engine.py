@@ -253,7 +253,16 @@ def stored_labels(connection: sqlite3.Connection) -> Labels:
 
 
 def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> KeyColumn:
-    """Read the values of a key for the items of `labels` (increasing), as rows of these labels."""
+    """Read the values of a metadata key for some items.
+
+    Args:
+        connection: The gallery's file.
+        key: The key.
+        labels: int64 [n], increasing; other items are left out.
+
+    Returns:
+        The column; its rows are indices into `labels`.
+    """
     return KeyColumn(
         _read_texts(connection, key, labels),
         _read_integers(connection, key, labels),
@@ -263,10 +272,15 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
 
 
 def find(labels: Labels, targets: Labels) -> tuple[NDArray[np.intp], Mask]:
-    """Find the row in `labels` (increasing) of each target.
+    """Find the row of each target in a column of labels.
+
+    Args:
+        labels: int64 [n], increasing.
+        targets: int64 [m].
 
     Returns:
-        The rows, and a mask of the targets that exist.
+        The rows, int [m], and a mask bool [m] of the targets that exist. The row of a missing
+        target is 0.
     """
     rows = np.searchsorted(labels, targets)
     exists = rows < len(labels)
@@ -372,13 +386,18 @@ class Segment:
 
 
 def segment_of(items: Mapping[int, Metadata]) -> Segment:
-    """Build a segment from metadata by label."""
+    """Build a segment of the items' metadata, by label; an empty mapping gives an empty segment."""
     labels = sorted(items)
     return Segment(np.array(labels, np.int64), [items[label] for label in labels])
 
 
 def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
-    """Read the metadata of those items that exist, by label."""
+    """Read the metadata of the items that exist, by label; other labels are skipped.
+
+    Raises:
+        VerificationError: The gallery's file is damaged.
+        NotFoundError: The gallery was closed.
+    """
     with store.reading() as connection:
         items = reading.items(connection, labels)
     return {item.label: item.metadata for item in items if item is not None}
@@ -408,17 +427,26 @@ class StoredSegment:
         Args:
             condition: The filter.
             keys: The keys that it reads.
+
+        Raises:
+            VerificationError: The gallery's file is damaged.
+            NotFoundError: The gallery was closed.
         """
         columns = {key: self.column(key) for key in sorted(keys)}
         return mask_rows(condition, columns.__getitem__, len(self.labels))
 
     def cached_keys(self) -> list[str]:
-        """Return the keys whose columns are in memory."""
+        """Return the keys whose columns are in memory, the last used last."""
         with self._lock:
             return [*self._columns]
 
     def column(self, key: str) -> KeyColumn:
-        """Return the column of a key; read it if it is not in memory."""
+        """Return the column of a key; read it from the file if it is not in memory.
+
+        Raises:
+            VerificationError: The gallery's file is damaged.
+            NotFoundError: The gallery was closed.
+        """
         with self._lock:
             column = self._columns.pop(key, None)
             first = column is None
@@ -504,7 +532,7 @@ class MatchesInFile:
     _masks: list[tuple[Labels, Mask]] = field(default_factory=list)
 
     def labels(self) -> Labels:
-        """Return the labels of all matches, increasing."""
+        """Return the labels of all matches, int64, increasing."""
         old = self._base.labels[self._mask]
         return np.sort(np.concatenate([old, self._changed])) if len(self._changed) else old
 
@@ -512,8 +540,15 @@ class MatchesInFile:
         return int(np.count_nonzero(self._mask)) + len(self._changed)
 
     def mask(self, labels: Labels) -> Mask:
-        """Return which of an index's `labels` (increasing) match, for Index.search; do not write to
-        it."""
+        """Return which labels of an index match, for Index.search. Do not write to the mask: it is
+        cached.
+
+        Args:
+            labels: int64 [n], increasing.
+
+        Returns:
+            bool [n].
+        """
         for cached, mask in tuple(self._masks):
             if cached is labels:
                 return mask
@@ -581,6 +616,8 @@ class FilterEngine:
 
         Raises:
             InvalidInputError: `filters.check` refuses the filter.
+            VerificationError: The gallery's file is damaged.
+            NotFoundError: The gallery was closed.
         """
         keys = check(condition)
         # Not the filter itself: in Python True equals 1, and 10,000 long values would be kept.
@@ -671,6 +708,8 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
 
     Raises:
         InvalidInputError: `filters.check` refuses the filter.
+        VerificationError: The gallery's file is damaged.
+        NotFoundError: The gallery was closed.
     """
     keys = check(condition)
     stored = StoredSegment(store, MOST_BYTES)

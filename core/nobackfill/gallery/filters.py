@@ -95,10 +95,11 @@ Filter = Test | All | AnyOf | Not
 
 
 def every(where: Mapping[str, Scalar] | Filter) -> Filter | None:
-    """Return a filter for a mapping of keys to required values; return a filter as it is.
+    """Return a filter for a mapping of keys to required values, all of which must match. Return a
+    filter as it is.
 
     Returns:
-        None if everything passes.
+        None for an empty mapping: every item passes.
     """
     if not isinstance(where, Mapping):
         return where
@@ -174,13 +175,20 @@ class Matches(Protocol):
     """The items that passed a filter."""
 
     def labels(self) -> Labels:
-        """Return the labels of all matches, increasing."""
+        """Return the labels of all matches, int64, increasing."""
         ...
 
     def __len__(self) -> int: ...
 
     def mask(self, labels: Labels) -> Mask:
-        """Return which of `labels` (increasing) match, bool of the same length."""
+        """Return which of some labels match.
+
+        Args:
+            labels: int64 [n], increasing.
+
+        Returns:
+            bool [n].
+        """
         ...
 
 

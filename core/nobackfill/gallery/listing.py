@@ -28,7 +28,7 @@ class ListingPlace:
     uncertainty: float | None = None
 
     def token(self) -> str:
-        """Return the position as a text for `read`."""
+        """Return the position as a text that `read` parses: `LABEL`, or `LABEL:UNCERTAINTY`."""
         return f"{self.label}" if self.uncertainty is None else f"{self.label}:{self.uncertainty!r}"
 
     @classmethod
@@ -66,19 +66,24 @@ def page(
     matches: Labels | None = None,
     least_certain: bool = False,
 ) -> tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]:
-    """Return a page of items.
+    """Return a page of a gallery's items, by increasing label or by falling uncertainty.
 
     Args:
         store: The gallery.
         space: Origin and uncertainty of the items are those of this space.
         limit: Largest number of items.
         start_after: Position of the last item of the page before; None for the first page.
-        matches: Only items with these labels, increasing; None for all.
+        matches: Only items with these labels, int64 [n], increasing; None for all.
         least_certain: Only items with an uncertainty in the space, the largest first, then by
             label.
 
     Returns:
         The items with their positions, and the position for the next page; None at the end.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        VerificationError: The gallery's file is damaged.
+        NotFoundError: The gallery was closed.
     """
     if least_certain:
         places = _least_certain(store, space, limit, start_after, matches)
@@ -173,6 +178,8 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
+        VerificationError: The gallery's file is damaged.
+        NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -193,7 +200,14 @@ def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
 def group_of(
     kind: str, value: Any, members: list[tuple[int | None, Origin | None]]
 ) -> MetadataGroup:
-    """Build a group from a kind, a value, and the label and origin of each item's vector."""
+    """Build a group of the items that share a metadata value.
+
+    Args:
+        kind: text, number or flag, as in the table of attributes.
+        value: The value; 0 or 1 for a flag.
+        members: Label and origin of each item's vector in the space; None where it has none. Labels
+            increase.
+    """
     labels = [label for label, _ in members if label is not None]
     re_embedded = sum(origin == "re-embedded" for _, origin in members)
     value = bool(value) if kind == "flag" else value
@@ -205,11 +219,13 @@ def group_of(
 
 
 def carried_labels(store: Store, space: str) -> Labels:
-    """Return the labels of the migrated vectors of a space, increasing.
+    """Return the labels of the migrated vectors of a space, int64, increasing.
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         BusyError: The file is locked.
+        VerificationError: The gallery's file is damaged.
+        NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
@@ -243,11 +259,13 @@ class CarriedLabels:
         return self._count
 
     def load(self) -> None:
-        """Read all origins, once.
+        """Read all origins from the file. Call it once; commits during the call are applied, too.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             BusyError: The file is locked.
+            VerificationError: The gallery's file is damaged.
+            NotFoundError: The gallery was closed.
         """
         labels = carried_labels(self._store, self._space)
         with self._lock:
@@ -259,12 +277,27 @@ class CarriedLabels:
                 self._mark(labels_of_change, carried=is_carried)
 
     def native(self, labels: Labels) -> Mask:
-        """Return which of `labels` (increasing) are not migrated; do not write to it."""
+        """Return which items are not migrated. Do not write to the mask: it is cached.
+
+        Args:
+            labels: int64 [n], increasing.
+
+        Returns:
+            bool [n]; before `load`, all are True.
+        """
         return self.origins(labels)[1]
 
     def origins(self, labels: Labels) -> tuple[Mask, Mask]:
-        """Return which of `labels` (increasing) are migrated, and which are not; do not write to
-        them."""
+        """Return which items are migrated, and which are not. Do not write to the masks: they are
+        cached.
+
+        Args:
+            labels: int64 [n], increasing.
+
+        Returns:
+            Two masks, bool [n], each the opposite of the other; before `load`, no item counts as
+            migrated.
+        """
         with self._lock:
             for cached, masks in self._masks:
                 if cached is labels:

@@ -63,7 +63,7 @@ class RescueReport:
 
     @property
     def missing_rows(self) -> int:
-        """Return the number of rows that are missing in the new file, as far as it can be known."""
+        """Return the number of rows that the new file lacks, as far as it can be known."""
         return sum(self.unreadable.values()) + sum(self.invalid.values())
 
 
@@ -72,7 +72,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
 
     Args:
         source: The damaged file; it stays unchanged.
-        target: The new file.
+        target: The new file; it must not exist.
         others: Further tables by name, with the statement that creates each. A row is copied if the
             item named by its column `item` was saved.
 

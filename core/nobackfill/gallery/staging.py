@@ -63,7 +63,7 @@ def begin(store: Store, spec: SpaceSpec) -> None:
         InvalidInputError: It exists with another release, dimension, metric, norm or side space.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.changing() as (connection, changes):
@@ -126,7 +126,7 @@ def write(
         IncompatibleSpaceError: The gallery does not have the space.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     checked = check_new(store.space(space), NewVectors(space, embedding, side, origin), len(labels))
@@ -175,7 +175,7 @@ def left_behind(store: Store, space: str) -> int:
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -200,7 +200,7 @@ def left_behind_items(
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -227,7 +227,7 @@ def flip(
         IncompatibleSpaceError: The gallery does not have the space.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.changing() as (connection, changes):
@@ -258,7 +258,7 @@ def rollback(
         PreconditionError: Items lack a vector there, and `leave_behind` is False.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
     """
     with store.changing() as (connection, changes):
         previous = [info for info in read_spaces(connection) if info.state == "previous"]
@@ -323,7 +323,7 @@ def drop(store: Store, space: str) -> None:
         IncompatibleSpaceError: The gallery does not have it.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.changing() as (connection, changes):
@@ -352,7 +352,7 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -372,7 +372,7 @@ def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -387,7 +387,7 @@ def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Ve
 
     Raises:
         IncompatibleSpaceError: The gallery lacks a space.
-        DamagedError: The file is damaged.
+        VerificationError: The file is damaged.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -427,7 +427,7 @@ class Remaining:
         come at the end.
 
         Raises:
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
         """
         last = dict.fromkeys(self._passes, 0)
         more = True

@@ -593,7 +593,7 @@ class Store:
         """Return all spaces, oldest table first; exactly one is active.
 
         Raises:
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -616,7 +616,7 @@ class Store:
 
         Raises:
             IncompatibleSpaceError: The gallery does not have it.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -650,7 +650,7 @@ class Store:
             IncompatibleSpaceError: The gallery lacks a space.
             BusyError: Another writer holds the gallery.
             CannotWriteError: The disk fails.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         batch = check_batch(ids, digests, metadata)
@@ -675,7 +675,7 @@ class Store:
         Raises:
             BusyError: Another writer holds the gallery.
             CannotWriteError: The disk fails.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         return self.delete_chosen(lambda connection: labels_of(connection, ids))
@@ -693,7 +693,7 @@ class Store:
         Raises:
             BusyError: Another writer holds the gallery.
             CannotWriteError: The disk fails.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.changing() as (connection, changes):
@@ -707,7 +707,7 @@ class Store:
         """Return an item by its id, without origin and uncertainty; None if it does not exist.
 
         Raises:
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -726,7 +726,7 @@ class Store:
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -740,7 +740,7 @@ class Store:
             limit: Largest number of items.
 
         Raises:
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -754,7 +754,7 @@ class Store:
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -768,7 +768,7 @@ class Store:
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -779,7 +779,7 @@ class Store:
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -799,7 +799,7 @@ class Store:
         """Return a JSON value that is stored with the gallery; None if there is none.
 
         Raises:
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -809,7 +809,7 @@ class Store:
         """Return all JSON values that are stored with the gallery, by key.
 
         Raises:
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -823,7 +823,7 @@ class Store:
             ValueError: A value contains NaN or infinity.
             BusyError: Another writer holds the gallery.
             CannotWriteError: The disk fails.
-            DamagedError: The file is damaged.
+            VerificationError: The file is damaged.
             NotFoundError: The gallery was closed for good.
         """
         with self.transaction() as connection:

@@ -63,17 +63,25 @@ class ExactIndex:
     ) -> "ExactIndex":
         """Build an index from prepared vectors and their `offsets`, without computing anything.
 
-        Labels need not increase if the index is only searched.
+        Args:
+            spec: The space.
+            labels: int64 [n]. They need not increase if the index is only searched.
+            prepared: float32 [n, dim], as `prepare` returns them; not copied.
+            offsets_: float32 [n], as `offsets` returns them.
         """
         index = cls.__new__(cls)
         index._set(spec, labels, prepared, offsets_)
         return index
 
     def extended(self, labels: Labels, vectors: Vectors) -> "ExactIndex":
-        """Return an index with more rows, whose labels are all larger.
+        """Return an index with more rows; this index stays as it is.
 
         New rows go into spare capacity of the same arrays, which no older index reads. Only the
         newest index of a chain is extended in place.
+
+        Args:
+            labels: int64 [n], increasing, all larger than the present ones.
+            vectors: float32 [n, dim].
         """
         prepared = prepare(self.spec.metric, vectors)
         old, count = len(self.labels), len(self.labels) + len(labels)
@@ -98,8 +106,19 @@ class ExactIndex:
         passing: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
-        """Search as Index.search does. Every row is compared, so that `passing` and `ef` are
-        ignored."""
+        """Return the k nearest rows to each query, with distances in float64 that are rounded once.
+
+        Args:
+            queries: float32 [q, dim], checked.
+            k: At least 1.
+            mask: bool [n], the rows that may be found; None for all.
+            passing: Ignored.
+            ef: Ignored: every row is compared.
+
+        Returns:
+            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
+            rows.
+        """
         if mask is None:
             return self._search(queries, k, None, None)
         rows = np.flatnonzero(mask)
@@ -108,7 +127,13 @@ class ExactIndex:
         return self._search(queries, k, None, rows)
 
     def search_rows(self, queries: Vectors, k: int, rows: Rows) -> Neighbours:
-        """Search only some distinct rows; cheaper than `search` if they are few."""
+        """Return the k nearest of some rows to each query; cheaper than `search` if they are few.
+
+        Args:
+            queries: float32 [q, dim], checked.
+            k: At least 1.
+            rows: int [m], distinct indices of the n rows.
+        """
         return self._search(queries, k, None, rows)
 
     def _search(
@@ -134,6 +159,9 @@ class ExactIndex:
             queries: float32 [q, dim].
             hits: The other index's hits, [q, k].
             mask: bool [n], the rows that may be found; None for all.
+
+        Returns:
+            Neighbours [q, k] of both indexes together.
         """
         k = hits.labels.shape[1]
         if len(queries) * len(self.labels) > BLOCK_ELEMENTS:
@@ -261,8 +289,15 @@ class _Spare:
 
 
 def offsets(spec: SpaceSpec, prepared: Vectors) -> NDArray[np.float32]:
-    """Return the term that completes minus the product of row and query: half the squared norm, or
-    0, [n]."""
+    """Return the term that, minus the product of row and query, orders the rows by distance.
+
+    Args:
+        spec: The space.
+        prepared: float32 [n, dim], as `prepare` returns them.
+
+    Returns:
+        float32 [n]: half the squared norm, or 0 with the cosine metric.
+    """
     half = np.zeros(len(prepared), np.float32)
     if spec.metric == "squared_l2":
         for start in range(0, len(prepared), WIDE_ROWS):

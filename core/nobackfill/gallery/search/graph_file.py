@@ -60,7 +60,7 @@ def write_index(
         spec: The space.
         engine: Library and version that understands the arrays.
         parameters: Parameters of the engine.
-        arrays: `labels` and the engine's arrays.
+        arrays: `labels`, int64 [n], and the engine's arrays, of any shape.
 
     Raises:
         CannotWriteError: The file cannot be written.
@@ -174,7 +174,7 @@ class Layout:
 
     @classmethod
     def of(cls, dim: int, m: int) -> "Layout":
-        """Return hnswlib's layout for a dimension and M."""
+        """Return the layout of hnswlib's records for a dimension and for M links per element."""
         vector = 4 + 4 * 2 * m
         return cls(vector, vector + 4 * dim, vector + 4 * dim + _LABEL_BYTES, 4 + 4 * m)
 
@@ -187,7 +187,7 @@ class Links:
         parameters: Values of the state by their names.
         ground: Links of each element on the ground level, uint8 [count, bytes].
         levels: Number of levels above the ground of each element, int32 [count].
-        upper: The links there, element by element.
+        upper: The links there, element by element, int8 [bytes].
     """
 
     parameters: Mapping[str, Any]
@@ -240,7 +240,7 @@ def _lead(lists: Bytes, at: NDArray[np.int64], levels: NDArray[np.int32]) -> boo
 
 
 def links_of(graph: Hnsw) -> Links:
-    """Copy the links of a graph, which must not change meanwhile."""
+    """Copy the links of a graph, which must not change during the call."""
     parameters = {
         "space": graph.space, "M": graph.m, "ef_construction": graph.ef_construction,
         "max_level": graph.max_level, "enterpoint_node": graph.entry, "mult": graph.mult,
@@ -361,8 +361,12 @@ def read_skeleton(path: Path, spec: SpaceSpec) -> Skeleton:
 
 
 def sums_of(vectors: Content) -> Sums:
-    """Return a sum of each row's bits [n]; different vectors have the same with probability
-    2^-64."""
+    """Return a sum of each row's bits, uint64 [n]; different vectors have the same with probability
+    2^-64.
+
+    Args:
+        vectors: float32 [n, dim].
+    """
     sums = np.zeros(len(vectors), np.uint64)
     for start in range(0, len(vectors), _READ_ROWS):
         piece = np.ascontiguousarray(vectors[start : start + _READ_ROWS]).view(np.uint32)
@@ -391,13 +395,16 @@ def rebuild(
     Args:
         skeleton: The links.
         spec: The space of the vectors.
-        labels: Their labels, increasing.
-        vectors: [n, dim], read once, in order.
+        labels: Their labels, int64 [n], increasing.
+        vectors: float32 [n, dim], read once, in order.
         after_piece: Called after each piece; its error ends the work.
 
     Returns:
         The graph, and the row in `labels` of each element, -1 for elements that must not be found.
         The graph's name of an element is its number.
+
+    Raises:
+        VerificationError: The skeleton names rows that it does not have.
     """
     rows = _rows_in(skeleton, labels)
     element = np.full(len(labels), -1, np.int64)

@@ -61,14 +61,14 @@ class HnswIndex:
         *,
         own_links: bool = True,
     ) -> None:
-        """Wrap a graph; nobody else may change it.
+        """Wrap a graph; no other code may change it.
 
         Args:
             spec: The space.
             labels: int64 [n], increasing.
             graph: The graph.
-            rows: Row in `labels` of each name in the graph; -1 for none, which must be marked
-                deleted. None: the name is the row.
+            rows: int [names], row in `labels` of each name in the graph; -1 for none, which must be
+                marked deleted. None: the name is the row.
             own_links: Whether the links were built for these vectors. Otherwise they were built for
                 another space's vectors.
         """
@@ -101,7 +101,13 @@ class HnswIndex:
         return max(self._least, self.graph.ef)
 
     def exact(self, queries: Vectors, k: int, mask: Mask | None = None) -> Neighbours:
-        """Search by comparing every row."""
+        """Search by comparing every row, as ExactIndex.search does.
+
+        Args:
+            queries: float32 [q, dim], checked.
+            k: At least 1.
+            mask: bool [n], the rows that may be found; None for all.
+        """
         if self._elements is None:
             return self._exact.search(queries, k, mask)
         if mask is not None:
@@ -129,7 +135,18 @@ class HnswIndex:
         passing: int | None = None,
         ef: int = 0,
     ) -> Neighbours:
-        """Search as Index.search does; distances are the graph's own, in float32."""
+        """Return the k nearest rows to each query by a walk of the graph; a few may be missed.
+
+        If comparing every row is cheaper, or the walk finds too few, every row is compared.
+        Distances of a walk are computed in float32.
+
+        Args:
+            queries: float32 [q, dim], checked.
+            k: At least 1.
+            mask: bool [n], the rows that may be found; None for all.
+            passing: Number of these rows, if known: counting them takes longer than a search.
+            ef: Minimum number of candidates; EVERY or at least n for an exact search.
+        """
         candidates = self._candidates(k, ef)
         if candidates is None:
             return self.exact(queries, k, mask)
@@ -153,7 +170,13 @@ class HnswIndex:
         return answer
 
     def walked(self, k: int, ef: int) -> int | None:
-        """Return the number of candidates for one query; None if every row is compared instead."""
+        """Return the number of candidates of a walk for one query; None if every row is compared
+        instead.
+
+        Args:
+            k: Number of hits, at least 1.
+            ef: Minimum number of candidates.
+        """
         candidates = self._candidates(k, ef)
         exact = candidates is None or _exact_is_cheaper(len(self.labels), 1, candidates)
         return None if exact else candidates
@@ -315,6 +338,9 @@ def build(
 ) -> HnswIndex:
     """Build a graph; other threads may search meanwhile.
 
+    The ef of searches is chosen so that the index finds LEAST_RECALL of its own vectors'
+    neighbours, if any ef does.
+
     Args:
         spec: The space.
         labels: int64 [n], increasing.
@@ -369,7 +395,7 @@ def revive(
         after_piece: Called after each piece; its error ends the work.
 
     Returns:
-        The index, and the rows that it lacks because they are new or were replaced.
+        The index, and the rows that it lacks because they are new or were replaced, int [m].
 
     Raises:
         VerificationError: The graph would find less than LEAST_RECALL, too much has changed, or the
@@ -424,11 +450,21 @@ def _accept(index: HnswIndex, after_piece: Callable[[], None]) -> None:
 
 
 def load(path: Path, spec: SpaceSpec, labels: Labels, vectors: Content) -> tuple[HnswIndex, Rows]:
-    """Read an index file, and `revive` the graph.
+    """Read an index file, and rebuild its graph over a gallery's vectors, which are read once.
+
+    Args:
+        path: The file.
+        spec: The space of the vectors.
+        labels: int64 [n], increasing.
+        vectors: float32 [n, dim].
+
+    Returns:
+        The index, and the rows that it lacks because they are new or were replaced, int [m].
 
     Raises:
         NotFoundError: No such file.
-        VerificationError: The file is damaged (hnswlib reads none of it), or as `revive` does.
+        VerificationError: The file is damaged or of another space, too much has changed, or the
+            graph would find less than LEAST_RECALL: build a new one.
     """
     return revive(read_skeleton(path, spec), spec, labels, vectors)
 
@@ -453,8 +489,8 @@ def carry(
         spec: The space of the vectors.
         labels: int64 [n], increasing.
         vectors: float32 [n, dim].
-        threads: As in `build`.
-        after_piece: As in `build`.
+        threads: Called before each piece of rows: how many threads may add it.
+        after_piece: Called before each piece of rows: how many threads may add it.
 
     Raises:
         VerificationError: The graph would find less than LEAST_RECALL, or the metrics differ.
@@ -484,17 +520,17 @@ def renew(
     threads: Threads = one_thread,
     after_piece: Callable[[], None] = lambda: None,
 ) -> HnswIndex:
-    """Return a good index of some content at the lowest cost: `old`, `old` transferred, or a new
-    one.
+    """Return a good index of some content at the lowest cost: `old` itself, `old` transferred, or a
+    new one.
 
     Args:
         spec: The space of the vectors.
         labels: int64 [n], increasing.
         vectors: float32 [n, dim].
-        old: An index, perhaps of the space before an upgrade. A transfer to another space is not
-            `fresh`, and should be replaced by a build when there is time.
-        threads: As in `build`.
-        after_piece: As in `build`.
+        old: An index, perhaps of the space before an upgrade. A transfer to another space does not
+            have `own_links`; replace it by a build when there is time. None builds a new one.
+        threads: Called before each piece of rows: how many threads may add it.
+        after_piece: Called before each piece of rows: how many threads may add it.
     """
     if old is not None:
         if _alike(old, spec, labels, vectors):
@@ -522,13 +558,14 @@ def _alike(old: HnswIndex, spec: SpaceSpec, labels: Labels, vectors: Content) ->
 def tuned(
     index: HnswIndex, queries: Vectors, after_piece: Callable[[], None] = lambda: None
 ) -> HnswIndex:
-    """Return the index with enough candidates for real queries.
+    """Return the index with enough candidates to find LEAST_RECALL of real queries' neighbours, or
+    with the largest number that is tried.
 
     Their distribution may differ from that of the vectors, so that a search finds far less.
 
     Args:
         index: The index.
-        queries: [q, dim].
+        queries: float32 [q, dim]; with none, the index stays as it is.
         after_piece: Called between pieces of work; its error ends it.
     """
     index = index.seeking(0)

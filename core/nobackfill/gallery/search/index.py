@@ -136,7 +136,16 @@ class Index(Protocol):
 
 
 def rows_of(labels: Labels, targets: Labels) -> Rows:
-    """Return the rows in `labels` (increasing) of those of `targets` that exist, in their order."""
+    """Return the rows of the labels that exist, in the order of `targets`; other targets are
+    skipped.
+
+    Args:
+        labels: int64 [n], increasing.
+        targets: int64 [m].
+
+    Returns:
+        int [at most m], indices into `labels`.
+    """
     if not len(labels):
         return np.empty(0, np.intp)
     rows = np.minimum(np.searchsorted(labels, targets), len(labels) - 1)
@@ -145,7 +154,7 @@ def rows_of(labels: Labels, targets: Labels) -> Rows:
 
 
 def mask_of(labels: Labels, subset: Labels) -> Mask:
-    """Return which of `labels` (increasing) are in `subset`, bool [n]."""
+    """Return which of `labels` (int64 [n], increasing) are in `subset` (int64 [m]), as bool [n]."""
     mask = np.zeros(len(labels), np.bool_)
     mask[rows_of(labels, subset)] = True
     return mask
@@ -169,7 +178,8 @@ def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
 
 
 def merge(parts: list[Neighbours], k: int) -> Neighbours:
-    """Merge the answers of indexes that share no label into one ranking."""
+    """Merge the answers [q, any] of indexes that share no label into one ranking [q, k]. A single
+    part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     return best(
@@ -187,9 +197,13 @@ UNIT_TOLERANCE = 2.5e-7
 
 
 def prepare(metric: Metric, vectors: Vectors) -> Vectors:
-    """Return vectors [n, dim] as engines store them: with the cosine metric scaled to norm 1.
+    """Return vectors as engines store them: with the cosine metric scaled to norm 1.
 
     Zero stays zero. Vectors that were prepared before stay the same, bit for bit.
+
+    Args:
+        metric: squared_l2, which returns the vectors as they are, or cosine.
+        vectors: float32 [n, dim].
     """
     if metric == "squared_l2":
         return vectors
@@ -252,11 +266,15 @@ def search_origins(
     """Search migrated and native vectors separately, and rank both on one scale.
 
     Args:
-        nearest: Returns the k nearest of the labels that pass a filter.
+        nearest: Returns the k nearest of the labels that pass a filter, as Neighbours [q, k].
         origins: Returns which labels are migrated.
         scale: Converts distances of migrated vectors.
         k: Number of hits.
         label_filter: Returns which labels may be found; None for all.
+
+    Returns:
+        Neighbours [q, k] by the distance of an equally likely native vector; the distances are the
+        items' own.
     """
     # Read once: an item that is re-embedded meanwhile must be found only once.
     cached: dict[int, tuple[Mask, Mask]] = {}
@@ -272,7 +290,14 @@ def search_origins(
 
 
 def join_origins(carried: Neighbours, native: Neighbours, scale: Scale, k: int) -> Neighbours:
-    """Return the k best of both; the distances stay as they are."""
+    """Return the k best of migrated and native hits on one scale; the distances stay as they are.
+
+    Args:
+        carried: Migrated hits [q, a].
+        native: Native hits [q, b].
+        scale: Converts distances of migrated vectors.
+        k: Number of hits, at most a + b.
+    """
     both = Neighbours(
         np.concatenate([carried.labels, native.labels], axis=1),
         np.concatenate([carried.distances, native.distances], axis=1),
@@ -301,8 +326,8 @@ _NICE = 10
 
 
 def give_way() -> None:
-    """Lower the priority of this thread, and of the processes that it starts, below that of
-    searches."""
+    """Lower the priority of this thread below that of searches; processes that it starts inherit
+    it."""
     # A process with a lower priority may not raise it again.
     nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

@@ -45,7 +45,20 @@ class PackageGraph:
         levels: NDArray[np.int32],
         upper: NDArray[np.int8],
     ) -> "PackageGraph":
-        """Create a graph that `mark` completes: the package takes vectors and links together."""
+        """Create a graph from its links. Write the vectors into `records`, then call `mark`: the
+        package takes vectors and links together.
+
+        Args:
+            space: l2 or ip.
+            dim: Dimension of the vectors.
+            m: Links of an element.
+            ef_construction: Candidates while building.
+            max_level: The highest level.
+            entry: The element where walks begin.
+            ground: uint8 [count, bytes], links of each element on the ground level.
+            levels: int32 [count], levels of each element above the ground.
+            upper: int8 [bytes], the links on these levels.
+        """
         graph = cls(space, dim, 0, m, ef_construction)
         count, links = ground.shape
         size = links + 4 * dim + _LABEL_BYTES

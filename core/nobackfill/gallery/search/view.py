@@ -68,9 +68,9 @@ def graph_of(
 
     Args:
         graph: The graph.
-        rows: Row in `labels` of each element, -1 for none.
-        labels: Labels of the rows.
-        elements: Element of each row; None if they are the same.
+        rows: int [elements], row in `labels` of each element, -1 for none.
+        labels: int64 [n], labels of the rows.
+        elements: int [n], element of each row; None if they are the same.
     """
     if _native is None or not isinstance(graph, Hnsw) or not len(graph):
         return None
@@ -133,8 +133,8 @@ class CompiledSearch:
             query: float32 [1, dim].
             k: Number of hits.
             ef: Minimum number of candidates.
-            base: Rows of the graph that may be found; None for all.
-            delta: Rows of the delta that may be found; None for all.
+            base: bool [n], rows of the graph that may be found; None for all.
+            delta: bool [m], rows of the delta that may be found; None for all.
 
         Returns:
             None if every row must be compared instead.
@@ -202,7 +202,11 @@ class CompiledSearch:
 
 
 def curves_of(curves: Mapping[int, tuple[Sequence[float], Sequence[float]]]) -> "Curves | None":
-    """Return calibrations for compiled code: distances and probabilities by the wire's origin."""
+    """Return calibrations for compiled searches; None if nothing is compiled.
+
+    Args:
+        curves: Increasing distances and their probabilities, by the origin's number on the wire.
+    """
     return None if _native is None else _native.Curves(curves)
 
 
@@ -283,7 +287,12 @@ class IndexPart:
         return len(self.index.labels) - self.deleted
 
     def less(self, labels: Labels) -> "IndexPart":
-        """Return the part with tombstones for `labels`."""
+        """Return the part with tombstones for more labels; labels that it does not have are
+        ignored.
+
+        Args:
+            labels: int64 [m].
+        """
         rows = np.unique(rows_of(self.index.labels, labels))
         if self.live is not None:
             rows = rows[self.live[rows]]
@@ -294,20 +303,27 @@ class IndexPart:
         return IndexPart(self.index, live, self.deleted + len(rows))
 
     def mask(self, label_filter: LabelFilter | None) -> Mask | None:
-        """Return the rows that are alive and pass a filter; None for all."""
+        """Return the rows that are alive and pass a filter, bool [n]; None for all."""
         if label_filter is None:
             return self.live
         mask_ = label_filter(self.index.labels)
         return mask_ if self.live is None else mask_ & self.live
 
     def passing_rows(self, label_filter: LabelFilter | None) -> Mask | None:
-        """Return the rows that pass a filter, alive or not; None for all."""
+        """Return the rows that pass a filter, alive or not, bool [n]; None for all."""
         return None if label_filter is None else label_filter(self.index.labels)
 
     def search(
         self, queries: Vectors, k: int, label_filter: LabelFilter | None, ef: int = 0
     ) -> Neighbours:
-        """Return the nearest rows that are alive and pass a filter."""
+        """Return the nearest rows that are alive and pass a filter, as Neighbours [q, k].
+
+        Args:
+            queries: float32 [q, dim], checked.
+            k: At least 1.
+            label_filter: Returns which labels may be found; None for all.
+            ef: Minimum number of candidates.
+        """
         passing = len(self) if label_filter is None else None
         return self.index.search(queries, k, self.mask(label_filter), passing, ef)
 
@@ -316,7 +332,8 @@ class IndexPart:
         return slice(None) if self.live is None else self.live
 
     def content(self) -> tuple[Labels, Content]:
-        """Return live labels and vectors."""
+        """Return labels int64 [n], increasing, and vectors [n, dim] of the live rows, without
+        copying vectors."""
         if self.live is None:
             return self.index.labels, self.index.vectors
         rows = np.flatnonzero(self.live)
@@ -363,7 +380,7 @@ class Snapshot:
             queries: float32 [q, dim].
             k: At least 1.
             label_filter: Returns which labels may be found; None for all.
-            ef: As in Index.search.
+            ef: Minimum number of candidates; index.EVERY for an exact search.
 
         Raises:
             InvalidInputError: Another shape, or values that are not finite.
@@ -385,7 +402,11 @@ class Snapshot:
         return self.delta.index.improve(checked, hits, self.delta.mask(label_filter))
 
     def remove(self, labels: Labels) -> "Snapshot":
-        """Return the state without `labels`, such as those that another space answers for."""
+        """Return the state without some labels, such as those that another space answers for.
+
+        Args:
+            labels: int64 [m]; labels that it does not have are ignored.
+        """
         return replace(self, base=self.base.less(labels), delta=self.delta.less(labels))
 
     def content(self) -> tuple[Labels, Content]:
@@ -399,7 +420,7 @@ class Snapshot:
         return labels[order], Picked(Concatenation(old_vectors, new_vectors), order)
 
     def labels(self) -> Labels:
-        """Return every live label, increasing."""
+        """Return every live label, int64, increasing."""
         parts = [part.index.labels[part.live_rows()] for part in (self.base, self.delta)]
         return np.sort(np.concatenate(parts)) if len(parts[1]) else parts[0]
 
@@ -429,7 +450,7 @@ def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot 
 
 
 def changed(snapshot: Snapshot, change: Change) -> Snapshot:
-    """Return the snapshot after a commit; replaced vectors count as added."""
+    """Return the snapshot after a commit; a replaced vector is found in the delta from then on."""
     snapshot = snapshot.remove(change.deleted)
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))
     if labels is None or vectors is None or not len(labels):
@@ -469,6 +490,8 @@ class LiveView:
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            VerificationError: The gallery's file is damaged.
+            NotFoundError: The gallery was closed.
         """
         self.spec = store.space(space).spec
         self._changing = threading.Lock()
@@ -496,8 +519,12 @@ class LiveView:
         return self._snapshot
 
     def compact(self, build: Builder) -> None:
-        """Build a base of all live vectors, then swap it in; searches and commits go on
-        meanwhile."""
+        """Build a base of all live vectors, then swap it in; searches and commits go on during the
+        build.
+
+        Args:
+            build: Builds the base. Its error ends the work, and the present base stays.
+        """
         with self._compacting:
             with self._changing:
                 self._log = []
@@ -509,8 +536,13 @@ class LiveView:
                     self._log = None
 
     def tune(self, tune_index: Callable[[Index], Index]) -> None:
-        """Replace the base by `tuned(base)` with the same vectors, unless another base was swapped
-        in."""
+        """Replace the base by another index with the same vectors, unless another base was swapped
+        in.
+
+        Args:
+            tune_index: Returns the new index for the present one; returning the same index changes
+                nothing.
+        """
         base = self.snapshot().base.index
         index = tune_index(base)
         with self._changing:
