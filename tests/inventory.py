@@ -411,7 +411,7 @@ def _sqlite_names(path: Path) -> dict[str, Any]:
 def proto_defaults() -> dict[str, Any]:
     """What the gateway takes where a number of a request is 0, which proto3 cannot tell from
     absent."""
-    from nobackfill.server.galleries.immediate_answers import DEFAULT_K
+    from nobackfill.server.galleries.answering import DEFAULT_K
     from nobackfill.server.grpc.services.gallery import DEFAULT_PAGE
     from nobackfill.server.healing.registration import _NUMBERS
     from nobackfill.server.state import Canary

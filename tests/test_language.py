@@ -55,7 +55,7 @@ ALLOWED = {
     "core": (0, 0),
     "serving": (12, 0),
     "adopt": (3, 27),
-    "server": (43, 19),
+    "server": (38, 16),
     "client": (21, 1),
     "plugins": (26, 0),
     "training": (25, 2),

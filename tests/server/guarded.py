@@ -12,8 +12,8 @@ from threading import Event
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from nobackfill.server.grpc import admission
-from nobackfill.server.grpc.admission import Size
+from nobackfill.server.grpc import rpc
+from nobackfill.server.grpc.rpc import Size
 from tests.server.support import TIMEOUT_S, Client, ids, images
 
 NAMES = ("admin", "other")
@@ -39,11 +39,10 @@ class Guarded:
 def few_watches() -> Iterator[Mapping[str, Size]]:
     """Gateways that start here have as few places for watches as a plain server."""
     few = {
-        name: dataclasses.replace(size, places=size.threads)
-        for name, size in admission.STREAMS.items()
+        name: dataclasses.replace(size, places=size.threads) for name, size in rpc.STREAMS.items()
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "STREAMS", few)
+        patch.setattr(rpc, "STREAMS", few)
         yield few
 
 

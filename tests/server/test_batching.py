@@ -10,7 +10,7 @@ import pytest
 from nobackfill.errors import DeadlineError
 from nobackfill.server.embedding.embedding import Batcher
 from nobackfill.server.grpc import context
-from nobackfill.server.grpc.access import LOCAL
+from nobackfill.server.grpc.context import LOCAL
 
 
 def test_every_thread_gets_its_own_answer() -> None:

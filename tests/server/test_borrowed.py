@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nobackfill.server.grpc.admission import _duplicate
+from nobackfill.server.grpc.listener import _duplicate
 
 DESCRIPTORS = Path("/proc/self/fd")
 

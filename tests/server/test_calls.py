@@ -5,8 +5,7 @@ import time
 import pytest
 
 from nobackfill.errors import CancelledError, DeadlineError
-from nobackfill.server.grpc.access import LOCAL
-from nobackfill.server.grpc.context import Call
+from nobackfill.server.grpc.context import LOCAL, Call
 from nobackfill.server.grpc.logs import LogLimit
 
 

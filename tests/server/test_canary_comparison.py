@@ -6,7 +6,7 @@ import pytest
 
 from nobackfill.gallery.reading import StoredItem
 from nobackfill.server.canary.comparison import STOPS_AT, Caller, CanaryComparison
-from nobackfill.server.galleries.ranking import RankedHit, SearchResult
+from nobackfill.server.galleries.plan import RankedHit, SearchResult
 from nobackfill.server.state import Canary
 from tests.support.clock import replace_clock
 

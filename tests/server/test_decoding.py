@@ -14,10 +14,10 @@ from nobackfill.errors import (
     TooLargeError,
 )
 from nobackfill.framing import Frame
-from nobackfill.server.embedding import decoding
-from nobackfill.server.embedding.decoding import Decoding
+from nobackfill.server.embedding import embedding
+from nobackfill.server.embedding.embedding import Decoding
 from nobackfill.server.grpc import context
-from nobackfill.server.grpc.access import LOCAL
+from nobackfill.server.grpc.context import LOCAL
 from tests.support import pictures
 
 SIZE, OTHER = Frame(8, 8), Frame(4, 4)
@@ -92,7 +92,7 @@ def test_a_cheap_picture_goes_before_the_rest_of_a_dear_batch() -> None:
 
 
 def test_no_more_than_so_much_is_decoded_at_once() -> None:
-    turns = decoding._DecodingTurns(at_once=4, max_cost=10)
+    turns = embedding._DecodingTurns(at_once=4, max_cost=10)
     now, highest, guard = [0, 0], [0, 0], threading.Lock()
 
     def work(cost: int) -> None:
@@ -122,7 +122,7 @@ def test_a_batch_that_costs_too_much_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(TooLargeError, match="smaller copies"), shared.batch([bomb] * 256):
         pytest.fail("admitted")
     assert time.thread_time() - began < 1
-    allowed = decoding.affordable([bomb] * 256)
+    allowed = embedding.affordable([bomb] * 256)
     assert allowed == [True] * allowed.count(True) + [False] * allowed.count(False)
     assert 5 < allowed.count(True) < 100
     dear = [bomb] * 20

@@ -13,8 +13,13 @@ from nobackfill.errors import BusyError, NotFoundError
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import locks
-from nobackfill.server.galleries.locks import Level, LockOrderError, Users, WriteLock
+from nobackfill.server.galleries.hosted import (
+    Level,
+    LockOrderError,
+    WriteLock,
+    check_lock_order,
+    hold_level,
+)
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.v1 import gallery_pb2, release_pb2
 from tests.server.conftest import Stages, publish_stage
@@ -96,7 +101,7 @@ def test_a_deletion_and_a_put_under_way_wait_for_each_other_in_one_order(
 def test_a_gallery_that_stays_in_use_stays(
     gateway: GatewayServer, client: Client, monkeypatch: pytest.MonkeyPatch, one: Manifest
 ) -> None:
-    monkeypatch.setattr("nobackfill.server.galleries.galleries._DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr("nobackfill.server.galleries.hosted._DRAIN_SECONDS", 0.05)
     client.create_gallery("g")
     with gateway.galleries.using("g"), refused(BusyError):
         client.delete_gallery("g")
@@ -149,15 +154,14 @@ def test_closing_gives_up_where_a_reader_never_ends(
 
 def test_waiting_against_the_order_is_refused() -> None:
     a, b = WriteLock("a"), WriteLock("b")
-    plan, gallery = Users(Level.PLAN), Users(Level.GALLERY, "a")
     with a.exclusive(), b.exclusive():
         with pytest.raises(LockOrderError, match="waiting for PLAN"):
-            plan.wait_until_none(1)
+            check_lock_order(Level.PLAN)
         with pytest.raises(LockOrderError, match="holding WRITES"), a.shared():
             pass
-    with locks.hold_level(Level.PLAN, "a"):
+    with hold_level(Level.PLAN, "a"):
         with pytest.raises(LockOrderError, match="waiting for GALLERY"):
-            gallery.close(1)
+            check_lock_order(Level.GALLERY, "a")
         with a.shared():
-            locks.check_lock_order(Level.VIEW, "a")
-    locks.check_lock_order(Level.NAMES)
+            check_lock_order(Level.VIEW, "a")
+    check_lock_order(Level.NAMES)

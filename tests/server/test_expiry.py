@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from nobackfill.errors import ConfigurationError
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.grpc.access import Certificates
+from nobackfill.server.grpc.listener import Certificates
 from tests.server.conftest import Stages
 from tests.server.support import running
 from tests.support.waiting import wait_until

@@ -3,23 +3,22 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import NoReturn, cast
 
 import grpc
 import pytest
 
-from nobackfill.errors import OverloadedError
+from nobackfill.errors import BusyError, OverloadedError
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.embedding import decoding
-from nobackfill.server.embedding.embedding import Embedding, Row
-from nobackfill.server.embedding.image_queue import ImageQueue, QueuedImage
+from nobackfill.server.embedding import embedding
+from nobackfill.server.embedding.embedding import Embedding, ImageQueue, QueuedImage, Row
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.grpc.access import Principal, Role
+from nobackfill.server.grpc.context import Principal, Role
 from nobackfill.server.grpc.rpc import Kind, Later
 from nobackfill.server.grpc.services.search import SEARCH
 from nobackfill.v1 import search_pb2
-from tests.server.support import TIMEOUT_S, Client, images, refused
+from tests.server.support import TIMEOUT_S, Client, images, in_file, refused
 from tests.server.test_immediate_answers import asking, on_a_thread, searched_in_batches
 from tests.support.blocks import png
 from tests.support.waiting import wait_until
@@ -115,6 +114,34 @@ def test_an_image_is_searched_where_it_was_embedded_however_slow_searches_are(
 
 
 @pytest.mark.hot_path
+def test_hits_of_an_image_are_read_where_it_was_embedded(
+    served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search is not repeated on a thread of the call because a hit is not in memory."""
+    request = asking(one, 10)
+    request.query.image = png(images(11)[10])
+    hosted = in_file(served, "g")
+    with Client(served.address) as client:
+        expected = on_a_thread(client, request)
+        before = searched_in_batches(served)
+        for cache in hosted._items.values():
+            cache.forget(list(cache._items))
+        assert client.raw.searches.Search(request, timeout=TIMEOUT_S) == expected
+        assert searched_in_batches(served) == before
+        # The call's own thread reports an item that cannot be read.
+        for cache in hosted._items.values():
+            cache.forget(list(cache._items))
+
+        def fail(*_: object) -> NoReturn:
+            raise BusyError("the gallery is locked")
+
+        monkeypatch.setattr(hosted.store, "items", fail)
+        with refused(BusyError):
+            client.raw.searches.Search(request, timeout=TIMEOUT_S)
+    assert hosted.users.wait_until_none(5) and hosted.plan.users.wait_until_none(5)
+
+
+@pytest.mark.hot_path
 def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
     served: GatewayServer, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +159,9 @@ def test_images_that_come_together_hold_no_threads_and_fail_by_themselves(
     requests[5].query.image = b"no picture"
     with Client(served.address) as client:
         expected = [on_a_thread(client, request) for request in requests[:5]]
-        for cheap in (decoding.CHEAP, 0):
+        for cheap in (embedding.CHEAP, 0):
             # Dear ones are decoded on a thread.
-            monkeypatch.setattr(decoding, "CHEAP", cheap)
+            monkeypatch.setattr(embedding, "CHEAP", cheap)
             futures = [
                 client.raw.searches.Search.future(requests[n % 6], timeout=TIMEOUT_S)
                 for n in range(60)

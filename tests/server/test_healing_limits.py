@@ -15,7 +15,7 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.answering import Question
 from nobackfill.server.gateway import GatewayServer
 from nobackfill.server.grpc import context
-from nobackfill.server.grpc.access import LOCAL
+from nobackfill.server.grpc.context import LOCAL
 from nobackfill.server.healing import healing as answering
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.server.conftest import Stages

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.view import parse
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries import hosted_file, immediate_answers
-from nobackfill.server.galleries.immediate_answers import ImmediateAnswers
+from nobackfill.server.galleries import answering, hosted_file
+from nobackfill.server.galleries.answering import ImmediateAnswers
 from nobackfill.server.galleries.indexing import Indexing
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.grpc.access import LOCAL, Principal, Role
+from nobackfill.server.grpc.context import LOCAL, Principal, Role
 from nobackfill.server.grpc.services.search import _parse_simple
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from tests.server.conftest import SERVED as COUNT
@@ -282,13 +282,13 @@ def test_a_gallery_larger_than_memory_is_not_searched_twice(
 ) -> None:
     """Where items have to be read, a search on arrival is one for nothing."""
     tried: list[int] = []
-    in_python = immediate_answers._in_python
+    in_python = answering._in_python
 
-    def counted(*given: Any) -> bytes | None:
+    def counted(*given: Any, may_read: bool) -> bytes | None:
         tried.append(len(tried))
-        return in_python(*given)
+        return in_python(*given, may_read=may_read)
 
-    monkeypatch.setattr(immediate_answers, "_in_python", counted)
+    monkeypatch.setattr(answering, "_in_python", counted)
     with Client(served.address) as client:
         request = asking(one, 7)
         expected = client.raw.searches.Search(request, timeout=TIMEOUT_S)

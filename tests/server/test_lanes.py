@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from nobackfill.server.grpc.admission import Lane, Size
+from nobackfill.server.grpc.rpc import Lane, Size
 
 
 def test_work_goes_on_where_no_further_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

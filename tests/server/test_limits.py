@@ -14,9 +14,8 @@ import grpc
 import pytest
 
 from nobackfill.errors import InvalidInputError, NotFoundError, OutOfRangeError, TooLargeError
-from nobackfill.server.grpc.admission import LARGEST_COUNT
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import OpenStream, Stalls
+from nobackfill.server.grpc.rpc import LARGEST_COUNT, OpenStream, Stalls
 from nobackfill.server.grpc.services import gallery as gallery_service
 from nobackfill.server.grpc.services.gallery import LISTED_ERRORS
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2

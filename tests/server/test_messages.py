@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nobackfill.errors import InvalidInputError, TooLargeError
-from nobackfill.server.grpc import admission
+from nobackfill.server.grpc import rpc
 from nobackfill.v1 import gallery_pb2, search_pb2, types_pb2
 from tests.server.test_limits import field
 
-READ = admission.reader(gallery_pb2.PutItemsRequest.FromString)
+READ = rpc.reader(gallery_pb2.PutItemsRequest.FromString)
 # Tags of an unknown field 15.
 BEGIN, END, TEXT = b"\x7b", b"\x7c", b"\x7a"
 
@@ -27,11 +27,11 @@ def request(items: int) -> gallery_pb2.PutItemsRequest:
 
 
 def test_as_many_items_as_are_allowed_are_read() -> None:
-    whole = request(admission.LARGEST_COUNT)
+    whole = request(rpc.LARGEST_COUNT)
     assert len(whole.SerializeToString()) > 2 * 2**20
     assert READ(whole.SerializeToString()) == whole
     with pytest.raises(TooLargeError):
-        READ(request(admission.LARGEST_COUNT + 200).SerializeToString())
+        READ(request(rpc.LARGEST_COUNT + 200).SerializeToString())
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_no_parts_hide_behind_a_group(group: bytes) -> None:
     """Of an unknown field, empty or not, in itself, or of a known field: 4,000,000 parts each."""
     with pytest.raises(InvalidInputError, match="got a group"):
         READ(group + b"\x12\x00" * 4_000_000)
-    search = admission.reader(search_pb2.SearchRequest.FromString)
+    search = rpc.reader(search_pb2.SearchRequest.FromString)
     embeddings = group + b"\x0a\x00" * 4_000_000
     with pytest.raises(InvalidInputError, match="got a group"):
         search(field(2, field(2, embeddings)))
@@ -61,7 +61,7 @@ def test_damaged_messages_end_like_parsing_ends(data: st.DataObject) -> None:
     whole = bytearray(LARGE)
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    sent = bytes(whole[: data.draw(st.integers(admission.LARGE, len(whole)))])
+    sent = bytes(whole[: data.draw(st.integers(rpc.LARGE, len(whole)))])
     try:
         expected = gallery_pb2.PutItemsRequest.FromString(sent)
     except DecodeError:

@@ -12,11 +12,10 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2
 
-from nobackfill.server.grpc.access import RULES
-from nobackfill.server.grpc.admission import Lanes
+from nobackfill.server.grpc.context import RULES
 from nobackfill.server.grpc.listener import server_of
 from nobackfill.server.grpc.metrics import Metrics
-from nobackfill.server.grpc.rpc import Interceptor
+from nobackfill.server.grpc.rpc import Interceptor, Lanes
 from tests.server.support import Client, images, running
 from tests.support.waiting import wait_until
 

@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 
-from nobackfill.server.grpc.access import Role
+from nobackfill.server.grpc.context import Role
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.settings import Settings
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2

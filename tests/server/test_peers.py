@@ -21,10 +21,9 @@ from nobackfill.errors import (
     OverloadedError,
     UnauthenticatedError,
 )
-from nobackfill.server.grpc import admission
-from nobackfill.server.grpc.access import RULES
-from nobackfill.server.grpc.admission import LARGEST_PEER
-from nobackfill.server.grpc.listener import HealthService, server_of
+from nobackfill.server.grpc import rpc
+from nobackfill.server.grpc.context import RULES
+from nobackfill.server.grpc.listener import LARGEST_PEER, HealthService, server_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.v1 import search_pb2
@@ -100,13 +99,13 @@ def test_one_callers_streams_take_its_share_only(guarded: Guarded) -> None:
     """Transfers that stand still, and watches that are never read."""
     with Peer(guarded.address) as peer:
         for method in READING:
-            for _ in range(admission.STREAMS["transfers"].places):
+            for _ in range(rpc.STREAMS["transfers"].places):
                 peer.begin(method, "admin")
-        for _ in range(admission.STREAMS["watches"].places):
+        for _ in range(rpc.STREAMS["watches"].places):
             stream = peer.begin("/nobackfill.v1.ReleaseService/WatchReleases", "admin")
             peer.send(stream, prefixed(b""))
         for lane in ("transfers", "watches"):
-            share = round(admission.STREAMS[lane].places * admission.STREAMS[lane].share)
+            share = round(rpc.STREAMS[lane].places * rpc.STREAMS[lane].share)
             wait_for(lambda s=share, n=lane: guarded.series(f'{OPEN}{{lane="{n}"}}') == s)  # type: ignore[misc]
         everything_is_served(guarded)
         with guarded.client("admin") as admin, refused(OverloadedError, "of one caller"):
@@ -114,7 +113,7 @@ def test_one_callers_streams_take_its_share_only(guarded: Guarded) -> None:
 
 
 def test_watching_the_health_takes_no_place_of_others(guarded: Guarded) -> None:
-    size = admission.STREAMS["public"]
+    size = rpc.STREAMS["public"]
     share = round(size.places * size.share)
     with Client(guarded.address) as stranger:
         stub = health_pb2_grpc.HealthStub(stranger.raw.channel)

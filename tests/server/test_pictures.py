@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from nobackfill.errors import InvalidInputError, TooLargeError
-from nobackfill.server.embedding import decoding
+from nobackfill.server.embedding import embedding
 from nobackfill.v1 import gallery_pb2, search_pb2
 from tests.server.support import Client, ids, images, refused, running
 from tests.support import pictures
@@ -108,7 +108,7 @@ def test_cut_exif_is_no_reason_to_refuse_a_query(shared: Client, gallery: str) -
 def test_what_a_message_cannot_afford_is_refused_by_name(
     shared: Client, gallery: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "LARGEST_COST", 5 * 3 * 64)
+    monkeypatch.setattr(embedding, "LARGEST_COST", 5 * 3 * 64)
     items = [gallery_pb2.PutItem(id=f"a{i % 7}", image=png(images(1, i)[0])) for i in range(9)]
     answer = shared.raw.put(items, gallery)
     assert answer.stored == 5

@@ -30,8 +30,7 @@ from nobackfill.server.canary.canaries import Canaries, CanaryAnswerer
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels
 from nobackfill.server.galleries.answering import Answerers, PlainAnswerer, SpaceChoice
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
 from nobackfill.server.galleries.hosted_file import FileHome
 from nobackfill.server.galleries.item_writer import Quotas
 from nobackfill.server.galleries.plan import (
@@ -43,9 +42,9 @@ from nobackfill.server.galleries.plan import (
     own_part,
 )
 from nobackfill.server.grpc import context
-from nobackfill.server.grpc.access import LOCAL, Principal, Role
-from nobackfill.server.grpc.admission import Lane, Size
+from nobackfill.server.grpc.context import LOCAL, Principal, Role
 from nobackfill.server.grpc.metrics import Metrics
+from nobackfill.server.grpc.rpc import Lane, Size
 from nobackfill.server.healing.healing import Healing
 from nobackfill.server.settings import Settings
 from nobackfill.server.state import Activation, Canary, State, StateFile

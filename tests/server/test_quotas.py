@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import ConfigurationError, ItemQuotaError, QuotaExceededError
-from nobackfill.server.grpc.access import Tokens
+from nobackfill.server.grpc.context import Tokens
 from tests.server.conftest import Stages
 from tests.server.support import Client, images, refused, running
 from tests.support import postgres as servers

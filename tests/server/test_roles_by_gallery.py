@@ -10,7 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from nobackfill.errors import ConfigurationError, NotPermittedError
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.grpc.access import RULES, UNBOUND, Principal, Role, Tokens, check_gallery
+from nobackfill.server.grpc.context import RULES, UNBOUND, Principal, Role, Tokens, check_gallery
 from nobackfill.v1 import gallery_pb2
 from tests.server.support import Client, images, refused, running
 from tests.server.test_rules import FILES, METHODS

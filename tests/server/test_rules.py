@@ -20,7 +20,7 @@ from nobackfill.errors import (
     OverloadedError,
     UnauthenticatedError,
 )
-from nobackfill.server.grpc.access import RULES, Role, Tokens, authorize
+from nobackfill.server.grpc.context import RULES, Role, Tokens, authorize
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, upgrade_pb2, vault_pb2
 from nobackfill.v1.gallery_pb2_grpc import GalleryServiceStub
 from tests.server.conftest import Stages
@@ -102,7 +102,7 @@ def test_more_calls_than_a_name_may_make_are_refused_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    replace_clock(monkeypatch, "nobackfill.server.grpc.access", monotonic=lambda: now)
+    replace_clock(monkeypatch, "nobackfill.server.grpc.context", monotonic=lambda: now)
     path = tmp_path / "tokens"
     digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("a", "b", "c")}
     ends = "2099-01-01T00:00:00+00:00"

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from nobackfill.server.grpc import admission
+from nobackfill.server.grpc import rpc
 from nobackfill.v1 import gallery_pb2, release_pb2, vault_pb2
 from nobackfill.wire.connection import WATCH_AGAIN
 from tests.server.conftest import Stages, publish_stage
@@ -98,10 +98,10 @@ def test_an_old_watch_ends_and_our_client_watches_again(
     stages: Stages, repo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     young = {
-        **admission.STREAMS,
-        "watches": dataclasses.replace(admission.STREAMS["watches"], longest_s=1),
+        **rpc.STREAMS,
+        "watches": dataclasses.replace(rpc.STREAMS["watches"], longest_s=1),
     }
-    monkeypatch.setattr(admission, "STREAMS", young)
+    monkeypatch.setattr(rpc, "STREAMS", young)
     with running(repo, tmp_path / "data") as gateway, Client(gateway.address) as client:
         alone = client.raw.releases.WatchReleases(release_pb2.WatchReleasesRequest())
         assert len(list(alone)) == 1

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from nobackfill.errors import NotFoundError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.gateway import GatewayServer
-from nobackfill.server.grpc.access import Principal, Tokens
+from nobackfill.server.grpc.context import Principal, Tokens
 from nobackfill.server.grpc.listener import HealthService, server_of
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor, Stalls

@@ -14,8 +14,7 @@ from nobackfill.errors import CancelledError, DeadlineError
 from nobackfill.gallery.filters import All, AnyOf, Filter, Not, OneOf, Range, TimeRange
 from nobackfill.gallery.spec import Metadata
 from nobackfill.server.grpc import context
-from nobackfill.server.grpc.access import Principal, Role
-from nobackfill.server.grpc.context import Call
+from nobackfill.server.grpc.context import Call, Principal, Role
 from nobackfill.server.stores.postgresql import conditions, schema
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Database

@@ -27,7 +27,7 @@ from nobackfill.images import LARGEST_BYTES, Pixels, read_file
 from nobackfill.picture_files import HEIF_SUFFIXES, SUFFIXES, is_clutter, is_picture, suffix_refusal
 from nobackfill.release.manifest import Manifest, parse_manifest
 from nobackfill.release.models import no_vector, read_verified
-from nobackfill.server.embedding.embedding import Embedding, InProcessModels, size_of
+from nobackfill.server.embedding.embedding import Embedding, InProcessModels
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.upgrades.workers.cache import OpenCache, write_files
 from nobackfill.text import check_text, read_texts
@@ -279,7 +279,7 @@ class _OpenBatch:
     def put(self, names: Sequence[str]) -> FillResult:
         refusals: dict[str, str] = {}
         decoded: list[tuple[str, Pixels]] = []
-        size = size_of(self._work.manifest)
+        size = self._work.manifest.frame
         for name in names:
             try:
                 (pixels,) = self._embedding.decoding.each([self._place.read(name)], [size])
@@ -295,7 +295,7 @@ class _OpenBatch:
 
     def read(self, texts: Sequence[pb.PutItem]) -> FillResult:
         manifest, refusals, items = self._work.manifest, dict[str, str](), []
-        rows = self._embedding.texts.rows(manifest, [text.text for text in texts], "document")
+        rows = self._embedding.text_rows(manifest, [text.text for text in texts], "document")
         for text, row in zip(texts, rows, strict=True):
             if isinstance(row, InvalidInputError):
                 refusals[text.id] = str(row)
@@ -315,7 +315,7 @@ class _OpenBatch:
         while pictures:
             pixels = [picture for _, picture in pictures]
             try:
-                embeddings = self._embedding.many(manifest, pixels)
+                embeddings = self._embedding.embed(manifest, pixels)
                 sides = self._embedding.sides(manifest, pixels)
                 break
             except UnusableOutputError as error:

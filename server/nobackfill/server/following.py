@@ -12,8 +12,7 @@ import structlog
 
 from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.server.catalog import Catalog
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics

@@ -17,14 +17,19 @@ from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.catalog import open_catalog
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels, Models
 from nobackfill.server.following import Following
-from nobackfill.server.galleries.answering import Answerers, Searching
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.immediate_answers import ImageAnswers, ImmediateAnswers
+from nobackfill.server.galleries.answering import (
+    Answerers,
+    ImageAnswers,
+    ImmediateAnswers,
+    Searching,
+)
+from nobackfill.server.galleries.hosted import GalleryRegistry
 from nobackfill.server.galleries.indexing import Indexing, IndexSizes, count_vectors
 from nobackfill.server.galleries.item_writer import ItemWriter
-from nobackfill.server.grpc.access import Tokens, certificates
+from nobackfill.server.grpc.context import Tokens
 from nobackfill.server.grpc.listener import (
     GrpcListener,
+    certificates,
     check_free,
     needs_plain_server,
     socket_in,

@@ -14,8 +14,13 @@ from nobackfill.errors import NobackfillError, UnavailableError
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
-from nobackfill.server.galleries.galleries import UNUSABLE, GalleryRegistry
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import (
+    UNUSABLE,
+    GalleryRegistry,
+    Hosted,
+    Level,
+    check_lock_order,
+)
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.state import GatewayState, State
@@ -216,6 +221,7 @@ class Serving:
         Returns:
             False if a call still uses one of the plans after the time limit; then nothing is freed.
         """
+        check_lock_order(Level.PLAN)
         for plan in old:
             if not plan.users.wait_until_none(_DRAIN_S):
                 log.warning("a call still uses an old plan; keeping its models")

@@ -16,7 +16,8 @@ from nobackfill.errors import (
 )
 from nobackfill.extras import extra, load_plugin
 from nobackfill.gallery.connections import Residents
-from nobackfill.server.galleries.hosted_file import FileHome, Home
+from nobackfill.server.galleries.hosted import Home
+from nobackfill.server.galleries.hosted_file import FileHome
 from nobackfill.server.grpc import context
 from nobackfill.server.process_limits import open_galleries
 from nobackfill.server.settings import DATABASES, SQLITE, Settings

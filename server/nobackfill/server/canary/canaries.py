@@ -32,8 +32,13 @@ from nobackfill.server.canary.comparison import (
 from nobackfill.server.canary.sessions import KINDS, Kind
 from nobackfill.server.galleries.answering import PlainAnswerer, can_read, single_answer
 from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.plan import Query, QueryAnswer, SearchRequest
-from nobackfill.server.galleries.ranking import PlanPart, SearchResult
+from nobackfill.server.galleries.plan import (
+    PlanPart,
+    Query,
+    QueryAnswer,
+    SearchRequest,
+    SearchResult,
+)
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics

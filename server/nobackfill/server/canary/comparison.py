@@ -15,7 +15,7 @@ import numpy as np
 
 from nobackfill.server.canary.evidence import CanaryEvidence
 from nobackfill.server.canary.sessions import KINDS, CanarySessions, Kind
-from nobackfill.server.galleries.ranking import SearchResult
+from nobackfill.server.galleries.plan import SearchResult
 from nobackfill.server.state import Canary
 
 # Number of latest durations for the quantiles.

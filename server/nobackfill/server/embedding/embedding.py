@@ -1,11 +1,20 @@
-"""Images and texts to vectors: the models of the releases that are served, and calls of several
-requests embedded in one batch.
+"""Turn images and texts into vectors with the models of the served releases.
+
+Pictures are decoded a few at a time, cheap ones first, and none that no caller waits for. Queries
+of several calls are embedded in one batch. Images of queries are decoded and embedded on a few
+threads (`ImageQueue`), so that no thread of a call waits for them.
 """
 
+import heapq
+import itertools
+import os
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -15,10 +24,14 @@ import structlog
 from nobackfill.errors import (
     DeadlineError,
     InvalidInputError,
+    NobackfillError,
+    OverloadedError,
+    TooLargeError,
     UnavailableError,
     UnusableOutputError,
 )
-from nobackfill.images import Pixels
+from nobackfill.framing import Frame
+from nobackfill.images import Pixels, check_header, decode_picture
 from nobackfill.release.manifest import Manifest, TextRole
 from nobackfill.release.models import (
     ImageEmbedder,
@@ -29,65 +42,281 @@ from nobackfill.release.models import (
     open_side_encoder,
 )
 from nobackfill.release.text_models import TextModel, no_text_vector, open_text_encoder
-from nobackfill.server.embedding.decoding import Decoding, Size
 from nobackfill.server.grpc import context
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.text import check_text, check_texts
 from nobackfill.vectors import Vectors
+
+# Costs are in pixels of a plain JPEG, 7 ns each on one core; see core/nobackfill/images.py.
+# LARGEST_COST is the most for the pictures of one call, or of one message of a stream.
+LARGEST_COST = 2_000_000_000
+_SECONDS_PER_PIXEL = 7e-9
+# Most cost that is decoded at once: about 500 MB of memory at worst.
+_MAX_COST_AT_ONCE = 200_000_000
+# Calls above this cost are expensive; so many of them may hold threads of calls.
+_EXPENSIVE = 250_000_000
+_MAX_EXPENSIVE_CALLS = 3
+# Below this cost (28 ms) a picture does not wait for a turn.
+CHEAP = 4_000_000
+# Seconds between two checks of a waiting picture whether it is still wanted.
+_CHECK_SECONDS = 0.25
+
+Size = Frame
+Decoded = Mapping[Size, Pixels]
+
+
+class Decoding:
+    """Decode pictures on the callers' threads, in turns."""
+
+    def __init__(self, cores: int | None = None) -> None:
+        self._turns = _DecodingTurns(cores or len(os.sched_getaffinity(0)), _MAX_COST_AT_ONCE)
+        self._expensive_calls = threading.BoundedSemaphore(_MAX_EXPENSIVE_CALLS)
+
+    def each(
+        self, images: Sequence[bytes], sizes: Collection[Size]
+    ) -> list[Decoded | InvalidInputError]:
+        """Decode images, each in every size.
+
+        Args:
+            images: encoded images.
+            sizes: the sizes.
+
+        Returns:
+            For each image its pixels by size, or why it was refused.
+
+        Raises:
+            DeadlineError: the call's time is over, between images or while waiting.
+            CancelledError: the caller has cancelled the call.
+        """
+        began, spent = time.monotonic(), 0
+        results: list[Decoded | InvalidInputError] = []
+        for image in images:
+            context.current().check()
+            try:
+                header = check_header(image)
+                spent += header.cost * len(sizes)
+                with self._turns.turn(began + _SECONDS_PER_PIXEL * spent, header.cost):
+                    results.append({size: decode_picture(header, *size) for size in sizes})
+            except InvalidInputError as error:
+                results.append(error)
+        return results
+
+    @contextmanager
+    def batch(self, images: Sequence[bytes]) -> Iterator[None]:
+        """Admit a call whose images are all needed at once, or refuse it before any is decoded.
+
+        Args:
+            images: encoded images.
+
+        Raises:
+            TooLargeError: the images cost more than LARGEST_COST.
+            OverloadedError: too many expensive calls are being decoded.
+        """
+        cost = sum(_costs(images))
+        if cost > LARGEST_COST:
+            raise too_expensive()
+        if cost <= _EXPENSIVE:
+            yield
+            return
+        if not self._expensive_calls.acquire(blocking=False):
+            raise OverloadedError(
+                f"{_MAX_EXPENSIVE_CALLS} batches of large pictures are being decoded; try again "
+                "with a growing delay, or send smaller copies"
+            )
+        try:
+            yield
+        finally:
+            self._expensive_calls.release()
+
+
+def decode_if_cheap(image: bytes, size: Size) -> Pixels | None:
+    """Decode an image if that takes a few milliseconds; None if it must wait for a turn.
+
+    Raises:
+        InvalidInputError: the image is not valid.
+    """
+    header = check_header(image)
+    return decode_picture(header, *size) if header.cost <= CHEAP else None
+
+
+def affordable(images: Sequence[bytes]) -> list[bool]:
+    """Tell for each image whether it and those before it cost at most LARGEST_COST."""
+    return [spent <= LARGEST_COST for spent in itertools.accumulate(_costs(images))]
+
+
+def too_expensive() -> TooLargeError:
+    """Make the error for pictures that cost too much in total."""
+    return TooLargeError(
+        f"expected pictures that cost at most {LARGEST_COST // 10**6} million pixels of a plain "
+        "JPEG in total (a PNG's pixels count 3 times, a WebP's 8 times, a JPEG's by its scans); "
+        "send fewer at a time, or smaller copies"
+    )
+
+
+def _costs(images: Sequence[bytes]) -> Iterator[int]:
+    for image in images:
+        try:
+            yield check_header(image).cost
+        except InvalidInputError:
+            # It is refused later, on its own.
+            yield 0
+
+
+class _Place:
+    """Hold a waiting picture; its `turn` is locked until it may be decoded."""
+
+    __slots__ = ("cost", "turn")
+
+    def __init__(self, cost: int) -> None:
+        self.cost = cost
+        self.turn = threading.Lock()
+        self.turn.acquire()
+
+
+class _DecodingTurns:
+    """Limit the number and cost of pictures that are decoded at once; the earliest key goes first.
+
+    A key is a time, so a picture that has waited long goes before all that come later.
+    """
+
+    def __init__(self, at_once: int, max_cost: int) -> None:
+        self._free, self._free_cost, self._max_cost = at_once, max_cost, max_cost
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[float, int, _Place]] = []
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def turn(self, key: float, cost: int) -> Iterator[None]:
+        """Wait for a turn, and hold it during a block.
+
+        Raises:
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+        """
+        # A picture above the limit waits until nothing else is decoded.
+        place = _Place(min(cost, self._max_cost))
+        waiting = key, next(self._numbers), place
+        with self._lock:
+            heapq.heappush(self._waiting, waiting)
+            self._wake()
+        self._wait(waiting)
+        try:
+            yield
+        finally:
+            self._end(place)
+
+    def _wait(self, waiting: tuple[float, int, _Place]) -> None:
+        place = waiting[2]
+        try:
+            while not place.turn.acquire(timeout=_CHECK_SECONDS):
+                context.current().check()
+        except BaseException:
+            with self._lock:
+                has_turn = waiting not in self._waiting
+                if not has_turn:
+                    self._waiting.remove(waiting)
+                    heapq.heapify(self._waiting)
+                    self._wake()
+            if has_turn:
+                self._end(place)
+            raise
+
+    def _end(self, place: _Place) -> None:
+        with self._lock:
+            self._free, self._free_cost = self._free + 1, self._free_cost + place.cost
+            self._wake()
+
+    def _wake(self) -> None:
+        """Wake the pictures whose turn has come; the caller holds the lock."""
+        while self._waiting and self._free and self._free_cost >= self._waiting[0][2].cost:
+            place = heapq.heappop(self._waiting)[2]
+            self._free, self._free_cost = self._free - 1, self._free_cost - place.cost
+            place.turn.release()
+
 
 log = structlog.get_logger("server.models")
 
 
 class Models(Protocol):
-    """Encoders of the loaded releases. Every call names its release.
+    """Run the encoders of the loaded releases; each call names its release.
 
-    Methods raise NoEncoderError for what the release has no model of, UnavailableError while
-    nothing can be embedded, DeadlineError when the call's time is over, VerificationError for
-    outputs that are no vectors of the release's space, UnusableOutputError where only some are
-    none.
+    Methods raise NoEncoderError if the release has no such model, UnavailableError while nothing
+    can be embedded, DeadlineError when the call's time is over, VerificationError if no output is a
+    vector of the release's space, and UnusableOutputError if only some outputs are none.
     """
 
     def start(self) -> None:
-        """Start what runs them, before anything is asked of it. Returns once it answers, or is
-        known not to at first."""
+        """Start the model server before its first use.
+
+        Returns once it answers, or once it is known that it does not answer yet.
+        """
         ...
 
     def load(self, manifest: Manifest) -> None:
-        """Make a release ready; returns when it is. Loading it again does nothing."""
+        """Load a release, and return once it is ready; do nothing if it is loaded."""
         ...
 
     def want(self, manifest: Manifest) -> None:
-        """Make a release ready now, or as soon as the model server is there; never waits for it."""
+        """Load a release now, or as soon as the model server is there; never wait for it."""
         ...
 
     def unload(self, release: int) -> None:
-        """Let go of a release; nobody may use it any more."""
+        """Free a release that no caller uses any more."""
         ...
 
     def embed(self, manifest: Manifest, images: Images) -> Vectors:
-        """uint8 [n,H,W,3] to float32 [n,dim]."""
+        """Embed images.
+
+        Args:
+            manifest: the release.
+            images: uint8 [n, H, W, 3].
+
+        Returns:
+            float32 [n, dim].
+        """
         ...
 
     def texts(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
-        """Texts, at least one, to float32 [n,dim]; InvalidInputError where one cannot be read."""
+        """Embed texts.
+
+        Args:
+            manifest: the release.
+            texts: at least one text.
+            role: whether they are queries or documents.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            InvalidInputError: a text cannot be read.
+        """
         ...
 
     def side(self, manifest: Manifest, images: Images) -> Vectors | None:
-        """uint8 [n,H,W,3] to float32 [n,side_dim]; None for a release without side encoder."""
+        """Compute the side-information of images.
+
+        Args:
+            manifest: the release.
+            images: uint8 [n, H, W, 3].
+
+        Returns:
+            float32 [n, side_dim]; None if the release has no side encoder.
+        """
         ...
 
     def ready(self) -> bool:
-        """Whether images can be embedded now."""
+        """Tell whether images can be embedded now."""
         ...
 
     def close(self) -> None:
-        """End what was started for it."""
+        """Stop what `start` has started."""
         ...
 
 
 @dataclass(frozen=True)
-class _Loaded:
-    """A release's models, as far as it has them."""
+class _LoadedModels:
+    """Hold the models of a release; None for each model that it does not have."""
 
     images: ImageEmbedder | None
     texts: TextModel | None
@@ -95,12 +324,14 @@ class _Loaded:
 
 
 class InProcessModels:
-    """onnxruntime inside the gateway: for platforms without Triton's wheel, and for tests."""
+    """Run models by onnxruntime inside the gateway, for platforms without Triton's wheel and for
+    tests.
+    """
 
     def __init__(self, files: Path) -> None:
         self._files = files
         self._lock = threading.Lock()
-        self._loaded: dict[int, _Loaded] = {}
+        self._loaded: dict[int, _LoadedModels] = {}
 
     def start(self) -> None:
         pass
@@ -109,7 +340,7 @@ class InProcessModels:
         with self._lock:
             if manifest.release in self._loaded:
                 return
-            self._loaded[manifest.release] = _Loaded(
+            self._loaded[manifest.release] = _LoadedModels(
                 open_embedder(self._files, manifest) if manifest.embedder.file else None,
                 open_text_encoder(self._files, manifest) if manifest.text_encoder else None,
                 open_side_encoder(self._files, manifest) if manifest.side_encoder else None,
@@ -145,7 +376,7 @@ class InProcessModels:
     def close(self) -> None:
         self._loaded.clear()
 
-    def _models(self, manifest: Manifest) -> _Loaded:
+    def _models(self, manifest: Manifest) -> _LoadedModels:
         try:
             return self._loaded[manifest.release]
         except KeyError:
@@ -154,14 +385,15 @@ class InProcessModels:
             ) from None
 
 
-# Micro-batches: whatever waits while one batch runs becomes the next. Nobody waits when idle.
-
 Query = TypeVar("Query")
 Answer = TypeVar("Answer")
 
 
 class _Entry(Generic[Query, Answer]):
-    """One thread's query. `turn` is held until there is an answer, an error, or a batch to lead."""
+    """Hold one thread's query.
+
+    `turn` is locked until there is an answer, an error, or a batch to lead.
+    """
 
     __slots__ = ("answer", "deadline", "error", "leads", "query", "turn")
 
@@ -176,12 +408,10 @@ class _Entry(Generic[Query, Answer]):
 
 
 class Batcher(Generic[Query, Answer]):
-    """Runs queries of many threads together, on the threads themselves.
+    """Run queries of many threads in batches, on the threads themselves.
 
-    The thread that finds nothing running leads: it runs all that wait, its own query first, and
-    then passes the lead to the next that waits. `run` gets 1 to `largest` queries and gives one
-    answer each, in order; an error of `run` reaches every thread of the batch. Up to `at_once`
-    batches run at the same time.
+    Queries that wait while a batch runs become the next batch. A thread that finds nothing running
+    leads: it runs all queries that wait, its own first, and passes the lead to the next thread.
     """
 
     def __init__(
@@ -192,6 +422,15 @@ class Batcher(Generic[Query, Answer]):
         at_once: int = 1,
         observe: Callable[[float], None] = lambda _size: None,
     ) -> None:
+        """Make a batcher.
+
+        Args:
+            run: answers 1 to `largest` queries, in order; its error reaches every thread of the
+                batch.
+            largest: most queries of a batch.
+            at_once: most batches that run at the same time.
+            observe: called with the size of each batch.
+        """
         self._run = run
         self._largest = largest
         self._free = at_once
@@ -201,7 +440,11 @@ class Batcher(Generic[Query, Answer]):
         self._waiting: deque[_Entry[Query, Answer]] = deque()
 
     def __call__(self, query: Query) -> Answer:
-        """The answer to `query`. Raises DeadlineError when the call's time passes while waiting."""
+        """Answer a query.
+
+        Raises:
+            DeadlineError: the call's time is over while the query waits.
+        """
         entry: _Entry[Query, Answer] = _Entry(query)
         with self._lock:
             if self._free:
@@ -224,7 +467,7 @@ class Batcher(Generic[Query, Answer]):
             if entry in self._waiting:
                 self._waiting.remove(entry)
                 raise DeadlineError("the call's deadline passed in the queue; allow more time")
-        # Its batch is running, or it was made leader, just now.
+        # Its batch began to run, or it became the leader, just now.
         entry.turn.acquire()
 
     def _lead(self, first: _Entry[Query, Answer]) -> None:
@@ -260,197 +503,192 @@ class Batcher(Generic[Query, Answer]):
         entry.turn.release()
 
 
-# Texts to vectors: checked one by one, embedded in batches of many callers.
-
-# Of 256 tokens each: a second of a small model's work on one core.
+# A text has at most 256 tokens; so many take a small model a second on one core.
 LARGEST_TEXT_BATCH = 32
-# As of images: while one batch is in the model server, the next is on its way.
+# While one batch is in the model server, the next one is on its way.
 _AT_ONCE = 2
 
-# float32 [1,dim], or why a text has none.
+# A vector float32 [1, dim], or why an image or a text has none.
 Row = Vectors | InvalidInputError
 
 
-class TextEmbedding:
-    """The text encoders of all loaded releases."""
-
-    def __init__(self, models: Models, observe: Callable[[float], None]) -> None:
-        self._models = models
-        self._observe = observe
-        self._batchers: dict[int, Batcher[str, Row]] = {}
-
-    def query(self, manifest: Manifest, text: str) -> Row:
-        """A query; together with what others ask at this moment. Raises NoEncoderError,
-        InvalidInputError, UnavailableError, DeadlineError."""
-        if manifest.text_encoder is None:
-            raise manifest.no_texts()
-        batcher = self._batchers.get(manifest.release)
-        if batcher is None:
-            made: Batcher[str, Row] = Batcher(
-                lambda texts: self.rows(manifest, texts, "query"),
-                largest=LARGEST_TEXT_BATCH, at_once=_AT_ONCE, observe=self._observe,
-            )  # fmt: skip
-            batcher = self._batchers.setdefault(manifest.release, made)
-        return batcher(check_text(text))
-
-    def rows(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> list[Row]:
-        """Texts to float32 [1,dim] each, or why there is none, in order.
-
-        Raises NoEncoderError, TooLargeError for texts that are too much together,
-        UnavailableError, DeadlineError, CancelledError between batches.
-        """
-        if manifest.text_encoder is None:
-            raise manifest.no_texts()
-        found: list[Row] = [no_text_vector(manifest)] * len(texts)
-        good = []
-        for number, text in enumerate(texts):
-            try:
-                check_text(text)
-                good.append(number)
-            except InvalidInputError as error:
-                found[number] = error
-        check_texts([texts[number] for number in good])
-        # A batch is as long as its longest text.
-        good.sort(key=lambda number: len(texts[number]))
-        for start in range(0, len(good), LARGEST_TEXT_BATCH):
-            context.current().check()
-            self._batch(manifest, texts, role, good[start : start + LARGEST_TEXT_BATCH], found)
-        return found
-
-    def _batch(
-        self, manifest: Manifest, texts: Sequence[str], role: TextRole, left: list[int],
-        found: list[Row],
-    ) -> None:  # fmt: skip
-        while left:
-            try:
-                vectors = self._models.texts(manifest, [texts[number] for number in left], role)
-            except UnusableOutputError as error:
-                left = [number for row, number in enumerate(left) if row not in error.rows]
-            except InvalidInputError as error:
-                if len(left) == 1:
-                    found[left[0]] = error
-                    return
-                # One that its tokenizer cannot take: find out which.
-                for number in left:
-                    self._batch(manifest, texts, role, [number], found)
-                return
-            else:
-                for row, number in enumerate(left):
-                    found[number] = vectors[row : row + 1]
-                return
-
-
-# Images and texts to vectors: decoded in turns, embedded in batches of many callers.
-
 LARGEST_BATCH = 64
-# While one batch is in the model server, the next is on its way.
-# More are never on their way from one thread to another.
-_KEPT = 64
-
-# float32 [1,dim], or why an image has none.
+# Most vectors that `Embedding.remember` holds for calls on other threads.
+_MAX_REMEMBERED = 64
 
 
 class Embedding:
-    """The embedders of all loaded releases."""
+    """Embed images and texts with the loaded releases."""
 
     def __init__(self, models: Models, metrics: Metrics) -> None:
         self.models = models
-        self._observe = metrics.batch_size.labels("embed").observe
         self.decoding = Decoding()
-        self.texts = TextEmbedding(models, self._observe)
-        self._batchers: dict[int, Batcher[Pixels, Row]] = {}
-        # Images that were embedded for who asks again.
-        self._kept: OrderedDict[tuple[int, bytes], Vectors] = OrderedDict()
+        self._observe = metrics.batch_size.labels("embed").observe
+        self._image_batchers: dict[int, Batcher[Pixels, Row]] = {}
+        self._text_batchers: dict[int, Batcher[str, Row]] = {}
+        # Vectors of images that another thread is about to ask for.
+        self._remembered: OrderedDict[tuple[int, bytes], Vectors] = OrderedDict()
 
     def query(self, manifest: Manifest, item: bytes | str) -> Vectors:
-        """One encoded image, or a text, to float32 [1,dim]; together with what others ask at this
-        moment.
+        """Embed an encoded image or a text, in one batch with those of other calls at this moment.
 
-        Raises InvalidInputError for what is no image, or one that has no vector, NoEncoderError,
-        UnavailableError, DeadlineError.
+        Args:
+            manifest: the release.
+            item: an encoded image or a text.
+
+        Returns:
+            float32 [1, dim].
+
+        Raises:
+            InvalidInputError: the item is not valid, or has no vector.
+            NoEncoderError: the release does not embed such items.
+            UnavailableError: the model server does not answer.
+            DeadlineError: the call's time is over.
         """
         with context.part("embed"):
-            row = (
-                self.texts.query(manifest, item)
-                if isinstance(item, str)
-                else self._image(manifest, item)
-            )
+            if isinstance(item, str):
+                row = self._text(manifest, item)
+            else:
+                row = self._image(manifest, item)
         if isinstance(row, InvalidInputError):
             raise row
         return row
 
-    def _image(self, manifest: Manifest, image: bytes) -> Row:
-        known = self._kept.pop((manifest.release, image), None) if self._kept else None
-        if known is not None:
-            return known
-        batcher = self._batchers.get(manifest.release)
+    def _text(self, manifest: Manifest, text: str) -> Row:
+        if manifest.text_encoder is None:
+            raise manifest.no_texts()
+        batcher = self._text_batchers.get(manifest.release)
         if batcher is None:
-            batcher = self._batchers.setdefault(manifest.release, self._batcher(manifest))
-        return batcher(self.decode(manifest, image))
+            new_batcher: Batcher[str, Row] = Batcher(
+                lambda texts: self.text_rows(manifest, texts, "query"),
+                largest=LARGEST_TEXT_BATCH, at_once=_AT_ONCE, observe=self._observe,
+            )  # fmt: skip
+            batcher = self._text_batchers.setdefault(manifest.release, new_batcher)
+        return batcher(check_text(text))
 
-    def keep(self, manifest: Manifest, image: bytes, row: Vectors) -> None:
-        """The vector [1,dim] of an image that is asked for again at once, by `query`."""
-        self._kept[manifest.release, image] = row
-        while len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
+    def _image(self, manifest: Manifest, image: bytes) -> Row:
+        if self._remembered:
+            row = self._remembered.pop((manifest.release, image), None)
+            if row is not None:
+                return row
+        batcher = self._image_batchers.get(manifest.release)
+        if batcher is None:
+            new_batcher: Batcher[Pixels, Row] = Batcher(
+                lambda images: self.rows(manifest, images),
+                largest=LARGEST_BATCH, at_once=_AT_ONCE, observe=self._observe,
+            )  # fmt: skip
+            batcher = self._image_batchers.setdefault(manifest.release, new_batcher)
+        (decoded,) = self.decoding.each([image], [manifest.frame])
+        if isinstance(decoded, InvalidInputError):
+            raise decoded
+        return batcher(decoded[manifest.frame])
+
+    def remember(self, manifest: Manifest, image: bytes, row: Vectors) -> None:
+        """Remember the vector of an image for a `query` that follows at once.
+
+        Args:
+            manifest: the release.
+            image: the encoded image.
+            row: float32 [1, dim].
+        """
+        self._remembered[manifest.release, image] = row
+        while len(self._remembered) > _MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
 
     def queries(
         self, manifests: Sequence[Manifest], items: Sequence[bytes | str]
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
-        """Of each encoded image, or text, its vectors by each release, or why there are none, in
-        order.
+        """Embed images and texts with several releases.
 
-        Raises NoEncoderError, UnavailableError, DeadlineError, CancelledError; TooLargeError and
-        OverloadedError for what costs too much together.
+        Args:
+            manifests: the releases.
+            items: encoded images and texts.
+
+        Returns:
+            For each item its vectors float32 [1, dim] in the order of `manifests`, or why it has
+            none.
+
+        Raises:
+            NoEncoderError: a release does not embed such items.
+            UnavailableError: the model server does not answer.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call.
+            TooLargeError: the items cost too much together.
+            OverloadedError: too many expensive calls are being decoded.
         """
         images = [item for item in items if isinstance(item, bytes)]
         texts = [item for item in items if isinstance(item, str)]
         with context.part("embed"):
-            seen = iter(self._images(manifests, images) if images else ())
-            columns = [self.texts.rows(m, texts, "query") for m in manifests] if texts else []
-        read = iter(_together(rows) for rows in zip(*columns, strict=True))
-        return [next(read) if isinstance(item, str) else next(seen) for item in items]
+            image_rows = iter(self._images(manifests, images) if images else ())
+            columns = [self.text_rows(m, texts, "query") for m in manifests] if texts else []
+        text_rows = iter(_together(rows) for rows in zip(*columns, strict=True))
+        return [next(text_rows) if isinstance(item, str) else next(image_rows) for item in items]
 
     def _images(
         self, manifests: Sequence[Manifest], images: Sequence[bytes]
     ) -> list[tuple[Vectors, ...] | InvalidInputError]:
         with self.decoding.batch(images):
-            decoded = self.decoding.each(images, {size_of(manifest) for manifest in manifests})
-        good = [one for one in decoded if not isinstance(one, InvalidInputError)]
-        columns = [self.rows(m, [one[size_of(m)] for one in good]) for m in manifests]
+            decoded = self.decoding.each(images, {manifest.frame for manifest in manifests})
+        valid = [one for one in decoded if not isinstance(one, InvalidInputError)]
+        columns = [self.rows(m, [one[m.frame] for one in valid]) for m in manifests]
         rows = iter(zip(*columns, strict=True))
         return [
             one if isinstance(one, InvalidInputError) else _together(next(rows)) for one in decoded
         ]
 
     def rows(self, manifest: Manifest, images: Sequence[Pixels]) -> list[Row]:
-        """Decoded images to float32 [1,dim] each, or why there is none, in order.
+        """Embed decoded images, each on its own terms: one without a vector refuses no other.
 
-        Raises UnavailableError, DeadlineError.
+        Args:
+            manifest: the release.
+            images: decoded images of the release's frame.
+
+        Returns:
+            For each image float32 [1, dim], or why it has none.
+
+        Raises:
+            UnavailableError: the model server does not answer.
+            DeadlineError: the call's time is over.
         """
-        found: list[Row] = [no_vector(manifest)] * len(images)
-        left = list(range(len(images)))
-        while left:
+        rows: list[Row] = [no_vector(manifest)] * len(images)
+        places = list(range(len(images)))
+        while places:
             try:
-                vectors = self.many(manifest, [images[row] for row in left])
+                vectors = self.embed(manifest, [images[place] for place in places])
             except UnusableOutputError as error:
-                left = [number for row, number in enumerate(left) if row not in error.rows]
+                places = [place for row, place in enumerate(places) if row not in error.rows]
             else:
-                for row, number in enumerate(left):
-                    found[number] = vectors[row : row + 1]
+                for row, place in enumerate(places):
+                    rows[place] = vectors[row : row + 1]
                 break
-        return found
+        return rows
 
-    def many(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors:
-        """Decoded images to float32 [n,dim], in order.
+    def embed(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors:
+        """Embed decoded images.
 
-        Raises UnavailableError, DeadlineError, UnusableOutputError with the numbers of those that
-        have no vector.
+        Args:
+            manifest: the release.
+            images: decoded images of the release's frame.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            UnavailableError: the model server does not answer.
+            DeadlineError: the call's time is over.
+            UnusableOutputError: some images have no vector; it has their numbers.
         """
         return _in_chunks(lambda chunk: self.models.embed(manifest, chunk), images)
 
     def sides(self, manifest: Manifest, images: Sequence[Pixels]) -> Vectors | None:
-        """Side-information float32 [n,side_dim]; None where the release has none. As `many`."""
+        """Compute the side-information of decoded images.
+
+        Returns:
+            float32 [n, side_dim]; None if the release has none.
+
+        Raises:
+            NobackfillError: as `embed`.
+        """
         if manifest.side_encoder is None:
             return None
 
@@ -461,26 +699,65 @@ class Embedding:
 
         return _in_chunks(side, images)
 
-    def decode(self, manifest: Manifest, image: bytes) -> Pixels:
-        """One encoded image to the release's size. Raises InvalidInputError, DeadlineError."""
-        size = size_of(manifest)
-        (decoded,) = self.decoding.each([image], [size])
-        if isinstance(decoded, InvalidInputError):
-            raise decoded
-        return decoded[size]
+    def text_rows(self, manifest: Manifest, texts: Sequence[str], role: TextRole) -> list[Row]:
+        """Embed texts, each on its own terms: one that is not valid refuses no other.
 
-    def _batcher(self, manifest: Manifest) -> Batcher[Pixels, Row]:
-        return Batcher(
-            lambda images: self.rows(manifest, images),
-            largest=LARGEST_BATCH,
-            at_once=_AT_ONCE,
-            observe=self._observe,
-        )
+        Args:
+            manifest: the release.
+            texts: the texts.
+            role: whether they are queries or documents.
 
+        Returns:
+            For each text float32 [1, dim], or why it has none.
 
-def size_of(manifest: Manifest) -> Size:
-    """What a release's models read of images. Raises NoEncoderError."""
-    return manifest.frame
+        Raises:
+            NoEncoderError: the release embeds no texts.
+            TooLargeError: the texts are too large together.
+            UnavailableError: the model server does not answer.
+            DeadlineError: the call's time is over.
+            CancelledError: the caller has cancelled the call, between batches.
+        """
+        if manifest.text_encoder is None:
+            raise manifest.no_texts()
+        rows: list[Row] = [no_text_vector(manifest)] * len(texts)
+        valid_places = []
+        for place, text in enumerate(texts):
+            try:
+                check_text(text)
+                valid_places.append(place)
+            except InvalidInputError as error:
+                rows[place] = error
+        check_texts([texts[place] for place in valid_places])
+        # A batch takes as long as its longest text.
+        valid_places.sort(key=lambda place: len(texts[place]))
+        for start in range(0, len(valid_places), LARGEST_TEXT_BATCH):
+            context.current().check()
+            batch = valid_places[start : start + LARGEST_TEXT_BATCH]
+            self._embed_texts(manifest, texts, role, batch, rows)
+        return rows
+
+    def _embed_texts(
+        self, manifest: Manifest, texts: Sequence[str], role: TextRole, places: list[int],
+        rows: list[Row],
+    ) -> None:  # fmt: skip
+        """Fill in the rows of the texts at some places."""
+        while places:
+            try:
+                vectors = self.models.texts(manifest, [texts[place] for place in places], role)
+            except UnusableOutputError as error:
+                places = [place for row, place in enumerate(places) if row not in error.rows]
+            except InvalidInputError as error:
+                if len(places) == 1:
+                    rows[places[0]] = error
+                    return
+                # The tokenizer cannot take one of them: find out which.
+                for place in places:
+                    self._embed_texts(manifest, texts, role, [place], rows)
+                return
+            else:
+                for row, place in enumerate(places):
+                    rows[place] = vectors[row : row + 1]
+                return
 
 
 def _together(rows: Sequence[Row]) -> tuple[Vectors, ...] | InvalidInputError:
@@ -491,14 +768,200 @@ def _together(rows: Sequence[Row]) -> tuple[Vectors, ...] | InvalidInputError:
 
 
 def _in_chunks(run: Callable[[Images], Vectors], images: Sequence[Pixels]) -> Vectors:
-    parts, bad, why = [], list[int](), ""
+    """Run a model on images in batches; images without an output refuse only their own batch."""
+    parts, unusable, reason = [], list[int](), ""
     for start in range(0, len(images), LARGEST_BATCH):
         context.current().check()
         try:
             parts.append(run(np.stack(images[start : start + LARGEST_BATCH])))
         except UnusableOutputError as error:
-            bad += [start + row for row in error.rows]
-            why = str(error)
-    if bad:
-        raise UnusableOutputError(why, bad)
+            unusable += [start + row for row in error.rows]
+            reason = str(error)
+    if unusable:
+        raise UnusableOutputError(reason, unusable)
     return np.concatenate(parts)
+
+
+Of = TypeVar("Of")
+
+# While one batch is in the model server, another of the same release is sent once it has _ENOUGH
+# images: a call takes a millisecond, with one image or with sixteen.
+_MODEL_CALLS = 2
+# An idle model server waits for so many images, or so long (seconds) since the first, while others
+# are decoded.
+_FULL_BATCH, _BATCH_SECONDS = 16, 0.001
+# Most images, and time (seconds), that a thread decodes in a row; it leaves the others to other
+# threads.
+_MAX_DECODE, _DECODE_SECONDS = 16, 0.004
+
+
+@dataclass(eq=False)
+class QueuedImage(Generic[Of]):
+    """Hold an image to embed; `of` identifies its call, `deadline` is on the monotonic clock."""
+
+    of: Of
+    manifest: Manifest
+    image: bytes
+    deadline: float
+    is_wanted: Callable[[], bool]
+    pixels: Pixels | None = None
+    decoded: float = 0.0
+
+
+class ImageQueue(Generic[Of]):
+    """Decode images, embed them in batches, and pass the vectors on."""
+
+    def __init__(
+        self,
+        embedding: Embedding,
+        metrics: Metrics,
+        answer: Callable[[Sequence[tuple[QueuedImage[Of], Vectors | None]]], None],
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            embedding: embeds the images.
+            metrics: counts batches and errors.
+            answer: called once for each image with its vector, float32 [1, dim]; None if it has
+                none, is not wanted, or is expensive to decode.
+        """
+        self._embedding = embedding
+        self._metrics = metrics
+        self._observe = metrics.batch_size.labels("embed").observe
+        self._answer = answer
+        self._changed = threading.Condition()
+        self._encoded: deque[QueuedImage[Of]] = deque()
+        self._decoded: deque[QueuedImage[Of]] = deque()
+        self._cores = len(os.sched_getaffinity(0))
+        self._decoding = 0
+        # The releases whose models are called now.
+        self._embeds: list[int] = []
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"images-{number}", daemon=True)
+            for number in range(self._cores + _MODEL_CALLS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, waiting: QueuedImage[Of]) -> None:
+        """Add an image, without waiting; `begin` follows once all images that came together were
+        added.
+        """
+        with self._changed:
+            if not self._is_closed:
+                self._encoded.append(waiting)
+                return
+        self._answer([(waiting, None)])
+
+    def begin(self) -> None:
+        """Wake a thread, which wakes the next one if there is more."""
+        with self._changed:
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop the threads; images that nobody has begun are answered without a vector."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        # Includes images that were being decoded.
+        self._answer([(waiting, None) for waiting in (*self._encoded, *self._decoded)])
+
+    def _work(self) -> None:
+        while (turn := self._next()) is not None:
+            with error_boundary(self._metrics, "images"):
+                turn()
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for the next task; None once the queue is closed."""
+        with self._changed:
+            while not self._is_closed:
+                turn = self._turn()
+                if turn is not None:
+                    if self._encoded or self._decoded:
+                        self._changed.notify()
+                    return turn
+                self._changed.wait()
+        return None
+
+    def _turn(self) -> Callable[[], None] | None:
+        """Return the next task, if there is one; the caller holds the lock."""
+        release = self._ready_release()
+        if release is not None:
+            self._embeds.append(release)
+            return partial(self._embed, self._batch(release))
+        if self._encoded and self._decoding < self._cores:
+            self._decoding += 1
+            count = min(_MAX_DECODE, len(self._encoded))
+            return partial(self._decode, [self._encoded.popleft() for _ in range(count)])
+        return None
+
+    def _ready_release(self) -> int | None:
+        """Return the release whose images go to the model server before more are decoded; None
+        without one.
+        """
+        if not self._decoded or len(self._embeds) == _MODEL_CALLS:
+            return None
+        nothing_comes = not self._encoded and not self._decoding
+        since = time.monotonic() - self._decoded[0].decoded
+        is_time = nothing_comes or since >= _BATCH_SECONDS
+        for release, count in Counter(image.manifest.release for image in self._decoded).items():
+            if count >= _FULL_BATCH or (is_time and release not in self._embeds):
+                return release
+        return None
+
+    def _batch(self, release: int) -> list[QueuedImage[Of]]:
+        batch: list[QueuedImage[Of]] = []
+        others: deque[QueuedImage[Of]] = deque()
+        for image in self._decoded:
+            fits = image.manifest.release == release and len(batch) < LARGEST_BATCH
+            (batch if fits else others).append(image)
+        self._decoded = others
+        return batch
+
+    def _decode(self, images: Sequence[QueuedImage[Of]]) -> None:
+        began, decoded = time.monotonic(), list[QueuedImage[Of]]()
+        try:
+            for image in images:
+                decoded.append(image)
+                image.pixels = self._pixels(image)
+                image.decoded = time.monotonic()
+                if image.decoded - began > _DECODE_SECONDS:
+                    break
+        finally:
+            with self._changed:
+                self._decoding -= 1
+                self._encoded.extendleft(reversed(images[len(decoded) :]))
+                self._decoded += [image for image in decoded if image.pixels is not None]
+            self._answer([(image, None) for image in decoded if image.pixels is None])
+
+    def _pixels(self, image: QueuedImage[Of]) -> Pixels | None:
+        try:
+            return decode_if_cheap(image.image, image.manifest.frame) if image.is_wanted() else None
+        except NobackfillError:
+            return None  # the call's own thread gets the error
+
+    def _embed(self, batch: Sequence[QueuedImage[Of]]) -> None:
+        rows: dict[QueuedImage[Of], Row] = {}
+        try:
+            # Some callers may have left by now.
+            wanted = [image for image in batch if image.is_wanted()]
+            pixels = [image.pixels for image in wanted if image.pixels is not None]
+            if wanted:
+                self._observe(len(wanted))
+                with context.until(max(image.deadline for image in wanted)):
+                    results = self._embedding.rows(wanted[0].manifest, pixels)
+                rows.update(zip(wanted, results, strict=True))
+        except NobackfillError:
+            pass  # the calls' own threads get the error
+        finally:
+            with self._changed:
+                self._embeds.remove(batch[0].manifest.release)
+                if self._decoded:
+                    self._changed.notify()
+            vectors = {
+                image: row for image, row in rows.items() if not isinstance(row, InvalidInputError)
+            }
+            self._answer([(image, vectors.get(image)) for image in batch])

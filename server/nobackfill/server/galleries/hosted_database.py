@@ -18,8 +18,7 @@ from nobackfill.gallery.search.index import Neighbours, rank_origins
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, space_of
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted import EXACT, NOTE, ROLLOUT, Allowance, Hosted
-from nobackfill.server.galleries.plan import Filling, Plan
-from nobackfill.server.galleries.ranking import PlanPart
+from nobackfill.server.galleries.plan import Filling, Plan, PlanPart
 from nobackfill.server.state import OutdatedError
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING
 from nobackfill.server.stores.postgresql.database import EF, Database

@@ -6,16 +6,15 @@ galleries in files.
 """
 
 import contextlib
-import re
 import struct
 import sys
 import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -35,11 +34,8 @@ from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import Change
 from nobackfill.gallery.upgrade import Carrying
-from nobackfill.server.galleries import locks
-from nobackfill.server.galleries.hosted import Hosted
-from nobackfill.server.galleries.locks import Level
-from nobackfill.server.galleries.plan import Plan
-from nobackfill.server.galleries.ranking import PlanPart, Score
+from nobackfill.server.galleries.hosted import NAME, Hosted, Level, check_lock_order, hold_level
+from nobackfill.server.galleries.plan import Plan, PlanPart, Score
 from nobackfill.v1 import search_pb2 as pb
 from nobackfill.v1 import types_pb2 as types
 from nobackfill.vectors import Vectors
@@ -312,8 +308,8 @@ class HostedInFile(Hosted):
         view = self._views.get(space)
         if view is not None:
             return view
-        locks.check_lock_order(Level.VIEW, self.name)
-        with self._views_lock, locks.hold_level(Level.VIEW, self.name):
+        check_lock_order(Level.VIEW, self.name)
+        with self._views_lock, hold_level(Level.VIEW, self.name):
             view = self._views.get(space)
             if view is None:
                 begin = index_opener(self.index_path(space), source, check_stop)
@@ -428,7 +424,7 @@ class HostedInFile(Hosted):
 
     def forget_views(self, plan: Plan) -> None:
         self._remainder = None
-        locks.check_lock_order(Level.VIEW, self.name)
+        check_lock_order(Level.VIEW, self.name)
         with self._views_lock:
             searched = plan.searched_spaces()
             unused = [view for space, view in self._views.items() if space not in searched]
@@ -639,62 +635,9 @@ class Origins:
             labels.close()
 
 
-NAME = re.compile(r"^[a-z0-9_-]{1,64}\Z")
 _FILE = "gallery.sqlite"
 # Prefix of a folder whose creation or deletion was interrupted.
 _UNFINISHED = ".tmp-"
-
-
-class Home(Protocol):
-    """Store galleries by name."""
-
-    def sweep(self) -> None:
-        """Remove what an interrupted creation or deletion left, before any gallery is opened.
-
-        Raises:
-            CannotWriteError: it cannot be removed.
-        """
-        ...
-
-    def names(self) -> Iterable[str]:
-        """Return the names of all galleries, in order."""
-        ...
-
-    def open(self, name: str) -> Hosted:
-        """Open a gallery.
-
-        Raises:
-            NotFoundError: no gallery has this name.
-            VerificationError: the gallery is damaged.
-            BusyError: another process holds it.
-            UnavailableError: the database does not answer.
-        """
-        ...
-
-    def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
-        """Create a gallery atomically.
-
-        Args:
-            name: its name.
-            specs: its spaces; the last one is active.
-            state: its first state.
-
-        Raises:
-            AlreadyExistsError: a gallery has this name.
-            CannotWriteError: it cannot be written.
-        """
-        ...
-
-    def remove(self, name: str) -> Callable[[], None]:
-        """Remove a gallery that nobody uses, atomically.
-
-        Returns:
-            A function that frees its storage, to be called once it is closed.
-
-        Raises:
-            CannotWriteError: it cannot be removed.
-        """
-        ...
 
 
 class FileHome:

@@ -22,13 +22,16 @@ from nobackfill.gallery.store import MAX_ID_CHARACTERS, NewVectors, check_batch
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.models import no_vector
 from nobackfill.release.routes import RouteRunner
-from nobackfill.server.embedding.decoding import Decoded, affordable, too_expensive
-from nobackfill.server.embedding.embedding import Embedding, size_of
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.hosted import Allowance, Hosted
+from nobackfill.server.embedding.embedding import (
+    Decoded,
+    Embedding,
+    affordable,
+    too_expensive,
+)
+from nobackfill.server.galleries.hosted import Allowance, GalleryRegistry, Hosted
 from nobackfill.server.galleries.plan import Plan
 from nobackfill.server.grpc import context
-from nobackfill.server.grpc.access import Principal
+from nobackfill.server.grpc.context import Principal
 from nobackfill.server.state import OutdatedError
 from nobackfill.vectors import from_bytes
 
@@ -204,7 +207,7 @@ class ItemWriter:
             except (InvalidInputError, IncompatibleSpaceError, NoEncoderError) as error:
                 refuse(put, error)
         ready += self._read(plan, texts, refuse)
-        sizes = {size_of(manifest) for manifest in _image_models(plan)}
+        sizes = {manifest.frame for manifest in _image_models(plan)}
         contents = [put.content for put in images if isinstance(put.content, bytes)]
         decoded: list[tuple[Put, Decoded]] = []
         for put, pixels in zip(images, self._embedding.decoding.each(contents, sizes), strict=True):
@@ -225,8 +228,8 @@ class ItemWriter:
         """Embed images for every release of the plan, with side-information."""
         columns = []
         for manifest in _image_models(plan):
-            pixels = [decoded[size_of(manifest)] for _, decoded in images]
-            embeddings = self._embedding.many(manifest, pixels)
+            pixels = [decoded[manifest.frame] for _, decoded in images]
+            embeddings = self._embedding.embed(manifest, pixels)
             columns.append((manifest.space, embeddings, self._embedding.sides(manifest, pixels)))
         return [
             _ReadyPut(
@@ -252,7 +255,7 @@ class ItemWriter:
             return
         manifests = [manifest for manifest in plan.writes if manifest.text_encoder]
         columns = [
-            self._embedding.texts.rows(manifest, [text for _, text in texts], "document")
+            self._embedding.text_rows(manifest, [text for _, text in texts], "document")
             for manifest in manifests
         ]
         for (put, _), rows in zip(texts, zip(*columns, strict=True), strict=True):

@@ -1,16 +1,19 @@
-"""Decide how a gallery is searched and written: pure functions, without I/O."""
+"""Decide how a gallery is searched and written: pure functions, without I/O.
 
+A plan has the parts that searches use, the releases that a put embeds for, and its users.
+"""
+
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import Filter
+from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import Origin, SpaceInfo
 from nobackfill.release.calibration import Joint, Scale, Scorer, find
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.galleries.locks import Level, Users
-from nobackfill.server.galleries.ranking import PlanPart, SearchResult
 from nobackfill.server.state import RolloutName, State
 
 # A gallery's rollout while a canary may search its complete, but not active, space.
@@ -20,6 +23,121 @@ SOURCE = "source"
 # Key of a gallery's state: whether the previous model helps to rank migrated items.
 BOTH = "both"
 Filling = RolloutName | Literal["canary"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanPart:
+    """Describe one space that a plan searches, and the queries that search it.
+
+    Attributes:
+        space: id of the space of the stored vectors.
+        release: the release that made these vectors.
+        query: manifest of the release that makes the queries.
+        origin: origin of every hit, direct or old-model; None if each item has its own.
+        curves: by origin of a vector, the calibration from distance to score.
+        scale: how distances of migrated vectors compare with those of native ones; None if they
+            compare as they are.
+    """
+
+    space: str
+    release: int
+    query: Manifest
+    origin: Origin | None
+    curves: Mapping[Origin, Scorer]
+    scale: Scale | None = None
+
+
+class RankedHit(NamedTuple):
+    """Hold one hit.
+
+    Attributes:
+        item: the item.
+        distance: its distance to the query.
+        score: calibrated probability of a match, 0 to 1; None without a calibration.
+        release: the release that made the vector.
+        origin: how the vector was made.
+        beyond_calibration: True if the calibration saw no such distance.
+    """
+
+    item: StoredItem
+    distance: float
+    score: float | None
+    release: int
+    origin: Origin
+    beyond_calibration: bool = False
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Hold the hits of one query, nearest first, and the space that answered it.
+
+    `request_id` identifies the answer for feedback; it is empty without a canary.
+    """
+
+    hits: list[RankedHit]
+    release: int
+    space: str
+    request_id: str = ""
+
+
+class Score(NamedTuple):
+    """Hold a calibrated probability; `beyond` is True if the calibration saw no such distance."""
+
+    value: float
+    beyond: bool
+
+
+class Users:
+    """Count the users of an object that may only be freed when it has none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_free = threading.Condition(self._lock)
+        self._count = 0
+        self._is_closed = False
+
+    def enter(self) -> bool:
+        """Count one more user, without waiting; False if the object is closed."""
+        with self._lock:
+            self._count += not self._is_closed
+            return not self._is_closed
+
+    def leave(self) -> None:
+        """Count one user less."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._is_free.notify_all()
+
+    def wait_until_none(self, timeout_s: float) -> bool:
+        """Wait until there is no user.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns:
+            False if there is still a user.
+        """
+        with self._lock:
+            return self._is_free.wait_for(lambda: not self._count, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until there is no user, and from then on let none enter.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns:
+            False if there is still a user; then the object stays open.
+        """
+        with self._lock:
+            self._is_closed = self._is_free.wait_for(lambda: not self._count, timeout_s)
+            return self._is_closed
+
+    def reopen(self) -> None:
+        """Let users enter again."""
+        with self._lock:
+            self._is_closed = False
 
 
 # Query by embedding: little-endian float32 values by space id.
@@ -93,7 +211,7 @@ class Plan:
     Attributes:
         parts: spaces for images, texts and complete embeddings; the first part that has an item
             answers for it.
-        alone: by space of the query, the part that answers a query with only that embedding.
+        single_parts: by space of the query, the part that answers a query with only that embedding.
         writes: releases that embed each image that is put, the active one first.
         accepts: spaces in which bare embeddings may be put.
         answerer_of: makes the answerer.
@@ -116,7 +234,7 @@ class Plan:
     epoch: int = 0
     heals: str | None = None
     both: Both | None = None
-    users: Users = field(default_factory=lambda: Users(Level.PLAN))
+    users: Users = field(default_factory=Users)
     query: Manifest = field(init=False)
     answerer: Answerer = field(init=False)
 

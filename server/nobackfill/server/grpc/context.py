@@ -1,29 +1,432 @@
-"""Hold the call that the present thread works for: its caller, its deadline, whether it still
-waits.
+"""Know who calls, and for which call a thread works: tokens, roles, the current call, its errors.
 
-Long work calls `current().check()` between its parts. Work on other threads takes the Call along,
-because they have none of their own. This module also turns errors into gRPC statuses.
+Callers are authenticated by bearer tokens and authorised by role. A Call holds its caller, its
+deadline, and whether it still waits. Long work calls `current().check()` between its parts. Work on
+other threads takes the Call along, because they have none of their own. This module also turns
+errors into gRPC statuses.
 """
 
 import contextvars
+import hashlib
 import re
 import sqlite3
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 import structlog
-from google.protobuf.any_pb2 import Any
+from google.protobuf import any_pb2
 from google.rpc.error_details_pb2 import ErrorInfo
 from google.rpc.status_pb2 import Status
 from grpc import StatusCode
 
-from nobackfill.errors import CancelledError, DeadlineError, NobackfillError
-from nobackfill.server.grpc.access import LOCAL, Principal
+from nobackfill.errors import (
+    CancelledError,
+    ConfigurationError,
+    DeadlineError,
+    NobackfillError,
+    NotPermittedError,
+    OverloadedError,
+    UnauthenticatedError,
+    few,
+)
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace
 from nobackfill.wire.statuses import row_of
+
+
+class Rate:
+    """Limit the calls of one name at one gateway: so many a second, and one second's worth
+    at once.
+    """
+
+    def __init__(self, name: str, limit: float) -> None:
+        """Start with a full allowance.
+
+        Args:
+            name: the name.
+            limit: calls a second.
+        """
+        self.limit = limit
+        self._name = name
+        self._lock = threading.Lock()
+        # Calls that may come at once: a second's worth, at least one.
+        self._capacity = max(1.0, limit)
+        self._available = self._capacity
+        self._updated = time.monotonic()
+
+    def take(self) -> None:
+        """Count one call.
+
+        Raises:
+            OverloadedError: the rate is exceeded.
+        """
+        with self._lock:
+            now = time.monotonic()
+            self._available = min(
+                self._capacity, self._available + (now - self._updated) * self.limit
+            )
+            self._updated = now
+            if self._available < 1:
+                raise OverloadedError(
+                    f"expected at most {self.limit:g} calls a second under the name {self._name}; "
+                    "try again with a growing delay, or ask the operator for a higher rate"
+                )
+            self._available -= 1
+
+
+access_log = structlog.get_logger("server.interceptor")
+
+
+class Role(StrEnum):
+    """Name the roles of tokens."""
+
+    READER = "reader"
+    WRITER = "writer"
+    DEVICE = "device"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Identify the caller.
+
+    Attributes:
+        name: the token's name; vault blobs belong to it.
+        role: the role.
+        galleries: galleries that the role is for; None means all.
+        items: most items that these galleries may have in total, for puts of this caller; None
+            means no limit.
+    """
+
+    name: str
+    role: Role
+    galleries: frozenset[str] | None = None
+    items: int | None = None
+
+    def may_use(self, gallery: str) -> bool:
+        """Tell whether the role is for a gallery, whether or not it exists."""
+        return self.galleries is None or gallery in self.galleries
+
+
+# Without a tokens file the gateway listens on loopback only, and trusts every caller.
+LOCAL = Principal("local", Role.ADMIN)
+
+
+# Roles that may be restricted to some galleries; the others concern no gallery, or all.
+_BY_GALLERY = {Role.READER, Role.WRITER}
+_GALLERIES = re.compile(r"[a-z0-9_-]{1,64}(,[a-z0-9_-]{1,64})*")
+
+
+@dataclass(frozen=True)
+class _Token:
+    principal: Principal
+    digest: bytes
+    expires: datetime | None
+    # Calls a second of all tokens of the name; None means no limit.
+    rate: float | None
+
+
+class Tokens:
+    """Read the tokens file, again whenever it changes.
+
+    A line is `NAME ROLE SHA256-OF-THE-TOKEN [EXPIRES] [rate=N] [items=N]`; '#' begins a comment.
+    `rate` limits the calls a second of the name. ROLE may be restricted to some galleries, like
+    `writer:photos,cats`; `items` limits their items in total when the token puts more. The file has
+    digests only, so reading it gives nobody access. A change that cannot be read is logged, and the
+    old tokens stay valid.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            ConfigurationError: the file cannot be read, or a line is not valid; the error names the
+                line.
+        """
+        self._path = path
+        self._lock = threading.Lock()
+        self._stamp, self._tokens = _read(path)
+        self._checked = time.monotonic()
+        self._trouble = ""
+        self._rates: dict[tuple[str, float], Rate] = {}
+
+    def first_expiry(self) -> datetime | None:
+        """Return when the first valid token expires; None if none expires."""
+        self._refresh()
+        now = datetime.now(UTC)
+        ends = [token.expires for token in self._tokens.values() if token.expires is not None]
+        return min((end for end in ends if end > now), default=None)
+
+    def principal(self, authorization: str | None) -> Principal:
+        """Return the caller of a call, and count the call for its rate.
+
+        Args:
+            authorization: the header `Bearer TOKEN`; None without one.
+
+        Raises:
+            UnauthenticatedError: the token is missing, unknown or expired.
+            OverloadedError: the name's rate is exceeded.
+        """
+        token = self._find(authorization)
+        if token.rate is not None:
+            self._rate_of(token.principal.name, token.rate).take()
+        return token.principal
+
+    def confirm(self, authorization: str | None, principal: Principal) -> None:
+        """Check that a token still belongs to a caller.
+
+        Raises:
+            UnauthenticatedError: it was removed or changed, or has expired.
+        """
+        if self._find(authorization).principal != principal:
+            raise UnauthenticatedError("the token has another role now; call again")
+
+    def _find(self, authorization: str | None) -> _Token:
+        self._refresh()
+        scheme, _, token = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise UnauthenticatedError("expected metadata `authorization: Bearer TOKEN`")
+        digest = hashlib.sha256(token.encode()).digest()
+        # Looked up by its hash, so that timing reveals nothing about a token.
+        entry = self._tokens.get(digest)
+        if entry is not None and (entry.expires is None or datetime.now(UTC) < entry.expires):
+            return entry
+        raise UnauthenticatedError("the token is unknown or has expired; ask for a new one")
+
+    def _rate_of(self, name: str, limit: float) -> Rate:
+        return self._rates.setdefault((name, limit), Rate(name, limit))
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now - self._checked < 1:
+            return
+        with self._lock:
+            self._checked = now
+            try:
+                if _stamp(self._path) != self._stamp:
+                    self._stamp, self._tokens = _read(self._path)
+            except (OSError, ConfigurationError) as error:
+                if str(error) != self._trouble:
+                    access_log.error(
+                        "cannot read the changed tokens file; the old tokens stay valid",
+                        error=str(error),
+                    )
+                self._trouble = str(error)
+            else:
+                self._trouble = ""
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """Check that a caller may continue; see Tokens.confirm. Confirmations of one token compare
+    equal.
+    """
+
+    tokens: Tokens
+    authorization: str | None
+    principal: Principal
+
+    def __call__(self) -> None:
+        self.tokens.confirm(self.authorization, self.principal)
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _read(path: Path) -> tuple[tuple[int, int, int], Mapping[bytes, _Token]]:
+    """Read the file; returns its stamp, and its tokens by digest, the first of a digest."""
+    try:
+        stamp, lines = _stamp(path), path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"cannot read the tokens file {path}: {error}") from error
+    tokens: dict[bytes, _Token] = {}
+    for number, line in enumerate(lines, 1):
+        fields = line.partition("#")[0].split()
+        if fields:
+            token = _token(fields, f"{path}, line {number}")
+            tokens.setdefault(token.digest, token)
+    return stamp, tokens
+
+
+def _token(fields: list[str], where: str) -> _Token:
+    expected = (
+        "expected NAME ROLE[:GALLERY,...] SHA256 [EXPIRES as 2027-01-31T00:00:00+00:00] [rate=N] "
+        "[items=N]"
+    )
+    bounds: dict[str, str] = {}
+    while len(fields) > 3 and "=" in fields[-1]:
+        what, _, number = fields.pop().partition("=")
+        if what in bounds or what not in ("rate", "items"):
+            raise ConfigurationError(
+                f"{where}: {expected}; {what[:32]!r} is unknown, or there twice"
+            )
+        bounds[what] = number
+    if len(fields) not in (3, 4):
+        raise ConfigurationError(f"{where}: {expected}")
+    name, role, digest = fields[:3]
+    role, bound, names = role.partition(":")
+    if bound and (role not in _BY_GALLERY or not _GALLERIES.fullmatch(names)):
+        raise ConfigurationError(f"{where}: {expected}; only reader and writer may have galleries")
+    galleries = frozenset(names.split(",")) if bound else None
+    if "items" in bounds and (role != Role.WRITER or galleries is None):
+        raise ConfigurationError(f"{where}: {expected}; items needs a writer with galleries")
+    rate = _rate(bounds["rate"], f"{where}: {expected}") if "rate" in bounds else None
+    items = _items(bounds["items"], f"{where}: {expected}") if "items" in bounds else None
+    try:
+        expires = datetime.fromisoformat(fields[3]) if len(fields) == 4 else None
+        principal = Principal(name, Role(role), galleries, items)
+        token = _Token(principal, bytes.fromhex(digest), expires, rate)
+    except ValueError as error:
+        raise ConfigurationError(f"{where}: {expected}; {error}") from error
+    if len(token.digest) != 32 or (expires is not None and expires.tzinfo is None):
+        raise ConfigurationError(
+            f"{where}: {expected}; SHA256 has 64 hex digits, EXPIRES a time zone"
+        )
+    return token
+
+
+def _rate(text: str, expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1e9:
+        raise ConfigurationError(f"{expected}; rate is a number of calls a second, got {text[:32]}")
+    return number
+
+
+def _items(text: str, expected: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,12}", text):
+        raise ConfigurationError(f"{expected}; items is a number of items, got {text[:32]}")
+    return int(text)
+
+
+# One rule for each call, by role. A call without a rule is refused.
+
+_READ = frozenset({Role.READER, Role.WRITER, Role.ADMIN})
+_WRITE = frozenset({Role.WRITER, Role.ADMIN})
+_DEVICE = frozenset({Role.DEVICE, Role.ADMIN})
+_ANY = frozenset(Role)
+_ADMIN = frozenset({Role.ADMIN})
+
+_PACKAGE = "/nobackfill.v1."
+# None: no token is needed.
+RULES: Mapping[str, frozenset[Role] | None] = {
+    _PACKAGE + "SearchService/Search": _READ,
+    _PACKAGE + "SearchService/SearchBatch": _READ,
+    _PACKAGE + "SearchService/Feedback": _READ,
+    _PACKAGE + "GalleryService/GetGallery": _READ,
+    _PACKAGE + "GalleryService/ListGalleries": _READ,
+    _PACKAGE + "GalleryService/GetItem": _READ,
+    _PACKAGE + "GalleryService/ListItems": _READ,
+    _PACKAGE + "GalleryService/CountItems": _READ,
+    _PACKAGE + "GalleryService/CreateGallery": _WRITE,
+    _PACKAGE + "GalleryService/UpdateGallery": _ADMIN,
+    _PACKAGE + "GalleryService/DeleteGallery": _WRITE,
+    _PACKAGE + "GalleryService/PutItems": _WRITE,
+    _PACKAGE + "GalleryService/SetMetadata": _WRITE,
+    _PACKAGE + "GalleryService/DeleteItems": _WRITE,
+    _PACKAGE + "ReleaseService/ListReleases": _ANY,
+    _PACKAGE + "ReleaseService/GetRelease": _ANY,
+    _PACKAGE + "ReleaseService/WatchReleases": _ANY,
+    _PACKAGE + "ReleaseService/FetchFile": _DEVICE,
+    _PACKAGE + "ReleaseService/ReportSync": _DEVICE,
+    _PACKAGE + "ReleaseService/ActivateRelease": _ADMIN,
+    _PACKAGE + "ReleaseService/WatchCanary": _ADMIN,
+    _PACKAGE + "ReleaseService/RollbackRelease": _ADMIN,
+    _PACKAGE + "ReleaseService/RetireRelease": _ADMIN,
+    _PACKAGE + "UpgradeService/EstimateUpgrade": _ADMIN,
+    _PACKAGE + "UpgradeService/StartUpgrade": _ADMIN,
+    _PACKAGE + "UpgradeService/WatchUpgrade": _READ,
+    _PACKAGE + "UpgradeService/PauseUpgrade": _ADMIN,
+    _PACKAGE + "VaultService/PutBlob": _DEVICE,
+    _PACKAGE + "VaultService/GetBlob": _DEVICE,
+    _PACKAGE + "VaultService/DeleteBlob": _DEVICE,
+    _PACKAGE + "VaultService/ListBlobs": _DEVICE,
+    "/grpc.health.v1.Health/Check": None,
+    "/grpc.health.v1.Health/List": None,
+    "/grpc.health.v1.Health/Watch": None,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ANY,
+}
+
+# Calls that concern no gallery, open to roles for some galleries; ListGalleries shows only these.
+UNBOUND = frozenset(
+    {
+        _PACKAGE + "GalleryService/ListGalleries",
+        _PACKAGE + "ReleaseService/ListReleases",
+        _PACKAGE + "ReleaseService/GetRelease",
+        _PACKAGE + "ReleaseService/WatchReleases",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    }
+)
+
+
+def authorize(method: str, tokens: Tokens | None, authorization: str | None) -> Principal:
+    """Check that a caller may call a method.
+
+    This is decided before the request is read, so an answer never reveals whether an object exists.
+
+    Args:
+        method: /package.Service/Method.
+        tokens: the tokens; None accepts everybody.
+        authorization: the header `Bearer TOKEN`; None without one.
+
+    Returns:
+        The caller.
+
+    Raises:
+        UnauthenticatedError: the token is missing, unknown or expired.
+        NotPermittedError: the role may not call the method.
+        OverloadedError: the name's rate is exceeded.
+    """
+    roles = RULES.get(method, frozenset())
+    if roles is None or tokens is None:
+        return LOCAL
+    principal = tokens.principal(authorization)
+    if principal.role not in roles:
+        permitted = ", ".join(sorted(roles)) or "nobody"
+        raise NotPermittedError(
+            f"role {principal.role} may not call {method}; it is for: {permitted}"
+        )
+    return principal
+
+
+def check_gallery(method: str, principal: Principal, request: Any) -> None:
+    """Check that a caller's role is for the gallery of a request.
+
+    The result is the same whether or not the gallery exists. A request names it in its field
+    `gallery`, or `name` in GalleryService. A request without either is refused for roles with
+    galleries, unless its method is UNBOUND.
+
+    Args:
+        method: /package.Service/Method.
+        principal: the caller.
+        request: the request.
+
+    Raises:
+        NotPermittedError: the role is not for the gallery.
+    """
+    if principal.galleries is None or method in UNBOUND:
+        return
+    fields = request.DESCRIPTOR.fields_by_name
+    field = next((field for field in ("gallery", "name") if field in fields), None)
+    gallery = getattr(request, field) if field else None
+    # In a stream only the first message names it; no gallery has an empty name.
+    if gallery is None or (gallery and not principal.may_use(gallery)):
+        raise NotPermittedError(
+            f"the token is for {few(sorted(principal.galleries))} only, not for the gallery of "
+            f"this {method} request"
+        )
+
 
 # Longest wait (seconds) of a call, whatever its caller allows: gRPC and locks refuse the 292 years
 # that a call without a deadline has left.
@@ -148,7 +551,7 @@ def status_of(error: Exception, request_id: str) -> Status:
     status = Status(code=code.value[0], message=message)
     row = row_of(type(error))
     if row is not None and row.reason:
-        detail = Any()
+        detail = any_pb2.Any()
         detail.Pack(ErrorInfo(reason=row.reason, domain=DOMAIN))
         status.details.append(detail)
     return status

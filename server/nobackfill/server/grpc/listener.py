@@ -1,25 +1,29 @@
-"""Listen for gRPC calls: services behind the interceptor, health, reflection, and an
-orderly stop.
-"""
+"""Listen for gRPC calls: certificates, connections, health, reflection, and an orderly stop."""
 
+import contextlib
 import os
 import socket
+import ssl
+import struct
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
+from cryptography import x509
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.loopback import is_loopback
-from nobackfill.server.grpc.access import Certificates
-from nobackfill.server.grpc.admission import GrpcConnections
+from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import Interceptor
 from nobackfill.server.process_limits import open_connections
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from nobackfill.server.grpc.loop import Server
 
 log = structlog.get_logger("server.listener")
+lanes_log = structlog.get_logger("server.lanes")
+access_log = structlog.get_logger("server.interceptor")
 
 # Services that embed images. The others, and queries by embedding, need no model server.
 EMBEDDING_SERVICES = ("nobackfill.v1.SearchService", "nobackfill.v1.GalleryService")
@@ -157,6 +163,235 @@ def _busy(address: str, option: str) -> BusyError:
     return BusyError(
         f"address {address} cannot be used, another program may have it; set another with {option}"
     )
+
+
+# Transport credentials: TLS, and client certificates if an authority is set. The files are checked
+# at each handshake, so a renewed certificate needs no restart.
+
+_CERTIFICATE_SECONDS = 1.0
+
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class Certificates:
+    """Hold a certificate with its key, and the authority of client certificates if there is one.
+
+    The files are read again when they change. If they do not fit together, as while they are being
+    replaced, the last good ones stay in use.
+    """
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigurationError: a file cannot be read, or is not valid.
+        """
+        self._cert, self._key, self._client_ca = cert, key, client_ca
+        self._lock = threading.Lock()
+        self._trouble = ""
+        self._stamp, self._configuration = self._read()
+        self._checked = time.monotonic()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Return credentials for a port, which follow the files."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration,
+            self._changed,  # type: ignore[arg-type]
+            require_client_authentication=bool(self._client_ca),
+        )
+
+    def expiries(self) -> Mapping[str, datetime]:
+        """Return when the present certificates expire, by file, as far as they can be read."""
+        files = {"server": self._cert, "client_ca": self._client_ca}
+        expiries = {}
+        for name, path in files.items():
+            try:
+                chain = x509.load_pem_x509_certificates(path.read_bytes()) if path else []
+            except (OSError, ValueError):
+                continue
+            if chain:
+                expiries[name] = min(certificate.not_valid_after_utc for certificate in chain)
+        return expiries
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Return a new configuration for gRPC, which asks at each handshake; None if nothing has
+        changed.
+        """
+        with self._lock:
+            time_now = time.monotonic()
+            if time_now - self._checked < _CERTIFICATE_SECONDS:
+                return None
+            self._checked = time_now
+            try:
+                if self._stamps() == self._stamp:
+                    return None
+                self._stamp, self._configuration = self._read()
+            except (OSError, ConfigurationError) as error:
+                if str(error) != self._trouble:
+                    access_log.error(
+                        "cannot read the changed certificates; the old ones stay in use",
+                        error=str(error),
+                    )
+                self._trouble = str(error)
+                return None
+            self._trouble = ""
+            access_log.info("certificates read again")
+            return self._configuration
+
+    def _read(self) -> tuple[_Stamp, grpc.ServerCertificateConfiguration]:
+        try:
+            stamp = self._stamps()
+            # Checked here: gRPC accepts any bytes, and then fails every handshake.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self._cert, self._key, password=_no_password)
+            if self._client_ca is not None:
+                context.load_verify_locations(self._client_ca)
+            pair = self._key.read_bytes(), self._cert.read_bytes()
+            authority = self._client_ca.read_bytes() if self._client_ca else None
+            if self._stamps() != stamp:
+                raise ConfigurationError(f"{self._cert} is being replaced; try again")
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"{self._cert}, {self._key}: expected a certificate and its key in PEM ({error})"
+            ) from error
+        except OSError as error:
+            raise ConfigurationError(
+                f"{error.filename}: cannot be read ({error.strerror})"
+            ) from error
+        return stamp, grpc.ssl_server_certificate_configuration([pair], authority)
+
+    def _stamps(self) -> _Stamp:
+        paths = (self._cert, self._key, self._client_ca)
+        statuses = [path.stat() for path in paths if path is not None]
+        return tuple((status.st_mtime_ns, status.st_size, status.st_ino) for status in statuses)
+
+
+def _no_password() -> bytes:
+    """Return an empty password: an encrypted key is refused, where OpenSSL would ask on the
+    terminal.
+    """
+    return b""
+
+
+def certificates(settings: Settings) -> Certificates | None:
+    """Read the certificates of the settings; None if no certificate is set.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or is not valid.
+    """
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+# Most connections of one address. A client needs one for all its calls; a proxy needs some for each
+# of its clients.
+LARGEST_PEER = 512
+_PEERS_SECONDS = 0.5
+_DESCRIPTORS = Path("/proc/self/fd")
+# In the kernel's struct tcp_info: milliseconds since the last data arrived.
+_SILENCE = struct.Struct("52xI")
+
+
+class GrpcConnections:
+    """Limit the connections of each peer to one port; a thread closes those that were silent
+    longest.
+
+    gRPC's core limits all connections together and ends silent ones, but counts none by peer.
+    Sockets are found through /proc; on a system without it this does nothing.
+    """
+
+    def __init__(self, port: int, metrics: Metrics) -> None:
+        self._port = port
+        self._metrics = metrics
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="connections", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Accept no more connections, and close the open ones; their calls are lost."""
+        with contextlib.suppress(OSError):
+            for descriptor in [int(path.name) for path in _DESCRIPTORS.iterdir()]:
+                with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
+                    if not _is_tcp(connection) or connection.getsockname()[1] != self._port:
+                        continue
+                    if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        # gRPC keeps the descriptor's number, and does not notice the replacement.
+                        with socket.socket(connection.family) as replacement:
+                            os.dup2(replacement.fileno(), descriptor, inheritable=False)
+                    else:
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._stopping.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_PEERS_SECONDS):
+            try:
+                descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
+            except FileNotFoundError:
+                lanes_log.warning("connections are not limited by peer: this system has no /proc")
+                return
+            except OSError:
+                # No descriptor is free for the look; gRPC ends silent connections.
+                continue
+            if len(descriptors) > LARGEST_PEER:
+                with error_boundary(self._metrics, "connections"):
+                    self._limit_peers(descriptors)
+
+    def _limit_peers(self, descriptors: list[int]) -> None:
+        """Close the connections that a peer has too many of."""
+        peers: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+        for descriptor in descriptors:
+            connection = self._connection(descriptor)
+            if connection is not None:
+                peer, silent_ms = connection
+                peers[peer].append((silent_ms, descriptor))
+        for peer, connections in peers.items():
+            excess = len(connections) - LARGEST_PEER
+            if excess > 0:
+                for _, descriptor in sorted(connections, reverse=True)[:excess]:
+                    self._shut(descriptor, peer)
+                lanes_log.warning("closed connections: one peer had too many", connections=excess)
+
+    def _connection(self, descriptor: int) -> tuple[str, int] | None:
+        """Return the peer of a connection to our port, and the milliseconds of its silence; None
+        for another descriptor.
+        """
+        with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
+            if _is_tcp(connection) and connection.getsockname()[1] == self._port:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SILENCE.size)
+                return str(connection.getpeername()[0]), _SILENCE.unpack(info)[0]
+        return None
+
+    def _shut(self, descriptor: int, peer: str) -> None:
+        # Check again: gRPC may have closed it, and another file may have its number.
+        peer_now = self._connection(descriptor)
+        if peer_now is None or peer_now[0] != peer:
+            return
+        with contextlib.suppress(OSError), _duplicate(descriptor) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _is_tcp(connection: socket.socket) -> bool:
+    return connection.family in (socket.AF_INET, socket.AF_INET6)
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """Duplicate a descriptor as a socket.
+
+    Raises:
+        OSError: the descriptor is not a socket.
+    """
+    copy = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        # Also for EBADF, which a folder that was opened with O_PATH gives.
+        os.close(copy)
+        raise
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc] # untyped

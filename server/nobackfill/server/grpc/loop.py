@@ -26,13 +26,14 @@ from grpc import _server
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from nobackfill.errors import InvalidInputError, NobackfillError, OverloadedError
-from nobackfill.server.grpc.admission import POLL_SECONDS, Lane
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.logs import request_id
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.rpc import (
+    POLL_SECONDS,
     ImmediateAnswer,
     Interceptor,
+    Lane,
     Later,
     OpenStream,
     Rpc,

@@ -1,18 +1,26 @@
-"""Take one call through the interceptor: authorise it, give it a place, answer it, count it
-once.
+"""Take one call through the interceptor: authorise it, admit it to a lane, answer and count it.
+
+A lane has the threads and places of one kind of call. No kind of call uses another's threads. Calls
+without a token have lanes of their own, so that strangers never delay callers with a token. With
+tokens, no caller takes a whole lane, and each role has places that no other role takes.
 """
 
 import itertools
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from nobackfill.errors import (
@@ -20,25 +28,387 @@ from nobackfill.errors import (
     InvalidInputError,
     NobackfillError,
     OverloadedError,
+    TooLargeError,
     UnavailableError,
 )
 from nobackfill.server.grpc import context as calls
-from nobackfill.server.grpc.access import (
+from nobackfill.server.grpc.context import (
     LOCAL,
+    MAX_WAIT_SECONDS,
     RULES,
     Confirmation,
     Principal,
+    Role,
     Tokens,
     authorize,
     check_gallery,
+    code_of,
+    error_boundary,
+    status_of,
 )
-from nobackfill.server.grpc.admission import LARGE, POLL_SECONDS, WATCHES, Lane, Lanes, reader
-from nobackfill.server.grpc.context import code_of, error_boundary, status_of
 from nobackfill.server.grpc.logs import LogLimit, request_id
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.grpc.traces import CallTrace, Tracing
 from nobackfill.v1 import search_pb2
 from nobackfill.wire.connection import WATCH_AGAIN
+
+lanes_log = structlog.get_logger("server.lanes")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Set the size of a lane.
+
+    Attributes:
+        threads: calls that are worked on at once.
+        places: calls that are worked on or wait.
+        share: largest share of the places for one caller, 0 to 1.
+        reserve: share of the places that only one role may take, for each role, 0 to 1.
+        longest_s: largest age of a stream in seconds.
+        drained: the gateway waits for these calls when it stops.
+    """
+
+    threads: int
+    places: int
+    share: float = 0.5
+    reserve: float = 1 / 16
+    longest_s: float = 24 * 3600.0
+    drained: bool = True
+
+    @property
+    def reserved(self) -> int:
+        """The number of places that only one role may take."""
+        return int(self.places * self.reserve)
+
+
+# A stream holds a thread, so a lane of streams has as many places as threads. A watch holds no
+# thread, except on a plain server, where its lane has as many places as threads.
+STREAMS: Mapping[str, Size] = {
+    # PutItems, FetchFile, the vault's blobs.
+    "transfers": Size(64, 64, 0.375),
+    # Clients renew a watch that has ended. The threads are for reflection.
+    "watches": Size(64, 20_000, longest_s=600.0, drained=False),
+    # Only admins may call it; it lasts as long as the activation.
+    "activations": Size(16, 16, reserve=0, longest_s=float("inf")),
+    # Watches of the health, open to strangers.
+    "public": Size(16, 1024, 0.25, reserve=0, longest_s=600.0, drained=False),
+}
+_HEALTH = Size(1, 64, 1.0, reserve=0)
+# Calls that change galleries or the release, or measure for a while.
+_OPERATIONS = Size(4, 32)
+# Threads of unary calls; more of them would only compete for the interpreter.
+_THREADS = 8
+# Threads of calls with an image or a large message. They wait for the model server, which batches
+# the images of waiting calls.
+_HEAVY_THREADS = 32
+
+_PACKAGE = "/nobackfill.v1."
+_HEALTH_SERVICE = "/grpc.health.v1.Health/"
+# Calls that report changes. Their behaviors yield None if nothing has changed.
+WATCHES = frozenset(
+    {
+        _HEALTH_SERVICE + "Watch",
+        _PACKAGE + "ReleaseService/WatchReleases",
+        _PACKAGE + "ReleaseService/WatchCanary",
+        _PACKAGE + "UpgradeService/WatchUpgrade",
+    }
+)
+# Seconds between two looks of a watch for changes.
+POLL_SECONDS = 0.2
+_LANES: Mapping[str, str] = {
+    _HEALTH_SERVICE + "Check": "health",
+    _HEALTH_SERVICE + "List": "health",
+    _HEALTH_SERVICE + "Watch": "public",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": "watches",
+    _PACKAGE + "ReleaseService/WatchReleases": "watches",
+    _PACKAGE + "ReleaseService/ActivateRelease": "activations",
+    _PACKAGE + "ReleaseService/WatchCanary": "watches",
+    _PACKAGE + "UpgradeService/WatchUpgrade": "watches",
+    _PACKAGE + "GalleryService/CreateGallery": "operations",
+    _PACKAGE + "GalleryService/UpdateGallery": "operations",
+    _PACKAGE + "GalleryService/DeleteGallery": "operations",
+    _PACKAGE + "ReleaseService/RollbackRelease": "operations",
+    _PACKAGE + "ReleaseService/RetireRelease": "operations",
+    _PACKAGE + "UpgradeService/EstimateUpgrade": "operations",
+    _PACKAGE + "UpgradeService/StartUpgrade": "operations",
+    _PACKAGE + "UpgradeService/PauseUpgrade": "operations",
+}
+
+
+class Lane:
+    """Hold the threads and places of one kind of call."""
+
+    def __init__(self, name: str, size: Size, *, shared: bool) -> None:
+        """Start the threads.
+
+        Args:
+            name: name of the lane.
+            size: its size.
+            shared: callers can be told apart, so each gets its share only.
+        """
+        self.name = name
+        self.size = size
+        self._shared = shared
+        self._caller_limit = max(1, round(size.places * size.share)) if shared else size.places
+        self._lock = threading.Lock()
+        self._callers: Counter[str] = Counter()
+        self._roles: Counter[Role] = Counter()
+        self._occupied = 0
+        # For a plain server, whose calls have threads of their own.
+        self._turns = threading.Semaphore(size.threads)
+        self._pool = ThreadPoolExecutor(size.threads, thread_name_prefix=name)
+        # One thread from the start, so that queued work always runs.
+        self._pool.submit(int)
+
+    def enter(self, caller: str, role: Role) -> None:
+        """Take a place.
+
+        Args:
+            caller: the caller.
+            role: its role.
+
+        Raises:
+            OverloadedError: the lane or the caller's share is full, or the free places are for
+                other roles.
+        """
+        with self._lock:
+            if self._callers[caller] >= self._caller_limit or not self._has_place(role):
+                raise OverloadedError(
+                    f"expected at most {self.size.places} {self.name} at once and "
+                    f"{self._caller_limit} of one caller; try again with a growing delay"
+                )
+            self._occupied += 1
+            self._callers[caller] += 1
+            self._roles[role] += 1
+
+    def _has_place(self, role: Role) -> bool:
+        """Tell whether a place is free for a role; the caller holds the lock."""
+        free = self.size.places - self._occupied
+        if self._shared:
+            others = (other for other in Role if other != role)
+            free -= sum(max(0, self.size.reserved - self._roles[other]) for other in others)
+        return free > 0
+
+    def has_room(self, waiting: int) -> bool:
+        """Tell whether one more call may come that takes no thread.
+
+        Args:
+            waiting: number of such calls that wait now; they count as occupied places.
+        """
+        return self._occupied + waiting < self.size.places
+
+    def leave(self, caller: str, role: Role) -> None:
+        """Release a place."""
+        with self._lock:
+            self._occupied -= 1
+            self._roles[role] -= 1
+            self._callers[caller] -= 1
+            if not self._callers[caller]:
+                del self._callers[caller]
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Run work on the next free thread, for a call that has a place.
+
+        Raises nothing: gRPC's own thread calls this, and an error would end it.
+        """
+        try:
+            self._pool.submit(work)
+        except RuntimeError as error:
+            # The system has no thread left, so an existing one will do it; or the lane is closed.
+            lanes_log.warning("cannot start a thread", lane=self.name, error=str(error))
+
+    def take_turn(self, timeout_s: float) -> None:
+        """Wait on the call's own thread for a turn: at most `threads` calls work at once.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Raises:
+            DeadlineError: the turn did not come in time.
+        """
+        if not self._turns.acquire(timeout=min(timeout_s, MAX_WAIT_SECONDS)):
+            raise DeadlineError("the call ended before its turn came; allow more time")
+
+    def end_turn(self) -> None:
+        """Let the next call work."""
+        self._turns.release()
+
+    def waiting(self) -> int:
+        """Return the number of calls that have a place and no thread yet."""
+        return max(0, self._occupied - self.size.threads)
+
+    def occupied(self) -> int:
+        """Return the number of calls that have a place."""
+        return self._occupied
+
+    def close(self) -> None:
+        """Stop the threads once they are idle."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class Lanes:
+    """Hold all lanes of a gateway."""
+
+    def __init__(self, max_calls: int, *, shared: bool, plain: bool = False) -> None:
+        """Start the lanes.
+
+        Args:
+            max_calls: places for unary calls, of each weight.
+            shared: callers can be told apart by tokens.
+            plain: each stream holds a thread, also a watch.
+        """
+        calls = Size(_THREADS, max_calls)
+        sizes = {
+            "health": _HEALTH, "calls": calls, "heavy": Size(_HEAVY_THREADS, max_calls),
+            "slow": calls, "operations": _OPERATIONS,
+        }  # fmt: skip
+        streams = {
+            name: replace(size, places=size.threads) if plain else size
+            for name, size in STREAMS.items()
+        }
+        self.all = {
+            # Strangers are told apart by their address, with and without tokens.
+            name: Lane(name, size, shared=shared or name == "public")
+            for name, size in {**sizes, **streams}.items()
+        }
+
+    def of(self, method: str, *, streams: bool) -> Lane:
+        """Return a method's lane.
+
+        A unary call of another method is light until its message says otherwise.
+
+        Args:
+            method: /package.Service/Method.
+            streams: the method has a stream.
+        """
+        return self.all[_LANES.get(method, "transfers" if streams else "calls")]
+
+    def heavier(self, lane: Lane) -> Lane:
+        """Return the lane for a call with a large message or an image."""
+        return self.all["heavy"] if lane.name == "calls" else lane
+
+    def slower(self, lane: Lane) -> Lane:
+        """Return the lane for a search of a slow gallery."""
+        return self.all["slow"] if lane.name == "calls" else lane
+
+    def close(self) -> None:
+        """Stop all lanes."""
+        for lane in self.all.values():
+            lane.close()
+
+
+# Limits of a message are checked before it is decoded. A part takes two bytes on the wire, and
+# fifty times as much once it is decoded: 32 MiB of empty parts would take a gigabyte, and hold the
+# interpreter for half a second.
+
+# Most items, ids or queries of one message.
+LARGEST_COUNT = 10_000
+# Most other fields of a message.
+_OTHER_FIELDS = 100
+# Most fields at any depth: fifty for each item.
+_MAX_PARTS = 500_000
+# Below this size the depth of a message is harmless; walking through it would cost a fifth of
+# putting its items.
+_SHALLOW = 2 * 2**20
+# Larger messages are decoded on the thread that works for them, not on the one that receives calls.
+LARGE = 64 * 1024
+
+
+def reader(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Wrap a message class's FromString, so that it refuses invalid messages and those of too many
+    parts.
+
+    Args:
+        parse: the class's FromString.
+
+    Returns:
+        The decoder; it raises InvalidInputError or TooLargeError.
+    """
+    descriptor: Descriptor = parse.__self__.DESCRIPTOR  # type: ignore[attr-defined]
+
+    def read(data: bytes) -> Any:
+        # A part takes at least two bytes.
+        if len(data) > 2 * (LARGEST_COUNT + _OTHER_FIELDS):
+            _check_count(data, descriptor)
+        try:
+            return parse(data)
+        except DecodeError:
+            raise InvalidInputError(
+                "the request is not the protocol's message; use the .proto files"
+            ) from None
+
+    return read
+
+
+def _check_count(data: bytes, descriptor: Descriptor) -> None:
+    """Check the number of a message's parts; parsing refuses cut and garbled ones.
+
+    Raises:
+        TooLargeError: there are too many parts.
+        InvalidInputError: it has a group, which no field of the protocol is.
+    """
+    parts = 0
+    limit = LARGEST_COUNT + _OTHER_FIELDS
+    open_messages = [(0, len(data), descriptor)]
+    while open_messages:
+        start, end, message_type = open_messages.pop()
+        nested = _nested(message_type)
+        while start < end:
+            tag, start = _varint(data, start)
+            kind = tag & 7
+            length = _WIDTHS.get(kind, end)
+            if kind == 2:
+                length, start = _varint(data, start)
+                inner = nested.get(tag >> 3)
+                if inner is not None and length:
+                    open_messages.append((start, min(start + length, end), inner))
+            elif kind == 0:
+                start = _varint(data, start)[1]
+            elif kind in _GROUP:
+                raise InvalidInputError(
+                    f"expected fields of the protocol, got a group (field {tag >> 3}); use the "
+                    ".proto files"
+                )
+            start += length
+            parts += 1
+            if parts > limit:
+                raise TooLargeError(
+                    f"expected at most {LARGEST_COUNT} items, ids or queries in a message, and "
+                    f"{_MAX_PARTS} values in them, got more; send several messages"
+                )
+        if len(data) <= _SHALLOW:
+            return
+        limit = _MAX_PARTS
+
+
+# Size of a value by its wire type; parsing ends at other types.
+_WIDTHS: Mapping[int, int] = {0: 0, 1: 8, 5: 4}
+# Wire types of a group's begin and end. Parsing takes a group of any number as an unknown field,
+# and continues after it.
+_GROUP = (3, 4)
+
+
+@cache
+def _nested(descriptor: Descriptor) -> Mapping[int, Descriptor]:
+    """Return the fields that are messages, by number."""
+    fields = descriptor.fields_by_number.items()
+    return {
+        number: field.message_type for number, field in fields if field.message_type is not None
+    }
+
+
+def _varint(data: bytes, start: int) -> tuple[int, int]:
+    """Read a varint; returns its value and where it ends."""
+    value = shift = 0
+    while start < len(data):
+        byte = data[start]
+        start += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80 or shift > 63:
+            break
+        shift += 7
+    return value, start
+
 
 log = structlog.get_logger("server.interceptor")
 # Limits the log of refusals that cost the gateway no work.

@@ -39,13 +39,20 @@ from nobackfill.server.galleries.answering import (
     Question,
     find_nearest,
     matches_of,
+    rank,
     rank_nearest,
     valid_questions,
 )
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.server.galleries.hosted_file import HostedInFile
-from nobackfill.server.galleries.plan import SOURCE, QueryAnswer, SearchRequest
-from nobackfill.server.galleries.ranking import PlanPart, RankedHit, SearchResult, rank
+from nobackfill.server.galleries.plan import (
+    SOURCE,
+    PlanPart,
+    QueryAnswer,
+    RankedHit,
+    SearchRequest,
+    SearchResult,
+)
 from nobackfill.server.grpc import context
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics

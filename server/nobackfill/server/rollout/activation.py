@@ -23,9 +23,16 @@ from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
-from nobackfill.server.galleries.galleries import UNUSABLE, GalleryRegistry
-from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
-from nobackfill.server.galleries.locks import Level, check_lock_order, hold_level
+from nobackfill.server.galleries.hosted import (
+    NOTE,
+    ROLLOUT,
+    UNUSABLE,
+    GalleryRegistry,
+    Hosted,
+    Level,
+    check_lock_order,
+    hold_level,
+)
 from nobackfill.server.grpc.context import error_boundary
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.rollout.rollout import (

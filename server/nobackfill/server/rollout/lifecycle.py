@@ -11,8 +11,7 @@ from nobackfill.errors import PreconditionError
 from nobackfill.release.routes import Route
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Embedding
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
 from nobackfill.server.galleries.plan import BOTH, SOURCE
 from nobackfill.server.healing.healer import HealingProgress
 from nobackfill.server.healing.healing import Healing

@@ -7,8 +7,7 @@ import structlog
 
 from nobackfill.errors import PreconditionError
 from nobackfill.gallery.spec import SpaceInfo
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
 from nobackfill.server.rollout.activation import Activations, return_galleries, writes_locked
 from nobackfill.server.serving import Serving
 from nobackfill.server.state import GatewayState, State

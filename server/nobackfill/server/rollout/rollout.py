@@ -25,8 +25,7 @@ from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.comparison import CanaryState
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Models
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, Hosted
+from nobackfill.server.galleries.hosted import NOTE, ROLLOUT, GalleryRegistry, Hosted
 from nobackfill.server.galleries.plan import CANARY, old_model_part, own_part
 from nobackfill.server.grpc.metrics import Metrics
 from nobackfill.server.serving import Serving

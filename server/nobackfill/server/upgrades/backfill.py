@@ -9,7 +9,7 @@ import numpy as np
 from nobackfill.errors import InvalidInputError, PreconditionError, few
 from nobackfill.gallery.reading import StoredItem
 from nobackfill.release.manifest import Manifest
-from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding, size_of
+from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding
 from nobackfill.server.galleries.hosted import Hosted
 from nobackfill.vectors import Vectors
 
@@ -91,7 +91,7 @@ def re_embed_images(
         BusyError: the store is locked for too long.
         CannotWriteError: the store cannot be written.
     """
-    size, decoded_items = size_of(manifest), []
+    size, decoded_items = manifest.frame, []
     for item, decoded in zip(items, embedding.decoding.each(images, [size]), strict=True):
         if isinstance(decoded, InvalidInputError):
             reasons.append(f"{item.id}: {decoded}")
@@ -136,7 +136,7 @@ def re_embed_texts(
         NobackfillError: as `re_embed_images`.
     """
     good = []
-    rows = embedding.texts.rows(manifest, texts, "document")
+    rows = embedding.text_rows(manifest, texts, "document")
     for item, row in zip(items, rows, strict=True):
         if isinstance(row, InvalidInputError):
             reasons.append(f"{item.id}: {row}")

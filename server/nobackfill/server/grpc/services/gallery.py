@@ -11,15 +11,13 @@ from nobackfill.gallery.edits import Selection
 from nobackfill.gallery.filters import check
 from nobackfill.gallery.listing import ListingPlace
 from nobackfill.gallery.reading import StoredItem
-from nobackfill.server.galleries.galleries import CREATED, GalleryRegistry
-from nobackfill.server.galleries.hosted import NOTE, Hosted
+from nobackfill.server.galleries.hosted import CREATED, NOTE, GalleryRegistry, Hosted
 from nobackfill.server.galleries.indexing import count_index
 from nobackfill.server.galleries.item_writer import BareVectors, ItemWriter, Put, Quotas
 from nobackfill.server.galleries.plan import BOTH, SOURCE
 from nobackfill.server.grpc import context
-from nobackfill.server.grpc.access import Role
-from nobackfill.server.grpc.admission import LARGEST_COUNT
-from nobackfill.server.grpc.context import current, without_folders
+from nobackfill.server.grpc.context import Role, current, without_folders
+from nobackfill.server.grpc.rpc import LARGEST_COUNT
 from nobackfill.server.grpc.services.convert import (
     from_filter,
     keys_of,

@@ -11,18 +11,17 @@ from nobackfill.gallery.search.index import EVERY
 from nobackfill.gallery.search.view import parse
 from nobackfill.server.canary.canaries import Canaries
 from nobackfill.server.canary.sessions import Kind
-from nobackfill.server.galleries.answering import Searching
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.immediate_answers import (
+from nobackfill.server.galleries.answering import (
     DEFAULT_K,
     MAX_HITS,
     ImageAnswers,
     ImmediateAnswers,
+    Searching,
     VectorQuery,
 )
-from nobackfill.server.galleries.plan import Query
-from nobackfill.server.galleries.ranking import SearchResult
-from nobackfill.server.grpc.access import Principal
+from nobackfill.server.galleries.hosted import GalleryRegistry
+from nobackfill.server.galleries.plan import Query, SearchResult
+from nobackfill.server.grpc.context import Principal
 from nobackfill.server.grpc.rpc import Later
 from nobackfill.server.grpc.services.convert import (
     from_filter,

@@ -6,8 +6,7 @@ import grpc
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.server.galleries.answering import Searching
-from nobackfill.server.galleries.galleries import GalleryRegistry
-from nobackfill.server.galleries.hosted import Hosted
+from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
 from nobackfill.server.grpc.services.gallery import to_healing
 from nobackfill.server.rollout.lifecycle import Lifecycle
 from nobackfill.server.upgrades.subgroups import Subgroup, subgroups
