@@ -61,7 +61,12 @@ class BackfillCurve:
 
 
 def random_order(items: int, seed: int) -> Ints:
-    """Return items 0 to `items` - 1 in a random order."""
+    """Return items 0 to `items` - 1 in a random order, int64 [items].
+
+    Args:
+        items: Number of items; 0 gives an empty order.
+        seed: Chooses the order.
+    """
     return np.random.default_rng(seed).permutation(items)
 
 
@@ -71,6 +76,9 @@ def class_order(labels: ArrayLike, seed: int) -> Ints:
     Args:
         labels: int [n].
         seed: Chooses the order of the classes.
+
+    Returns:
+        int64 [n].
     """
     labels = np.asarray(labels)
     classes, positions = np.unique(labels, return_inverse=True)
@@ -110,6 +118,12 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
         served: The vectors that are searched, [n, dim].
         uncertainty: Predicted variance, [n].
         metric: How distances are computed.
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        ValueError: There are no items, the vectors are not finite, or one is zero with cosine.
     """
     neighbours, _ = nearest(served, served, min(NEAR + 1, len(served)), metric)
     occurrences = np.bincount(
@@ -124,7 +138,7 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
 
     Args:
         labels: int [n].
-        order: The order of the items, from `class_order`.
+        order: The order of the items, int64 [n], from `class_order`.
         step: Share of the classes between two points.
 
     Returns:
@@ -171,14 +185,15 @@ def backfill_curve(
         backfilled: Vectors after re-embedding, [g, dim].
         order: A permutation of the items, [g].
         relevance: The relevant items of each query.
-        shares: Where quality is measured, 0 to 1.
+        shares: Where quality is measured, [s], each 0 to 1.
         metric: How distances are computed.
         served_queries: Queries for served items, [q, served dim], if the dimensions differ (BCT's
             first K elements); None: `queries`.
         line: Converts distances of served items.
 
     Raises:
-        ValueError: The order is no permutation of all items.
+        ValueError: The order is no permutation of all items, no query has a relevant item, shapes
+            do not fit, vectors are not finite, or one is zero with cosine.
     """
     orders = {"": Order(order, shares)}
     return curves_by_order(
@@ -211,7 +226,8 @@ def curves_by_order(
         line: Converts distances of served items.
 
     Raises:
-        ValueError: An order is no permutation of all items.
+        ValueError: An order is no permutation of all items, no query has a relevant item, shapes do
+            not fit, vectors are not finite, or one is zero with cosine.
     """
     points = {name: np.asarray(order.shares, np.float64) for name, order in orders.items()}
     replacements = []

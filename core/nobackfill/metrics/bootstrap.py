@@ -37,7 +37,8 @@ class Difference:
 
     @property
     def of_these_classes(self) -> bool:
-        """Tell whether the bounds hold for these classes only, because they are too few to draw."""
+        """Tell whether the bounds hold for the evaluated classes only, because they are fewer than
+        FEWEST_CLASSES."""
         return self.classes is not None and self.classes < FEWEST_CLASSES
 
     @property
@@ -89,27 +90,28 @@ def paired_bootstrap(
     each with all of its queries. Without classes it draws queries. Runs of one set of queries share
     what is easy and hard in it, so more runs do not make up for few queries (Owen, "The pigeonhole
     bootstrap", Annals of Applied Statistics 1, 2007). Runs of other classes, or in which other
-    queries have an answer, draw their own. The percentiles over classes are widened as
-    Student's t widens an interval over as many values (Hesterberg, "What teachers should know about
-    the bootstrap", The American Statistician 69, 2015, section 4.3).
+    queries have an answer, draw their own. The percentiles over classes are widened as Student's t
+    widens an interval over as many values (Hesterberg, "What teachers should know about the
+    bootstrap", The American Statistician 69, 2015, section 4.3).
 
     Args:
-        a: one array [q] a run, the first model's value of each query (a share, or NaN where the
+        a: One array [q] a run, the first model's value of each query (a share, or NaN where the
             query has no answer).
-        b: the second model's, paired with `a`.
-        classes: the class of each query, one array [q] a run. Equal labels are one class in every
-            run. With fewer than FEWEST_CLASSES the bounds are drawn over queries and hold for these
-            classes alone.
-        level: the share of intervals that cover the truth.
-        resamples: how many are drawn.
-        seed: of the random numbers.
+        b: The second model's, one array [q] a run, paired with `a`.
+        classes: The class of each query, one array [q] a run; None if unknown. Equal labels are one
+            class in every run. With fewer than FEWEST_CLASSES the bounds are drawn over queries and
+            hold for these classes alone.
+        level: The share of intervals that cover the truth, between 0 and 1.
+        resamples: Number of resamples, at least 1.
+        seed: Seed of the random numbers.
 
     Returns:
         The mean over runs, its bounds, and the number of classes (the least of any run). One run
         leaves the training's chance out of the interval.
 
     Raises:
-        ValueError: unpaired data, labels that do not match, no answerable query.
+        ValueError: Unpaired data, labels that do not match, no answerable query, or a level or
+            number of resamples out of range.
     """
     if not 0 < level < 1 or resamples < 1:
         raise ValueError(f"expected 0 < level < 1 and resamples >= 1, got {level}, {resamples}")

@@ -150,6 +150,10 @@ def strict_criterion(
 
     Returns:
         Both shares; NaN without such pairs.
+
+    Raises:
+        ValueError: Shapes that do not fit, values that are not finite, or a zero vector with
+            cosine.
     """
     satisfied = np.zeros(2)
     pairs = np.zeros(2)

@@ -43,10 +43,11 @@ def distance_blocks(
     Args:
         queries: [q, dim].
         gallery: [g, dim].
-        metric: As in `distances`.
+        metric: l2 (squared), cosine (1 - cos) or inner_product (negative).
 
     Raises:
-        ValueError: As `distances` does.
+        ValueError: Shapes that do not fit, values that are not finite, a zero vector with cosine,
+            or an unknown metric; raised at the first block.
     """
     queries, gallery = _check(queries, gallery, metric)
     size = max(1, BLOCK_VALUES // max(1, len(gallery)))

@@ -37,6 +37,10 @@ def open_set_search(
         gallery: [g, dim].
         relevance: The mates of each probe.
         metric: How distances are computed.
+
+    Raises:
+        ValueError: Shapes that do not fit, values that are not finite, or a zero vector with
+            cosine.
     """
     hits, non_mated = [], []
     for first, block in distance_blocks(probes, gallery, metric):
@@ -63,7 +67,7 @@ def tpir_at_fpir(search: OpenSetSearch, fpir: float) -> float:
         fpir: 0 to 1.
 
     Raises:
-        ValueError: No mated or no non-mated probes.
+        ValueError: No mated or no non-mated probes, or `fpir` is out of range.
     """
     if not len(search.hit_distances) or not len(search.non_mated):
         raise ValueError(

@@ -19,7 +19,8 @@ def nearest(queries: Floats, gallery: Floats, k: int, metric: Metric = "l2") -> 
         Gallery positions [q, k] and distances [q, k].
 
     Raises:
-        ValueError: k is out of range, or as `distances` does.
+        ValueError: k is out of range, shapes do not fit, values are not finite, or a vector is zero
+            with cosine.
     """
     if not 1 <= k <= len(gallery):
         raise ValueError(f"k must be 1 to {len(gallery)} (the gallery), got {k}")

@@ -56,9 +56,9 @@ def same_label(
     Args:
         query_labels: [q].
         gallery_labels: [g].
-        query_images: Identity of each query image, if both sets overlap: only the query's own image
-            is ignored.
-        gallery_images: Identity of each gallery image; give both or neither.
+        query_images: Identity of each query image, [q], if both sets overlap: only the query's own
+            image is ignored.
+        gallery_images: Identity of each gallery image, [g]; give both or neither.
 
     Raises:
         ValueError: Labels of another shape, or identities of one side only or of another length.
@@ -94,7 +94,8 @@ def rank(queries: Floats, gallery: Floats, relevance: Relevance, metric: Metric 
         metric: How distances are computed.
 
     Raises:
-        ValueError: Relevance for another number of queries, or as `distances` does.
+        ValueError: Relevance for another number of queries, shapes that do not fit, values that are
+            not finite, or a zero vector with cosine.
     """
     if len(relevance.relevant) != len(queries) or len(relevance.ignored) != len(queries):
         raise ValueError(
@@ -113,6 +114,9 @@ def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
         block: Distances to the whole gallery, [b, g]; ignored items are overwritten with infinity.
         first: Number of the first query.
         relevance: The relevant items of all queries.
+
+    Returns:
+        For each query, ascending 1-based ranks, int64; ignored items have none.
     """
     for i, row in enumerate(block):
         # Infinity sorts last, so that ignored items shift no rank.

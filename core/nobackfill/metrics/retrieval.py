@@ -18,8 +18,11 @@ def cmc(ranking: Ranking, k: int) -> PerQuery:
     """Return 1 for each query with a relevant item among the first k (closed-set rank-k), else 0.
 
     Args:
-        ranking: The ranking.
+        ranking: Ranks of the relevant items of q queries.
         k: At least 1.
+
+    Returns:
+        [q]; NaN for queries without a relevant item.
 
     Raises:
         ValueError: k is below 1.
@@ -30,7 +33,8 @@ def cmc(ranking: Ranking, k: int) -> PerQuery:
 
 
 def average_precision(ranking: Ranking) -> PerQuery:
-    """Return the average precision of each query; its mean is mAP@1.0.
+    """Return the average precision of each query, [q]; its mean is mAP@1.0. It is NaN for queries
+    without a relevant item.
 
     It is the mean over the relevant items of the precision at each one's rank: the area under the
     precision-recall steps without interpolation. A relevant item that a top-k list missed counts as
@@ -45,8 +49,11 @@ def average_precision_at(ranking: Ranking, k: int) -> PerQuery:
     The sum is divided by min(k, number of relevant items).
 
     Args:
-        ranking: The ranking.
+        ranking: Ranks of the relevant items of q queries.
         k: At least 1.
+
+    Returns:
+        [q]; NaN for queries without a relevant item.
 
     Raises:
         ValueError: k is below 1.
@@ -58,6 +65,9 @@ def average_precision_at(ranking: Ranking, k: int) -> PerQuery:
 
 def mean(per_query: PerQuery) -> float:
     """Return the mean over answerable queries.
+
+    Args:
+        per_query: [q], NaN for queries without an answer, which are left out.
 
     Raises:
         ValueError: No query is answerable.
@@ -81,12 +91,16 @@ def score(
 
     Returns:
         cmc1, cmc5 and map, each [q].
+
+    Raises:
+        ValueError: Relevance for another number of queries, shapes that do not fit, values that are
+            not finite, or a zero vector with cosine.
     """
     return figures(rank(queries, gallery, relevance, metric))
 
 
 def figures(ranking: Ranking) -> dict[str, PerQuery]:
-    """Return cmc1, cmc5 and map of a ranking, each [q]."""
+    """Return cmc1, cmc5 and map of a ranking, each [q]; NaN for queries without a relevant item."""
     return {
         "cmc1": cmc(ranking, 1),
         "cmc5": cmc(ranking, 5),

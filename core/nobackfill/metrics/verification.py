@@ -14,8 +14,8 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
     accepted.
 
     Args:
-        genuine: Distances of genuine pairs, one-dimensional.
-        impostor: Distances of impostor pairs, one-dimensional.
+        genuine: Distances of genuine pairs, [n].
+        impostor: Distances of impostor pairs, [m].
         far: 0 to 1.
 
     Raises:
@@ -30,7 +30,7 @@ def threshold_at(wrong: Floats, rate: float) -> float:
     """Return the largest distance with at most a share of wrong pairs below it.
 
     Args:
-        wrong: Distances of wrong pairs, one-dimensional.
+        wrong: Distances of wrong pairs, [n]; with none, the result is infinity.
         rate: The share, 0 to 1.
 
     Returns:

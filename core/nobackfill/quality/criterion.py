@@ -46,6 +46,11 @@ def criterion(
 
     Returns:
         The criteria by the name of the cell.
+
+    Raises:
+        InvalidInputError: Vectors of a cell cannot be compared.
+        ValueError: A cell's mAP is 0 where a relative figure is computed, or two cells do not
+            answer the same queries.
     """
     by_name = {cell.name: cell for cell in cells}
     criteria: dict[str, Judgement] = {}

@@ -32,7 +32,7 @@ class Embedded(ABC):
 
     @abstractmethod
     def native(self, release: int) -> Vectors:
-        """Return embeddings [n, dim] by the release's own model."""
+        """Return embeddings by the release's own model, float32 [n, dim]."""
 
     @abstractmethod
     def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
@@ -45,7 +45,7 @@ class Embedded(ABC):
 
     @abstractmethod
     def metric(self, release: int) -> Metric:
-        """Return the metric of the release's space."""
+        """Return the metric of a release's space: l2 or cosine."""
 
 
 class Published(Embedded):
@@ -86,10 +86,16 @@ class Published(Embedded):
         self.seconds: dict[tuple[int, ...], float] = {}
 
     def native(self, release: int) -> Vectors:
-        """Return embeddings [n, dim] by the release's own model.
+        """Return embeddings by the release's own model, float32 [n, dim]. They are computed on
+        first use.
 
         Raises:
             NotFoundError: No such release.
+            NoEncoderError: The release has no model for this kind of item, images or texts.
+            ConfigurationError: The library for its tokenizer is not installed.
+            VerificationError: A file differs from the manifest, cannot be loaded, or returns no
+                usable vectors.
+            InvalidInputError: A file is no image.
         """
         if release not in self._native:
             embed = self._embed(release)
@@ -99,10 +105,14 @@ class Published(Embedded):
         return self._native[release]
 
     def side(self, release: int) -> Vectors | None:
-        """Return side-information [n, side_dim] by the release's own encoder; None if it has none.
+        """Return side-information by the release's own encoder, float32 [n, side_dim]; None for
+        texts, or if the release has none.
 
         Raises:
             NotFoundError: No such release.
+            VerificationError: The file differs from the manifest, cannot be loaded, or returns no
+                usable vectors.
+            InvalidInputError: A file is no image.
         """
         manifest = self.manifest(release)
         if manifest.side_encoder is None or isinstance(self.listing, TextListing):
@@ -113,10 +123,25 @@ class Published(Embedded):
         return self._side[release]
 
     def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
-        """Return vectors of the first release, upgraded along the others.
+        """Return vectors of the first release, upgraded along the others; one release gives its own
+        vectors.
+
+        Args:
+            releases: The source, then the route.
+            int8: Use int8 files where they exist.
+
+        Returns:
+            Embedding float32 [n, dim], and side-information and uncertainty where the route has
+            them.
 
         Raises:
             NotFoundError: A release or an upgrade of the route does not exist.
+            NoEncoderError: The source has no model for this kind of item, images or texts.
+            ConfigurationError: The library for its tokenizer is not installed.
+            VerificationError: A file differs from its manifest, cannot be loaded, or returns no
+                usable vectors.
+            InvalidInputError: The route reads side-information that the items lack, or a file is no
+                image.
         """
         for release in releases:
             self.manifest(release)
@@ -132,7 +157,11 @@ class Published(Embedded):
         return carried
 
     def metric(self, release: int) -> Metric:
-        """Return the metric of the release's space."""
+        """Return the metric of a release's space: l2 or cosine.
+
+        Raises:
+            NotFoundError: No such release.
+        """
         return _METRICS[self.manifest(release).embedder.metric]
 
     def manifest(self, release: int) -> Manifest:
@@ -179,15 +208,37 @@ def cell_vectors(
         gallery: The gallery.
         int8: Use int8 files where they exist.
 
+    Returns:
+        Queries float32 [q, dim] and gallery vectors float32 [n, dim].
+
     Raises:
         InvalidInputError: Raw vectors of two releases cannot be compared.
+        ValueError: The first elements of a query are all zero where directions are compared.
+        NotFoundError: A release or an upgrade of the cell does not exist.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
     """
     vectors = gallery.along(cell.gallery, int8=int8).embedding
     return query_vectors(cell, queries, vectors), vectors
 
 
 def query_vectors(cell: CellName, queries: Embedded, vectors: Vectors) -> Vectors:
-    """Return the query vectors of a cell for given gallery vectors; see `cell_vectors`."""
+    """Return the query vectors of a cell for given gallery vectors, float32 [q, dim].
+
+    Longer queries search raw vectors with their first elements (BCT section 3.6).
+
+    Args:
+        cell: The cell.
+        queries: The queries.
+        vectors: The gallery's vectors, float32 [n, dim].
+
+    Raises:
+        InvalidInputError: The vectors have another dimension than the queries.
+        ValueError: The first elements of a query are all zero where directions are compared.
+        NotFoundError: The query's release does not exist.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
+    """
     own = queries.native(cell.query)
     if cell.raw and own.shape[1] > vectors.shape[1]:
         own = as_old(own, vectors, queries.metric(cell.query))
@@ -208,6 +259,12 @@ def as_old(new: Vectors, old: Vectors, metric: Metric) -> Vectors:
         new: [q, new dim].
         old: [n, old dim].
         metric: How distances are computed.
+
+    Returns:
+        float32 [q, old dim].
+
+    Raises:
+        ValueError: A row's first elements are all zero, and directions are compared.
     """
     first = new[:, : old.shape[1]]
     unit_space = np.allclose(np.linalg.norm(old, axis=1), 1, atol=1e-3)

@@ -129,6 +129,9 @@ def gain_row(
         classes: Class of each query, [q]; None if unknown.
         exact: Whether float32 files alone were used.
         by_text: Whether texts are the queries for images.
+
+    Raises:
+        ValueError: The cells do not answer the same queries, or no query has an answer.
     """
 
     def bootstrap(values: PerQuery, other: PerQuery) -> Difference:
@@ -146,8 +149,15 @@ def gain_row(
 
 
 def agreement_at(cell: CellFigures, own: CellFigures) -> PerQuery:
-    """Return the share of each query's first NEIGHBOURS hits that new/new has among its own,
-    [q]."""
+    """Return the share of each query's first NEIGHBOURS hits that new/new has among its own.
+
+    Args:
+        cell: The cell, with neighbours [q, k].
+        own: The cell new/new of the same queries.
+
+    Returns:
+        [q], 0 to 1; 0 where new/new has no hits.
+    """
     pairs = zip(cell.neighbours[:, :NEIGHBOURS], own.neighbours[:, :NEIGHBOURS], strict=True)
     return np.array([np.isin(a[a >= 0], b).sum() / max(1, (b >= 0).sum()) for a, b in pairs])
 
@@ -158,13 +168,17 @@ def verdict(
     new: Manifest,
     unlabelled: Sequence[Unlabelled] = (),
 ) -> GateVerdict:
-    """Decide by all rows, and describe for what the verdict holds.
+    """Decide whether a release passes the gate, by all rows, and describe for what the verdict
+    holds.
 
     Args:
         published: The published releases.
         rows: The gate's table.
         new: The release.
-        unlabelled: The same ways measured without labels; they only add to the description.
+        unlabelled: The same cells measured without labels; they only add to the description.
+
+    Returns:
+        "first" without published releases, otherwise "passed" or "failed" with the reasons.
     """
     if not published.manifests:
         return GateVerdict(verdict="first")
@@ -274,6 +288,9 @@ def measure_unlabelled(items: Published, served: Sequence[CellName]) -> tuple[Un
 
     Raises:
         InvalidInputError: A file is no image.
+        ValueError: No query has its item in the gallery, or vectors are not finite.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
     """
     rows = _sample_rows(items.listing)
     if len(rows) < ITEMS or not served:
@@ -303,6 +320,7 @@ def second_views(listing: Listing, folder: Path) -> Listing:
 
     Raises:
         InvalidInputError: A file is no image.
+        OSError: A view cannot be written.
     """
     views = tuple(f"{path}.png" for path in listing.paths)
     for path, view in zip(listing.paths, views, strict=True):
@@ -408,11 +426,27 @@ class Measuring:
         self._done: dict[tuple[CellName, bool], CellFigures] = {}
 
     def quantised(self, name: CellName) -> bool:
-        """Tell whether a step of the cell's route has an int8 twin."""
+        """Tell whether a step of the cell's route has an int8 twin.
+
+        Raises:
+            NotFoundError: An upgrade of the route does not exist.
+        """
         return route_along(self.embedded.manifests, name.gallery).quantised
 
     def cell(self, name: CellName, *, exact: bool = False) -> CellFigures:
-        """Measure a cell through HNSW as it is served; with `exact`, use float32 files alone."""
+        """Measure a cell through an HNSW graph, as a gateway serves it; a cell is measured once.
+
+        Args:
+            name: The cell.
+            exact: Use float32 files alone; otherwise int8 files where they exist.
+
+        Raises:
+            NotFoundError: A release or an upgrade of the route does not exist.
+            InvalidInputError: The vectors of the two releases cannot be compared.
+            VerificationError: A file differs from its manifest, cannot be loaded, or returns no
+                usable vectors.
+            ValueError: Queries and relevance do not match.
+        """
         int8 = self.quantised(name) and not exact
         if (name, int8) not in self._done:
             self._done[name, int8] = search_cell(
@@ -427,7 +461,15 @@ class Measuring:
         self._done = {key: figures for key, figures in self._done.items() if not key[1]}
 
     def evidence(self, name: CellName) -> Cell:
-        """Return a cell as the manifest records it."""
+        """Return a cell as the manifest records it, measured as it is served.
+
+        Raises:
+            NotFoundError: A release or an upgrade of the route does not exist.
+            InvalidInputError: The vectors of the two releases cannot be compared.
+            VerificationError: A file differs from its manifest, cannot be loaded, or returns no
+                usable vectors.
+            ValueError: No query has a relevant item.
+        """
         figures = self.cell(name)
         return Cell(
             query=str(name.query),
@@ -469,6 +511,10 @@ def measure_release(
 
     Raises:
         InvalidInputError: A half has too few images to compare anything.
+        NotFoundError: An upgrade's source is not published.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
+        ValueError: No query of a half has a relevant item.
     """
     calibration_rows, gate_rows = halves(listing, seed)
     manifests = {**published.manifests, release.release: release}

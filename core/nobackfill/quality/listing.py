@@ -139,12 +139,16 @@ def _check(text: str, file: Path, line: TextLine) -> str:
 
 
 def among_others(listing: Listing) -> Relevance:
-    """Make every image a query, and all the others its gallery (FCT section 4.2)."""
+    """Make every image a query, and all the others of its class relevant (FCT section 4.2); the
+    query itself is ignored."""
     return same_label(listing.labels, listing.labels, listing.paths, listing.paths)
 
 
 def of_class(queries: Listing, gallery: Listing) -> Relevance:
     """Make items with the query's class name relevant; nothing is ignored.
+
+    Returns:
+        For each query, the gallery positions of its class; empty if the gallery has none.
 
     Raises:
         InvalidInputError: The two listings have no class name in common.

@@ -78,7 +78,12 @@ def measure_cell(
         int8: Use int8 files where they exist.
 
     Raises:
-        InvalidInputError: The vectors of the two releases cannot be compared.
+        InvalidInputError: The vectors of the two releases cannot be compared, or a file is no
+            image.
+        NotFoundError: A release or an upgrade of the cell does not exist.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
+        ValueError: Relevance for another number of queries, or vectors that are not finite.
     """
     vectors = cell_vectors(cell, queries, gallery, int8=int8)
     return measure(*vectors, relevance, queries.metric(cell.query), neighbours=neighbours)
@@ -92,7 +97,7 @@ def measure(
     *,
     neighbours: int = 0,
 ) -> CellFigures:
-    """Search exactly and measure.
+    """Search a gallery exactly, and measure the answers.
 
     Args:
         queries: [q, dim].
@@ -101,6 +106,10 @@ def measure(
         metric: How distances are computed.
         neighbours: Number of nearest items to return for each query without ignored ones; fewer if
             there are no more.
+
+    Raises:
+        ValueError: Relevance for another number of queries, shapes that do not fit, values that are
+            not finite, or a zero vector with cosine.
     """
     ranking = rank(queries, gallery, relevance, metric)
     nearest_items: Ints = np.empty((len(queries), 0), np.int64)
@@ -151,6 +160,10 @@ def search_cell(
 
     Raises:
         InvalidInputError: Raw vectors of another dimension, which no gallery can search.
+        NotFoundError: A release or an upgrade of the cell does not exist.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
+        ValueError: Relevance for another number of queries.
     """
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
     spec = SpaceSpec.of(queries.manifest(cell.query))
@@ -240,6 +253,10 @@ def evaluate_cells(
 
     Raises:
         InvalidInputError: The vectors of two releases cannot be compared.
+        NotFoundError: A release or an upgrade of a cell does not exist.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
+        ValueError: No query has a relevant item, or vectors are not finite.
     """
     return [
         _evaluate(name, queries, gallery, relevance, neighbours=neighbours, int8=int8)
@@ -309,6 +326,6 @@ def _recognition(
 def neighbour_paths(
     cell: MatrixCell, queries: Listing, gallery: Listing
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield each query's path with the paths of its nearest gallery images."""
+    """Yield each query's path with the paths of its nearest gallery images, nearest first."""
     for path, row in zip(queries.paths, cell.neighbours, strict=True):
         yield path, [gallery.paths[position] for position in row]

@@ -84,7 +84,11 @@ def fit_curve(
         matches: 0 or 1, [p].
 
     Returns:
-        Distances and probabilities of the breakpoints.
+        Distances (increasing) and probabilities (decreasing, 0 to 1) of the breakpoints, at least
+        two.
+
+    Raises:
+        ValueError: There are no pairs.
     """
     # Imported here: the import takes a second, and only measuring a release needs it.
     from sklearn.isotonic import IsotonicRegression
@@ -131,7 +135,7 @@ def same_scale(carried: CellFigures, embedded: CellFigures, relevance: Relevance
     within an origin.
 
     Args:
-        carried: The cell with migrated vectors.
+        carried: The cell with migrated vectors; its neighbours and distances are used.
         embedded: The cell with the new model's own vectors.
         relevance: The relevant items of each query.
 
@@ -234,7 +238,16 @@ class QuerySet:
     classes: Ints | None = None
 
     def gained(self, values: PerQuery, other: PerQuery) -> Difference:
-        """Bootstrap the difference of a figure by query between `values` and `other`."""
+        """Bootstrap the mean of `values` - `other` over queries; classes are drawn where they are
+        known.
+
+        Args:
+            values: A figure by query, [q], NaN where the query has no answer.
+            other: The figure to compare it with, [q].
+
+        Raises:
+            ValueError: The two do not answer the same queries, or no query has an answer.
+        """
         labels = None if self.classes is None else [self.classes]
         return paired_bootstrap([values], [other], classes=labels)
 
@@ -280,6 +293,10 @@ def both_evidence(
     Returns:
         None if the new model alone is as good, or if both are measurably worse than it or than
         staying by either figure.
+
+    Raises:
+        InvalidInputError: The vectors of the two releases cannot be compared.
+        ValueError: No query has a relevant item.
     """
     joint = _fit_joint(cell, fitting, int8=int8)
     if joint is None:
@@ -388,6 +405,10 @@ def backfill_curves(
             variance.
         int8: Use int8 files where they exist.
         line: Converts distances of migrated items; None: the release's own line.
+
+    Raises:
+        InvalidInputError: The vectors of the two releases cannot be compared.
+        ValueError: No query has a relevant item, or vectors are not finite.
     """
     line = served_line(cell, queries) if line is None else line
     served, native = gallery.along(cell.gallery, int8=int8), gallery.native(cell.query)
@@ -461,6 +482,10 @@ def healing_evidence(
 
     Returns:
         The curves, and the line by which the release ranks.
+
+    Raises:
+        InvalidInputError: The vectors of the two releases cannot be compared.
+        ValueError: No query has a relevant item, or vectors are not finite.
     """
     raw, scaled = (
         backfill_curves(
