@@ -52,7 +52,7 @@ class Listing:
         """Return a listing of some images, with the same classes and labels.
 
         Args:
-            rows: int64, indices of images.
+            rows: int64 [m], indices of the n images; they may repeat.
         """
         paths = tuple(self.paths[row] for row in rows)
         return Listing(self.root, self.class_names, paths, self.labels[rows])

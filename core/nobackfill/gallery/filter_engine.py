@@ -169,7 +169,12 @@ def _sort_pairs(pairs: Sequence[tuple[float, int]], kind: np.dtype[Any]) -> Sort
 
 
 def sort_values(values: Numbers, rows: ColumnRows) -> Sorted:
-    """Sort values with their rows."""
+    """Sort values together with their rows; equal values keep their order.
+
+    Args:
+        values: int64 or float64 [n].
+        rows: int32 [n].
+    """
     order = np.argsort(values, kind="stable")
     return Sorted(values[order], rows[order])
 

@@ -93,12 +93,28 @@ class Scorer:
         return self._distances.tolist(), self._probabilities.tolist()
 
     def scores(self, distances: ArrayLike) -> NDArray[np.float64]:
-        """Return the probability of a match for each distance, see the function `scores`."""
+        """Return the probability of a match for each distance.
+
+        Args:
+            distances: Float, of any shape [...].
+
+        Returns:
+            float64 in 0 to 1, of the same shape [...]; a smaller distance never has a smaller
+            score. NaN stays NaN.
+        """
         values = np.asarray(distances, dtype=np.float64)
         return np.asarray(np.interp(values, self._distances, self._probabilities), dtype=np.float64)
 
     def beyond(self, distances: ArrayLike) -> NDArray[np.bool_]:
-        """Return which distances lie outside of the calibration, see the function `beyond`."""
+        """Return which distances lie outside of those that the calibration saw; their scores are
+        its end values.
+
+        Args:
+            distances: Float, of any shape [...]; NaN is not beyond.
+
+        Returns:
+            bool, of the same shape [...].
+        """
         values = np.asarray(distances, dtype=np.float64)
         nearer, farther = values < self._distances[0], values > self._distances[-1]
         return np.asarray(nearer | farther, dtype=np.bool_)

@@ -227,6 +227,9 @@ def space_of(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> st
     Args:
         embedder: Its embedder.
         text: Its text encoder, None without one.
+
+    Raises:
+        InvalidInputError: The digest of the embedder's file is not 64 lower-case hex digits.
     """
     return space_id(
         None if embedder.file is None else embedder.file.sha256,

@@ -343,7 +343,7 @@ def check_output(
     """Return a model's output as vectors, after checking it.
 
     Args:
-        values: The output.
+        values: The output, of any shape and dtype.
         count: The expected number of rows.
         dim: The expected dimension.
         name: Name of the output, for messages.

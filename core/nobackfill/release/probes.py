@@ -94,6 +94,7 @@ def check_probes(
     Raises:
         VerificationError: A model differs, or cannot be loaded; the message names it.
         ConfigurationError: The extra `text` is needed, and is not installed.
+        InvalidInputError: The image probes have another shape than the model's input.
     """
     embed = side = read = None
     if manifest.embedder.file is not None and _holds(files, manifest.embedder.file):

@@ -94,6 +94,9 @@ class TextModel:
         Args:
             tokens: The inputs of the encoder, from `TextReader.feed`.
             role: query or document.
+
+        Raises:
+            UnusableOutputError: The model returns no usable vector for some texts.
         """
         (embedding,) = self._sessions[role].run(dict(tokens), ["embedding"])
         count = len(tokens["input_ids"])

@@ -142,8 +142,8 @@ def _cause(status: int) -> str:
 
 
 def refusal(request: _Request) -> str | None:
-    """Run the models of a release in this process, and explain why it is refused; None if it is
-    valid."""
+    """Run the models of a release in this process, and explain why the release is refused; None if
+    it is valid. A model that crashes ends the process."""
     from nobackfill.release.probes import check_probes, check_release
 
     try:

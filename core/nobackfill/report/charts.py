@@ -52,6 +52,9 @@ def backfill_chart(comparison: Comparison) -> str:
 
     Returns:
         A data URI.
+
+    Raises:
+        ValueError: No picture shares its class with another one.
     """
     figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
     axes = figure.add_subplot()

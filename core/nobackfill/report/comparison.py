@@ -78,13 +78,37 @@ class Comparison:
 
 
 def best_route(manifests: Mapping[int, Manifest], old: int, new: int) -> Route | None:
-    """Return the route from `old` to `new` for a gallery whose items all have side-information."""
+    """Return the best route between two releases for a gallery whose items all have
+    side-information.
+
+    Args:
+        manifests: The releases by number.
+        old: The source.
+        new: The target.
+
+    Returns:
+        None if there is no route.
+
+    Raises:
+        NotFoundError: `new` is not among the manifests.
+        KeyError: `old` is not among the manifests.
+    """
     return plan_route(manifests, old, new, manifests[old].side_space)
 
 
 def predecessor(manifests: Mapping[int, Manifest], release: int) -> int | None:
-    """Return the newest older release whose galleries `release` can migrate or search; None without
-    one."""
+    """Return the newest older release whose galleries a release can migrate or search.
+
+    Args:
+        manifests: The releases by number.
+        release: The newer release.
+
+    Returns:
+        None if there is no such release.
+
+    Raises:
+        NotFoundError: There are older releases, but `release` is not among the manifests.
+    """
     for number in sorted((n for n in manifests if n < release), reverse=True):
         old = manifests[number]
         if plan_route(manifests, number, release, old.side_space, directly=old.space):
@@ -107,6 +131,8 @@ def compare(
     Raises:
         VerificationError: A model differs from the published one.
         InvalidInputError: A file is no image.
+        NotFoundError: A release is not among the manifests.
+        ValueError: No picture shares its class with another one.
     """
     best = best_route(manifests, old, new)
     route = () if best is None else best.releases
@@ -164,7 +190,11 @@ Matrix = Mapping[tuple[str, str], ShadedCell]
 
 
 def matrix_of_pictures(cells: Mapping[str, CellFigures]) -> Matrix:
-    """Return the matrix that was measured on the pictures."""
+    """Return the matrix of the cells that were measured on the pictures, in percent.
+
+    Raises:
+        ValueError: A cell has no query with an answer.
+    """
     return _shade(
         {
             name: (percent(cell.map), percent(cell.cmc1), percent(cell.cmc5))
@@ -220,7 +250,14 @@ def _int8_map(new: Manifest, route: tuple[int, ...]) -> float | None:
 
 
 def percent(values: PerQuery) -> float:
-    """Return the mean in percent over answerable queries."""
+    """Return the mean in percent over answerable queries.
+
+    Args:
+        values: [q], 0 to 1; NaN for queries without an answer.
+
+    Raises:
+        ValueError: No query is answerable.
+    """
     return 100 * mean(values)
 
 
@@ -234,7 +271,11 @@ def _shade(figures: Mapping[str, tuple[float, float, float]]) -> Matrix:
 
 
 def quality_kept(matrix: Matrix) -> float | None:
-    """Return mAP of new/served as a percentage of new/new; None if it was not measured."""
+    """Return mAP of new/served as a percentage of new/new.
+
+    Returns:
+        None if one of them was not measured, or new/new is 0.
+    """
     served, bound = matrix.get(("new", "served")), matrix.get(("new", "new"))
     if served is None or bound is None or bound.map <= 0:
         return None
@@ -260,7 +301,11 @@ class Flips:
 
 
 def flips(comparison: Comparison) -> Flips:
-    """Compare the first hit of each picture after the upgrade with that of the old model."""
+    """Compare the first hit of each picture after the upgrade with that of the old model.
+
+    Raises:
+        ValueError: No picture shares its class with another one.
+    """
     old, served = comparison.cells["old/old"], comparison.cells["new/served"]
     change = served.map - old.map
     improved = np.flatnonzero((old.cmc1 == 0) & (served.cmc1 == 1))

@@ -141,6 +141,9 @@ def downloads(
         old: The release of the device.
         release: The new release.
         route: Releases of the route; empty for a direct search.
+
+    Raises:
+        NotFoundError: An upgrade of the route does not exist.
     """
     new = manifests[release]
     steps = route_along(manifests, route).steps
@@ -279,7 +282,7 @@ def render(
     seed: int,
     links: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Render the page.
+    """Render the page of a release.
 
     Args:
         manifests: The releases by number.
@@ -292,6 +295,11 @@ def render(
 
     Returns:
         HTML.
+
+    Raises:
+        NotFoundError: A release or an upgrade of the route does not exist.
+        ValueError: The comparison has no query with an answer.
+        InvalidInputError: A picture cannot be read.
     """
     new = manifests[release]
     best = None if old is None else best_route(manifests, old, release)
@@ -411,7 +419,11 @@ def upgrade_page(
     Raises:
         NotFoundError: No such release in use, or no such folder.
         VerificationError: A file or signature is wrong.
-        InvalidInputError: Too few images, a file that is no image, or an invalid address.
+        InvalidInputError: Too few images, a file that is no image, or an invalid address of a
+            running page.
+        UnavailableError: The folder cannot be read.
+        CannotWriteError: The temporary folder cannot be written.
+        ValueError: No picture shares its class with another one.
     """
     links = () if served is None else served.links(release)
     with tempfile.TemporaryDirectory() as state:

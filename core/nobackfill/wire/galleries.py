@@ -71,6 +71,8 @@ class SearchCalls(Connection):
             PreconditionError: The gallery cannot answer such a query now; see its reason.
                 NoEncoderError: its release does not embed images, or texts.
             UnavailableError: The gateway does not answer.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = search_pb2.SearchRequest(
             gallery=gallery,
@@ -98,6 +100,8 @@ class SearchCalls(Connection):
 
         Raises:
             InvalidInputError: Another kind, or no request id.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         if kind not in FEEDBACK:
             raise InvalidInputError(
@@ -255,6 +259,8 @@ class GalleryCalls(Connection):
 
         Raises:
             AlreadyExistsError: The gallery exists, and `exist_ok` is False.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.CreateGalleryRequest(name=gallery, exact_distances=exact_distances)
         try:
@@ -271,12 +277,19 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.GetGalleryRequest(name=gallery)
         return self._retry(lambda t: self._galleries.GetGallery(request, timeout=t)).gallery
 
     def list_galleries(self) -> Iterator[gallery_pb2.Gallery]:
-        """Yield all galleries by name, reading them page by page."""
+        """Yield all galleries by name, reading them page by page.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
+        """
         request = gallery_pb2.ListGalleriesRequest(page_size=_PAGE)
         while True:
             answer = self._retry(lambda t: self._galleries.ListGalleries(request, timeout=t))
@@ -299,6 +312,8 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.UpdateGalleryRequest(
             name=gallery, exact_distances=exact_distances, source=source, both_models=both_models
@@ -310,6 +325,8 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.DeleteGalleryRequest(name=gallery)
         self._call_once(lambda t: self._galleries.DeleteGallery(request, timeout=t))
@@ -319,6 +336,8 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         answer = self.get_gallery(gallery)
         return Status(answer.items, answer.release)
@@ -341,6 +360,11 @@ class GalleryCalls(Connection):
 
         Returns:
             The reason of each refusal, by id; empty if all were stored.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         unsent: dict[str, str] = {}
 
@@ -369,6 +393,11 @@ class GalleryCalls(Connection):
 
         Returns:
             The reason of each refusal, by id; empty if all were stored.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         unsent: dict[str, str] = {}
 
@@ -400,6 +429,11 @@ class GalleryCalls(Connection):
 
         Returns:
             The reason of each refusal, by id; empty if all were stored.
+
+        Raises:
+            NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         refusals: dict[str, str] = {}
         count = 0
@@ -422,6 +456,9 @@ class GalleryCalls(Connection):
 
         Raises:
             NotFoundError: No such gallery or item.
+            InvalidInputError: The gateway sends metadata that this version cannot read.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.GetItemRequest(gallery=gallery, id=id)
         return _read(self._retry(lambda t: self._galleries.GetItem(request, timeout=t)))
@@ -435,6 +472,12 @@ class GalleryCalls(Connection):
             gallery: Name of the gallery.
             where: Values that metadata must equal, or a filter; None for all items.
             least_certain: Only items that an upgrade migrated, the least certain first.
+
+        Raises:
+            InvalidInputError: An invalid filter.
+            NotFoundError: No such gallery; raised at the first item.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.ListItemsRequest(
             gallery=gallery, filter=to_filter(where), page_size=_PAGE
@@ -456,7 +499,13 @@ class GalleryCalls(Connection):
 
         Args:
             gallery: Name of the gallery.
-            where: Count only items that pass the filter.
+            where: Values that metadata must equal, or a filter; None counts all items.
+
+        Raises:
+            InvalidInputError: An invalid filter.
+            NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.CountItemsRequest(gallery=gallery, filter=to_filter(where))
         return int(self._retry(lambda t: self._galleries.CountItems(request, timeout=t)).items)
@@ -475,12 +524,18 @@ class GalleryCalls(Connection):
         Args:
             gallery: Name of the gallery.
             values: Values to set, by key.
-            ids: The items.
-            where: A filter that chooses the items.
+            ids: Ids of the items; unknown ids are ignored. Give ids or a filter.
+            where: A filter that chooses the items; None if ids do.
             remove: Keys to remove.
 
         Returns:
             Number of chosen items.
+
+        Raises:
+            InvalidInputError: An invalid filter or value, or neither ids nor a filter.
+            NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.SetMetadataRequest(gallery=gallery, ids=ids, remove=remove)
         if where is not None:
@@ -497,10 +552,16 @@ class GalleryCalls(Connection):
         Args:
             gallery: Name of the gallery.
             ids: At most 10,000 ids; unknown ids are ignored.
-            where: A filter that chooses the items.
+            where: A filter that chooses the items; None if ids do.
 
         Returns:
             Number of deleted items.
+
+        Raises:
+            InvalidInputError: An invalid filter, too many ids, or neither ids nor a filter.
+            NotFoundError: No such gallery.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = gallery_pb2.DeleteItemsRequest(gallery=gallery, ids=ids)
         if where is not None:

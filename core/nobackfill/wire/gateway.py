@@ -36,7 +36,12 @@ class ReleaseCalls(Connection):
         return ReleaseServiceStub(self._channel)
 
     def list_releases(self) -> Sequence[release_pb2.Release]:
-        """List the published releases, with the state of each at the gateway."""
+        """List the published releases, with the state of each at the gateway.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
+        """
         request = release_pb2.ListReleasesRequest()
         return self._retry(lambda t: self._releases.ListReleases(request, timeout=t)).releases
 
@@ -45,12 +50,19 @@ class ReleaseCalls(Connection):
 
         Raises:
             NotFoundError: No such release.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = release_pb2.GetReleaseRequest(number=number)
         return self._retry(lambda t: self._releases.GetRelease(request, timeout=t)).release
 
     def watch_releases(self) -> Iterator[Sequence[release_pb2.Release]]:
-        """Yield the list of releases now, and again after each change; without end."""
+        """Yield the list of releases now, and again after each change; without end.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
+        """
         request = release_pb2.WatchReleasesRequest()
         answers = self._watch(lambda: self._releases.WatchReleases(request))
         return (answer.releases for answer in answers)
@@ -63,12 +75,14 @@ class ReleaseCalls(Connection):
         Args:
             path: Published path of the file.
             offset: The first byte.
-            seconds: Longest time of the whole transfer; None: as for other calls.
+            seconds: Longest time of the whole transfer; None: the connection's `seconds`.
 
         Raises:
             NotFoundError: No such file.
             OutOfRangeError: The offset lies past the end.
             DeadlineError: The time is over.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = release_pb2.FetchFileRequest(path=path, offset=offset)
         stream = self._releases.FetchFile(request, timeout=seconds or self.seconds)
@@ -98,6 +112,8 @@ class ReleaseCalls(Connection):
         Raises:
             InvalidInputError: Another rollout.
             PreconditionError: The activation failed; raised after the last report.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         if rollout not in ROLLOUTS:
             raise InvalidInputError(
@@ -121,12 +137,19 @@ class ReleaseCalls(Connection):
         Raises:
             PreconditionError: No such canary; or the activation failed, raised after the last
                 report.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = release_pb2.ActivateReleaseRequest(number=number, promote=True)
         return self._read_reports(number, self._releases.ActivateRelease(request))
 
     def watch_canary(self) -> Iterator[release_pb2.WatchCanaryResponse]:
-        """Yield the state of the canary every second, until it ends."""
+        """Yield the state of the canary every second, until it ends.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
+        """
         request = release_pb2.WatchCanaryRequest()
         return self._watch(lambda: self._releases.WatchCanary(request))
 
@@ -143,6 +166,8 @@ class ReleaseCalls(Connection):
 
         Raises:
             InvalidInputError: The report is invalid.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         self._retry(lambda t: self._releases.ReportSync(report, timeout=t))
 
@@ -161,6 +186,8 @@ class ReleaseCalls(Connection):
             PreconditionError: No release to return to, or this canary was promoted or is not
                 running.
             BusyError: Another change is running.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = release_pb2.RollbackReleaseRequest(confirm=confirm, to_release=to, canary=canary)
         seconds = _CHANGE_SECONDS if confirm else None
@@ -173,6 +200,10 @@ class ReleaseCalls(Connection):
 
         Returns:
             The retired releases.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = release_pb2.RetireReleaseRequest()
         return self._call_once(
@@ -199,6 +230,10 @@ class UpgradeCalls(Connection):
             gallery: Name of the gallery.
             release: The target.
             spare_cores: Processor cores to leave to other work.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = upgrade_pb2.EstimateUpgradeRequest(
             gallery=gallery, release=release, spare_cores=spare_cores
@@ -222,6 +257,12 @@ class UpgradeCalls(Connection):
             spare_cores: Processor cores to leave to other work.
             backfill: Images by id of items to re-embed, the least certain first.
             budget: The largest number of items to re-embed; 0 for all of `backfill`.
+
+        Raises:
+            InvalidInputError: A backfill image cannot be read.
+            TooLargeError: A backfill image is larger than a gateway accepts.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         images = [
             upgrade_pb2.BackfillImage(id=name, image=image_bytes(image))
@@ -242,13 +283,22 @@ class UpgradeCalls(Connection):
         Args:
             gallery: Name of the gallery.
             by: A metadata key: report the quality for each of its values, too. Empty: none.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by)
         answers = self._watch(lambda: self._upgrades.WatchUpgrade(request))
         return (answer.progress for answer in answers)
 
     def pause_upgrade(self, gallery: str) -> upgrade_pb2.UpgradeProgress:
-        """Stop an upgrade after the present chunk; `start_upgrade` resumes it."""
+        """Stop an upgrade after the present chunk; `start_upgrade` resumes it.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
+        """
         request = upgrade_pb2.PauseUpgradeRequest(gallery=gallery)
         return self._retry(lambda t: self._upgrades.PauseUpgrade(request, timeout=t)).progress
 
@@ -264,7 +314,12 @@ class VaultCalls(Connection):
         return VaultServiceStub(self._channel)
 
     def received_bytes(self, blob: vault_pb2.Blob) -> int:
-        """Return how many bytes of a blob the vault has received."""
+        """Return how many bytes of a blob the vault has received.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
+        """
         request = vault_pb2.PutBlobRequest(blob=blob)
         return int(self._retry(lambda t: self._vault.PutBlob(iter([request]), timeout=t)).received)
 
@@ -282,7 +337,7 @@ class VaultCalls(Connection):
             blob: Id, size and digest of the blob.
             chunks: Its bytes from `offset` on.
             offset: Number of bytes that the vault has already.
-            seconds: Longest time of the transfer; None: as for other calls.
+            seconds: Longest time of the transfer; None: the connection's `seconds`.
 
         Returns:
             Number of bytes that the vault has now.
@@ -292,6 +347,8 @@ class VaultCalls(Connection):
             TooLargeError: The blob is larger than the vault accepts.
             QuotaExceededError: The vault is full for this name.
             OutOfRangeError: The vault has fewer bytes than `offset`.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
 
         def requests() -> Iterator[vault_pb2.PutBlobRequest]:
@@ -316,17 +373,24 @@ class VaultCalls(Connection):
         Args:
             blob_id: Its id.
             offset: The first byte.
-            seconds: Longest time of the transfer; None: as for other calls.
+            seconds: Longest time of the transfer; None: the connection's `seconds`.
 
         Raises:
             NotFoundError: No such blob.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = vault_pb2.GetBlobRequest(id=blob_id, offset=offset)
         stream = self._vault.GetBlob(request, timeout=seconds or self.seconds)
         return (answer.chunk for answer in self._read_stream(stream))
 
     def delete_blob(self, blob_id: str) -> None:
-        """Delete a blob; do nothing if it is missing."""
+        """Delete a blob; do nothing if it is missing.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
+        """
         request = vault_pb2.DeleteBlobRequest(id=blob_id)
         with suppress(NotFoundError):
             self._retry(lambda t: self._vault.DeleteBlob(request, timeout=t))
@@ -336,6 +400,10 @@ class VaultCalls(Connection):
 
         Args:
             page_token: The token of the page; empty for the first.
+
+        Raises:
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = vault_pb2.ListBlobsRequest(page_token=page_token)
         return self._retry(lambda t: self._vault.ListBlobs(request, timeout=t))

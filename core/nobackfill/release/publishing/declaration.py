@@ -220,6 +220,7 @@ def read_declaration(path: Path, outputs: Sequence[str]) -> Declaration:
 
     Raises:
         InvalidInputError: A file cannot be read, or declares something that is not applied here.
+        NotFoundError: A file that the declaration names is missing.
     """
     file = _declaring_file(path)
     if file is None:

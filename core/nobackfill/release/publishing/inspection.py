@@ -88,7 +88,10 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
 
     Raises:
         NotFoundError: Nothing is published, or no such release.
-        VerificationError: The first failure that was found.
+        VerificationError: The first file, signature or probe that fails; UnfitError if this program
+            cannot use a release.
+        UnavailableError: The folder cannot be read.
+        CannotWriteError: The temporary folder cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
         trust = TrustedFolder(repo, Path(temporary), root)

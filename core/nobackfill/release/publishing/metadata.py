@@ -68,7 +68,7 @@ class Keys:
         return self.files.get(role, self.folder / f"{role}.pem")
 
     def next_path(self, role: Role) -> Path:
-        """Return the file of a role's new key during a rotation."""
+        """Return the file of a role's new key during a rotation, whether it exists or not."""
         path = self.path(role)
         return path.with_name(f"{path.name.removesuffix('.pem')}.next.pem")
 
@@ -82,7 +82,7 @@ class Keys:
         return {role: _load_or_make(self.path(role)) for role in ROLES}
 
     def complete(self) -> bool:
-        """Check whether all four key files exist."""
+        """Tell whether all four key files exist."""
         return all(self.path(role).exists() for role in ROLES)
 
     def create_next(self, role: Role) -> CryptoSigner:
@@ -131,10 +131,15 @@ class Keys:
 
     def settle(self, role: Role, root: Root) -> None:
         """Move the new key of a role over the old one, once root metadata accepts only the new one.
+        Otherwise do nothing.
 
         Args:
             role: The role.
             root: The root metadata.
+
+        Raises:
+            ConfigurationError: The new key's file is no key, or others may read it.
+            CannotWriteError: The file cannot be moved.
         """
         following = self.next_path(role)
         trusted = root.get_delegated_role(role).keyids

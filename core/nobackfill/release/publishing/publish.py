@@ -293,7 +293,8 @@ def check_keys(repo: Path, keys: Keys) -> None:
         keys: The key files.
 
     Raises:
-        ConfigurationError: A key is missing.
+        ConfigurationError: A key is missing, a file is no key, or others may read it.
+        VerificationError: The root metadata is invalid.
     """
     if (root := read_root(repo)) is not None:
         signers_of(keys, root[0])
@@ -303,7 +304,8 @@ def refuse_begun(repo: Path) -> None:
     """Refuse a publication that has root metadata already.
 
     Raises:
-        AlreadyExistsError: It has.
+        AlreadyExistsError: It has root metadata.
+        VerificationError: Its root metadata is invalid.
     """
     if read_root(repo) is not None:
         raise AlreadyExistsError(
@@ -323,6 +325,7 @@ def begin_publication(repo: Path, keys: Keys) -> None:
         BusyError: Another publisher holds the lock.
         ConfigurationError: A file is no key.
         CannotWriteError: A file cannot be written.
+        VerificationError: The root metadata is invalid.
     """
     refuse_begun(repo)
     durable.make_dir(repo.absolute())
@@ -338,6 +341,11 @@ def begin(repo: Path, keys: Keys) -> Root:
     Args:
         repo: The publication folder.
         keys: The key files.
+
+    Raises:
+        VerificationError: The root metadata is invalid.
+        ConfigurationError: A file is no key, or others may read it.
+        CannotWriteError: A file cannot be written.
     """
     newest = read_root(repo)
     if newest is None:
@@ -356,6 +364,7 @@ def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
 
     Raises:
         CannotWriteError: A file cannot be written.
+        AlreadyExistsError: A folder is published already.
     """
     top = staging(repo)
     durable.make_dir(top)
@@ -382,13 +391,16 @@ def publish_converter(
     Args:
         repo: The publication folder, made if missing.
         data: The ONNX file.
-        describe: Makes the manifest from the number and the entry of the file.
+        describe: Makes the manifest from the number and the entry of the file; its error ends the
+            work before anything is written.
         keys: The signing keys; None: those in `<repo>.keys/`.
 
     Raises:
         BusyError: Another publisher holds the lock.
         CannotWriteError: A file cannot be written.
         ConfigurationError: A key is missing.
+        VerificationError: The published metadata is invalid.
+        AlreadyExistsError: The folder is published already.
     """
     keys = keys or Keys.of(repo)
     durable.make_dir(repo.absolute())

@@ -67,13 +67,14 @@ def resign(repo: Path, keys: Keys | None = None, dry_run: bool = False) -> Renew
     Args:
         repo: The publication folder.
         keys: The signing keys; None: those in `<repo>.keys/`.
-        dry_run: Only report.
+        dry_run: Only report; a missing key is still an error.
 
     Raises:
         NotFoundError: Nothing is published there.
         ConfigurationError: The snapshot or timestamp key is missing.
         BusyError: Another publisher holds the lock.
         CannotWriteError: A file cannot be written.
+        VerificationError: The published metadata is invalid.
     """
     keys = keys or Keys.of(repo)
     ledger = require_ledger(repo)
@@ -114,6 +115,7 @@ def rotate(
         NotFoundError: Nothing is published there.
         BusyError: Another publisher holds the lock.
         CannotWriteError: A file cannot be written.
+        VerificationError: The published metadata is invalid.
     """
     keys = keys or Keys.of(repo)
     if not roles or not set(roles) <= set(ROLES):
@@ -206,6 +208,7 @@ def withdraw(
         ConfigurationError: A key is missing.
         BusyError: Another publisher holds the lock.
         CannotWriteError: A file cannot be written.
+        VerificationError: The published metadata is invalid.
     """
     if not reason.strip() or not reason.isprintable():
         raise PreconditionError(f"expected a reason that devices can show, got {reason!r}")
@@ -244,6 +247,7 @@ def roll_out(
         ConfigurationError: A key is missing.
         BusyError: Another publisher holds the lock.
         CannotWriteError: A file cannot be written.
+        VerificationError: The published metadata is invalid.
     """
     if not 0 < share <= 1:
         raise InvalidInputError(f"share: expected above 0 and at most 1, got {share:g}")

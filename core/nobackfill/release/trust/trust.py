@@ -429,7 +429,9 @@ def fetch_metadata(
         VerificationError: A signature, digest or version is wrong, or it has expired.
         UnavailableError: The source does not answer, or is too slow.
         NotFoundError: A file is missing.
-        CannotWriteError: The temporary folder cannot be written.
+        CannotWriteError: The temporary folder cannot be written. Other errors of the source are
+            raised as they are.
+        NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="nobackfill-") as temporary:
@@ -516,6 +518,8 @@ def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: P
         VerificationError: The host sends another file.
         UnavailableError: The host is gone, too slow or stopped early; the partial download stays.
         CannotWriteError: The file cannot be written.
+        NotFoundError: The host does not have the file.
+        NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
     if destination.is_file() and _is_complete(destination, target):
         return
@@ -593,6 +597,7 @@ def first_root(fetcher: Fetcher, base_url: str) -> bytes:
         NotFoundError: Nothing is published there.
         UnavailableError: The source does not answer.
         VerificationError: It is too long, or not signed by itself.
+        NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
     url = f"{base_url}1.root.json"
     data = bytearray()
@@ -608,7 +613,7 @@ def first_root(fetcher: Fetcher, base_url: str) -> bytes:
 
 
 def fingerprint(root: bytes) -> str:
-    """Format the SHA-256 of root metadata for a person, in groups of four hex digits."""
+    """Format the SHA-256 of root metadata for a person: 64 hex digits in groups of four."""
     digest = sha256_bytes(root)
     return " ".join(digest[i : i + 4] for i in range(0, len(digest), 4))
 
@@ -664,6 +669,7 @@ class Trust:
             NotFoundError: Nothing is published there.
             CannotWriteError: The state cannot be written.
             BusyError: Another process refreshes.
+            NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
         durable.make_dir(self._folder, mode=0o700)
         with durable.lock(self._folder / "lock", _LOCK_SECONDS):
@@ -686,7 +692,11 @@ class Trust:
             return news
 
     def floor(self) -> Floor:
-        """Return the trusted versions, for the caller to store with its installed release."""
+        """Return the trusted versions, for the caller to store with its installed release.
+
+        Raises:
+            NotFoundError: Nothing was fetched yet.
+        """
         return self._trusted().floor()
 
     def expiries(self) -> dict[str, datetime]:
@@ -698,12 +708,20 @@ class Trust:
         return self._trusted().expiries()
 
     def root(self) -> bytes:
-        """Return the trusted root metadata, for the caller to store in case the state is lost."""
+        """Return the trusted root metadata, for the caller to store in case the state is lost.
+
+        Raises:
+            NotFoundError: Nothing was fetched yet.
+        """
         return self._trusted().texts["root"]
 
     def releases(self) -> dict[int, str | None]:
         """Return the numbers of all releases, ascending, each with the reason of its withdrawal or
-        None."""
+        None.
+
+        Raises:
+            NotFoundError: Nothing was fetched yet.
+        """
         targets = self._trusted().targets.targets
         numbers = {release_of_manifest(path): path for path in targets}
         return {
@@ -717,25 +735,37 @@ class Trust:
         Args:
             release: Number of the release.
             device: The random id of the device.
+
+        Raises:
+            NotFoundError: No such release, or nothing was fetched yet.
         """
         return in_share(share_digest(release, device), self.share(release))
 
     def share(self, release: int) -> float:
-        """Return the share of devices that a release is offered to, 0 to 1."""
+        """Return the share of devices that a release is offered to, 0 to 1.
+
+        Raises:
+            NotFoundError: No such release, or nothing was fetched yet.
+        """
         return share_of(self.target(manifest_path(release)))
 
     def newest(self, device: str | None = None) -> int | None:
-        """Return the newest usable release: neither withdrawn nor unfit.
+        """Return the newest usable release: neither withdrawn nor unfit. Its manifest is fetched.
 
         Args:
-            device: Prefer the newest release that is offered to the device with this id.
+            device: Prefer the newest release that is offered to the device with this id; None for
+                no preference.
 
         Returns:
             None if nothing is published.
 
         Raises:
             UnfitError: All releases are unfit.
-            NobackfillError: As `manifest` does.
+            VerificationError: The host sends another file.
+            NotFoundError: Nothing was fetched yet.
+            UnavailableError: The source does not answer.
+            CannotWriteError: The manifest cannot be written.
+            NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
         unfit: UnfitError | None = None
         good = [n for n, reason in self.releases().items() if reason is None]
@@ -758,6 +788,7 @@ class Trust:
             UnfitError: This program cannot use the release.
             UnavailableError: The source does not answer.
             CannotWriteError: The file cannot be written.
+            NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
         path = manifest_path(release)
         manifest = parse_manifest(self.download(path, self._folder).read_bytes(), release)
@@ -773,6 +804,14 @@ class Trust:
         """Return the manifest of every usable release, by number, for planning routes.
 
         Withdrawn and unfit releases are left out, and releases with the space of an older one.
+        Manifests that are not there yet are fetched.
+
+        Raises:
+            VerificationError: The host sends another file.
+            NotFoundError: Nothing was fetched yet.
+            UnavailableError: The source does not answer.
+            CannotWriteError: A manifest cannot be written.
+            NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
         manifests: dict[int, Manifest] = {}
         for release, reason in self.releases().items():
@@ -795,7 +834,7 @@ class Trust:
         """Return the signed length and digest of a published file.
 
         Raises:
-            NotFoundError: No such file.
+            NotFoundError: No such file, or nothing was fetched yet.
         """
         target = self._trusted().targets.targets.get(path) if is_plain(path) else None
         if target is None:
@@ -813,11 +852,12 @@ class Trust:
             folder: The folder.
 
         Raises:
-            NotFoundError: No such file.
+            NotFoundError: No such file, or nothing was fetched yet.
             VerificationError: The host sends another file, or the path leads out of the folder.
             UnavailableError: The host is gone, too slow or stopped early; the partial download
                 stays.
             CannotWriteError: The file cannot be written.
+            NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
         """
         destination = folder / path
         if not destination.resolve().is_relative_to(folder.resolve()):
@@ -859,6 +899,7 @@ class TrustedFolder(Trust):
         Raises:
             NotFoundError: Nothing is published there.
             VerificationError: The state is damaged, or began with another root.
+            UnavailableError: The folder cannot be read.
         """
         self.repo = repo
         fetcher = FolderFetcher(repo)
@@ -867,8 +908,15 @@ class TrustedFolder(Trust):
         super().__init__(state_dir, fetcher, fetcher.base_url, root)
 
     def manifest(self, release: int) -> Manifest:
-        """Return the manifest of a release, which must be unchanged in the folder. Raises as
-        Trust.manifest."""
+        """Return the manifest of a release, whose file must be unchanged in the publication folder.
+
+        Raises:
+            NotFoundError: No such release, or nothing was fetched yet.
+            VerificationError: The file is missing or differs from the signed one.
+            UnfitError: This program cannot use the release.
+            UnavailableError: The folder cannot be read.
+            CannotWriteError: The state folder cannot be written.
+        """
         self._check_in_place(manifest_path(release))
         return super().manifest(release)
 
@@ -881,7 +929,7 @@ class TrustedFolder(Trust):
             The publication folder.
 
         Raises:
-            NotFoundError: No such release.
+            NotFoundError: No such release, or nothing was fetched yet.
             VerificationError: A file is missing or differs, or an unsigned file is there.
             UnfitError: This program cannot use the release.
         """
@@ -917,13 +965,21 @@ def _without_none(numbers: dict[int | None, str]) -> dict[int, str]:
 
 
 def converter_numbers(trust: Trust) -> list[int]:
-    """Return the numbers of the published converters, ascending."""
+    """Return the numbers of the published converters, ascending; empty if there are none.
+
+    Raises:
+        NotFoundError: Nothing was fetched yet.
+    """
     numbers = (number_of_converter(path) for path in trust.paths())
     return sorted(number for number in numbers if number is not None)
 
 
 def known_converters(trust: Trust) -> str:
-    """List the published converters in words, for an error; without any, point to the releases."""
+    """List the published converters in words, for an error; without any, point to the releases.
+
+    Raises:
+        NotFoundError: Nothing was fetched yet.
+    """
     if numbers := converter_numbers(trust):
         return ", ".join(map(str, numbers))
     releases = ", ".join(map(str, trust.releases()))
@@ -967,6 +1023,7 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
         UnfitError: This program cannot use it.
         UnavailableError: The source does not answer.
         CannotWriteError: The file cannot be written.
+        NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
     path = converter_manifest_path(number)
     try:
@@ -979,7 +1036,7 @@ def read_converter(trust: Trust, number: int, folder: Path) -> Converter:
 
 
 def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
-    """Download the ONNX file of a converter.
+    """Download the ONNX file of a converter, resuming a partial download.
 
     Args:
         trust: The publication.
@@ -991,7 +1048,11 @@ def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
 
     Raises:
         UnfitError: The manifest and the signed entry differ.
-        NobackfillError: As `read_converter` does.
+        NotFoundError: The file is not published.
+        VerificationError: The host sends another file.
+        UnavailableError: The host is gone, too slow or stopped early; the partial download stays.
+        CannotWriteError: The file cannot be written.
+        NobackfillError: An error that the fetcher itself raises, such as NotPermittedError.
     """
     file, target = manifest.file, trust.target(manifest.file.path)
     if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
@@ -1017,6 +1078,11 @@ def read_publication(model_repo: Path, state: Path | None = None) -> Publication
 
     Raises:
         VerificationError: A file or signature is wrong.
+        UnfitError: This program cannot use a release.
+        NotFoundError: The publication is incomplete.
+        UnavailableError: The folder cannot be read.
+        BusyError: Another process uses the state folder.
+        CannotWriteError: The state cannot be written.
     """
     if not (model_repo / "timestamp.json").is_file():
         return Publication({}, frozenset())
