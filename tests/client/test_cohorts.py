@@ -50,7 +50,7 @@ def test_one_of_the_share_follows_and_one_that_asks_to(setting: Setting, world: 
     world.publish(setting.repo, 2)
     roll_out(setting.repo, 2, 0.1)
     named(setting, 0.1, belongs=False)
-    assert edge.follow(setting.gallery, SyncOptions(now=True)).release == 2
+    assert edge.follow(setting.gallery, SyncOptions(join_early=True)).release == 2
     # It stays, and goes back only with a withdrawal.
     assert edge.follow(setting.gallery).release == 2
     withdraw(setting.repo, 2, "worse on cats")

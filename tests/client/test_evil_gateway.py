@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from nobackfill import pace
-from nobackfill.client import sources
+from nobackfill.client import sync
 from nobackfill.client.cli.main import run_line
 from nobackfill.client.device import Device
 from nobackfill.client.maintenance import verify
@@ -50,7 +50,7 @@ def elsewhere(setting: Setting) -> dict[str, bytes]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(sync, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(pace, "PATIENCE_SECONDS", 0.25)
     monkeypatch.setattr(trust, "METADATA_SECONDS", 0.4)
 

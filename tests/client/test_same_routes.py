@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from nobackfill.client.device import Device
-from nobackfill.client.sources import open_source
-from nobackfill.client.sync import carry, download_files, make_plan, try_plan
+from nobackfill.client.sync import download_files, make_plan, migrate, open_source, try_plan
 from nobackfill.gallery import staging
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
@@ -120,7 +119,7 @@ def on_device(
             return None, set(), {}
         download_files(device.models, trust, plan.files(), edge.QUIET)
         try_plan(device, plan)
-        carry(device, plan, 0, {}, edge.QUIET)
+        migrate(device, plan, 0, {}, edge.QUIET)
         behind = {item.id for item in staging.left_behind_items(device.store, target.space)}
         return plan.legs[0].route, behind, rows(device.store, target.space)
 

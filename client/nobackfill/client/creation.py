@@ -8,7 +8,7 @@ from typing import Any
 from tuf.api.metadata import Root
 
 from nobackfill import durable
-from nobackfill.client import sources, sync
+from nobackfill.client import sync
 from nobackfill.client.gallery_file import sidecar
 from nobackfill.client.output import Output
 from nobackfill.client.sync import embedding_files
@@ -52,10 +52,10 @@ def init(
     if path.exists():
         raise AlreadyExistsError(f"{path}: already exists; name another file with --gallery")
     refuse_leftovers(path)
-    source = sources.normalised_source(source)
+    source = sync.normalised_source(source)
     models = sidecar(path, "models")
     draft = path.with_name(f"{durable.TEMPORARY}{path.name}")
-    with durable.lock(models / "sync.lock"), sources.open_source(source) as (fetcher, base_url):
+    with durable.lock(models / "sync.lock"), sync.open_source(source) as (fetcher, base_url):
         # Trusted metadata of an earlier, failed try must not decide whom to trust now.
         durable.remove_tree(models / "trusted.json")
         for leftover in sorted(path.parent.glob(f"{draft.name}*")):

@@ -19,7 +19,7 @@ Keys of the state in the SQLite file:
                    staged rollout includes this device
     keep_original  whether vectors embedded from images outlive their release
     return_to      the space before the last upgrade
-    carried        release -> when and along which routes a sync carried the gallery there
+    carried        release -> when and along which routes a sync migrated the gallery there
     tried          version of the trial -> digests of the files that passed it
     last_sync      the summary that `report` sends
     vault          address of the vault
@@ -69,7 +69,7 @@ def _by_release(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
     )
 
 
-def _is_carried(value: Any) -> bool:
+def _is_migration(value: Any) -> bool:
     try:
         return datetime.fromisoformat(value["at"]).tzinfo is not None
     except (TypeError, KeyError, ValueError):
@@ -77,7 +77,7 @@ def _is_carried(value: Any) -> bool:
 
 
 def _is_sync(value: Any) -> bool:
-    """Check that a value is what the last sync left, and that a report can hold its numbers."""
+    """Check a value's form, and that a report can hold its numbers."""
     if not isinstance(value, dict) or not isinstance(value.get("failure"), str):
         return False
     share = value.get("neighbours_kept")
@@ -107,7 +107,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "installed": _by_release(_is_text),
     "held_back": _by_release(_is_text),
     "held_digests": _by_release(lambda digest: digest is None or _is_text(digest)),
-    "carried": _by_release(_is_carried),
+    "carried": _by_release(_is_migration),
     "tried": lambda value: isinstance(value, dict) and all(map(_is_texts, value.values())),
     "last_sync": _is_sync,
     "keep_original": lambda value: isinstance(value, bool),
@@ -115,21 +115,38 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def sidecar(gallery: Path, what: str) -> Path:
-    """Return the path GALLERY.SUFFIX, in the gallery's folder."""
-    return gallery.with_name(f"{gallery.name}.{what}")
+def is_gateway(address: str) -> bool:
+    """Return whether an address begins with grpc:// or grpcs://. Checks no more."""
+    return address.startswith(("grpc://", "grpcs://"))
+
+
+def sidecar(gallery: Path, suffix: str) -> Path:
+    """Return the path GALLERY.SUFFIX of a file that belongs to a gallery, in the same folder.
+
+    Nothing is created or checked.
+    """
+    return gallery.with_name(f"{gallery.name}.{suffix}")
 
 
 class GalleryFile:
-    """An open gallery: its store, its state, its releases, its locks."""
+    """An open gallery file: its store, its state, its releases, its locks.
+
+    Every method may raise DamagedError (the gallery file is damaged) and BusyError (another process
+    holds it). Close a gallery, or use it in a `with` statement.
+
+    Attributes:
+        path: the gallery file.
+        models: the folder of its downloaded models and manifests.
+        store: its items and vectors.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        """Open a gallery file.
+        """Open a gallery file; after an unclean end, check its pages first.
 
         Raises:
             NotFoundError: there is no file at `path`.
-            VerificationError: the file is damaged or no gallery.
-            BusyError: another process holds the file.
+            VerificationError: the file is damaged, is no gallery, or has a newer format.
+            BusyError: another process has the file for itself.
         """
         path = Path(path)
         if not path.is_file():
@@ -148,32 +165,55 @@ class GalleryFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, once no thread reads or writes; a second call does nothing.
+
+        Raises:
+            BusyError: a statement of another thread does not end.
+        """
         self.store.close()
 
     # Take the locks in this order. Reading, searching and adding take none.
 
     def sync_lock(self) -> AbstractContextManager[None]:
-        """Lock the use of the source, for any length of time. Raises BusyError if it is held."""
+        """Lock the use of the source, for any length of time.
+
+        Raises:
+            BusyError: another sync has the lock; this does not wait.
+            CannotWriteError: the lock file cannot be created.
+        """
         return durable.lock(self.models / "sync.lock")
 
     def vault_lock(self) -> AbstractContextManager[None]:
-        """Lock the use of the vault, for any length of time. Raises BusyError if it is held."""
+        """Lock the use of the vault, for any length of time.
+
+        Raises:
+            BusyError: another push or pull has the lock; this does not wait.
+            CannotWriteError: the lock file cannot be created.
+        """
         return durable.lock(self.models / "vault.lock")
 
     def change_lock(self, timeout_s: float = 0.0) -> AbstractContextManager[None]:
         """Lock the change of spaces and releases; never wait for the network under this lock.
 
+        Args:
+            timeout_s: how long to wait for the lock, in seconds; 0 does not wait.
+
         Raises:
             BusyError: another process held the lock for `timeout_s` seconds.
+            CannotWriteError: the lock file cannot be created.
         """
         return durable.lock(self.models / "change.lock", timeout_s)
 
     def state(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key that this module's docstring lists, or `default`.
+        """Return a value of the gallery's state.
+
+        Args:
+            key: one of the keys that the docstring of this module lists.
+            default: returned if the state has no such key.
 
         Raises:
-            DamagedError: the value has the wrong form.
+            DamagedError: the value has the wrong form, or the gallery file is damaged.
+            BusyError: another process holds the gallery file.
         """
         value = self.store.state_get(key)
         if value is not None and key in _KINDS and not _KINDS[key](value):
@@ -181,10 +221,18 @@ class GalleryFile:
         return default if value is None else value
 
     def trust(self, fetcher: "Fetcher", base_url: str) -> "Trust":
-        """Return the verified view of this gallery's publication.
+        """Return the verified view of this gallery's publication, as it was when last fetched.
 
         The first root and the newest versions are read from the gallery file. A damaged or lost
         models folder therefore costs downloads, but no security.
+
+        Args:
+            fetcher: fetches files of the source.
+            base_url: the base URL in front of the published paths.
+
+        Raises:
+            VerificationError: the gallery's state is damaged, or is newer than the metadata.
+            BusyError: another process holds the gallery file.
         """
         from nobackfill.release.trust.trust import Floor, Trust
 
@@ -200,7 +248,14 @@ class GalleryFile:
             return Trust(self.models, fetcher, base_url, root, floor)
 
     def manifest(self, release: int) -> "Manifest":
-        """Return the manifest of an installed release. Raises as `manifest_text`."""
+        """Return the manifest of an installed release.
+
+        Raises:
+            NotFoundError: the release is not installed.
+            VerificationError: the file was changed or cannot be read, or the gallery is damaged.
+            UnfitError: this program cannot use the release.
+            BusyError: another process holds the gallery file.
+        """
         from nobackfill.release.manifest import parse_manifest
 
         return parse_manifest(self.manifest_text(release), release)
@@ -210,7 +265,8 @@ class GalleryFile:
 
         Raises:
             NotFoundError: the release is not installed.
-            VerificationError: the file was changed or cannot be read.
+            VerificationError: the file was changed or cannot be read, or the gallery is damaged.
+            BusyError: another process holds the gallery file.
         """
         digest = self.state("installed", {}).get(str(release))
         path = self.models / manifest_path(release)
@@ -227,14 +283,28 @@ class GalleryFile:
         return text
 
     def active(self) -> "Manifest":
-        """Return the manifest of the active release."""
+        """Return the manifest of the active release.
+
+        Raises:
+            NotFoundError: the release is not installed.
+            VerificationError: the file was changed or cannot be read, or the gallery is damaged.
+            UnfitError: this program cannot use the release.
+            BusyError: another process holds the gallery file.
+        """
         return self.manifest(self.store.active().spec.release)
 
     def previous(self) -> SpaceInfo | None:
-        """Return the space that a rollback returns to; None if the release is confirmed."""
-        wanted = self.state("return_to")
-        kept = (space for space in self.store.spaces() if space.spec.space == wanted)
-        return next(kept, None)
+        """Return the space that a rollback returns to.
+
+        Returns:
+            None before the first upgrade, after a rollback, and once the release is confirmed.
+
+        Raises:
+            DamagedError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
+        space_id = self.state("return_to")
+        return next((one for one in self.store.spaces() if one.spec.space == space_id), None)
 
 
 # Disk space held by a file, so that `gc` can begin on a full disk. It covers the log of dropping a
@@ -245,10 +315,13 @@ _PLENTY = 4 * RESERVE_BYTES
 
 
 def keep_reserve(gallery: Path) -> None:
-    """Create the reserve file of a gallery, unless it exists or the disk has little room."""
+    """Create the reserve file of a gallery, RESERVE_BYTES long.
+
+    Does nothing if the disk has less than four times as much room, or if the file cannot be
+    written: a later command tries again.
+    """
     path = sidecar(gallery, "reserve")
     with contextlib.suppress(OSError):
-        # Not urgent, and no data: if it fails, a later command tries again.
         if has_room(gallery.parent, _PLENTY):
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
@@ -258,7 +331,10 @@ def keep_reserve(gallery: Path) -> None:
 
 
 def free_reserve(gallery: Path) -> None:
-    """Delete the reserve file if the disk has less room than it holds."""
+    """Delete the reserve file of a gallery if the disk has less room than RESERVE_BYTES.
+
+    Does nothing if there is no such file, or if it cannot be deleted.
+    """
     with contextlib.suppress(OSError):
         if not has_room(gallery.parent, RESERVE_BYTES):
             sidecar(gallery, "reserve").unlink(missing_ok=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from nobackfill.client.gallery_file import GalleryFile
-from nobackfill.client.photos import threads
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery.spec import Metadata
 from nobackfill.gallery.store import NewVectors, check_batch
 from nobackfill.release.manifest import Manifest, TextRole
+from nobackfill.release.models import cores
 from nobackfill.release.text_models import TextModel, no_text_vector, open_text_encoder
 from nobackfill.text import TextLine, check_text
 from nobackfill.vectors import Vectors
@@ -66,7 +66,7 @@ def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: T
         InvalidInputError: a text is empty, too long, or has no vector.
         VerificationError: a model file is damaged.
     """
-    model = open_text_encoder(device.models, manifest, threads())
+    model = open_text_encoder(device.models, manifest, cores())
     try:
         return model.run([check_text(text) for text in texts], role)
     except UnusableOutputError as error:
@@ -91,7 +91,7 @@ class _Encoders:
             manifests += [earlier] if earlier.text_encoder is not None else []
         for manifest in manifests:
             if manifest.space not in self._open:
-                encoder = open_text_encoder(self._device.models, manifest, threads())
+                encoder = open_text_encoder(self._device.models, manifest, cores())
                 self._open[manifest.space] = encoder
         return [(manifest, self._open[manifest.space]) for manifest in manifests]
 

@@ -17,7 +17,7 @@ from nobackfill.gallery.spec import Metadata, SpaceSpec
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import Pixels, decode, read_file
 from nobackfill.picture_files import is_clutter, is_picture, suffix_refusal
-from nobackfill.release.models import no_vector, open_embedder, open_side_encoder
+from nobackfill.release.models import cores, no_vector, open_embedder, open_side_encoder
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
@@ -130,11 +130,6 @@ def local_image(item: StoredItem) -> bytes | None:
     return data if hashlib.sha256(data).hexdigest() == item.digest else None
 
 
-def threads() -> int:
-    """Return the number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 class Encoder:
     """The embedder and the side-information encoder of one release."""
 
@@ -150,9 +145,9 @@ class Encoder:
             VerificationError: a file is missing or damaged.
         """
         self.manifest = manifest
-        self._embedder = open_embedder(models, manifest, threads())
+        self._embedder = open_embedder(models, manifest, cores())
         has_side = side and manifest.side_encoder is not None
-        self._side = open_side_encoder(models, manifest, threads()) if has_side else None
+        self._side = open_side_encoder(models, manifest, cores()) if has_side else None
 
     def pixels(self, image: bytes) -> Pixels:
         """Decode an image to uint8 pixels [height, width, 3]. Raises InvalidInputError."""

@@ -16,13 +16,14 @@ from PIL import Image, ImageDraw
 
 from nobackfill import durable
 from nobackfill.client.gallery_file import GalleryFile, sidecar
-from nobackfill.client.photos import local_image, threads
+from nobackfill.client.photos import local_image
 from nobackfill.client.search import DeviceAnswer
 from nobackfill.durable import remove_tree
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.store import Store
 from nobackfill.images import decode_file, decode_within
+from nobackfill.release.models import cores
 
 # Longest side of a thumbnail, and of a picture on its own page, in pixels.
 SIDE = 240
@@ -37,7 +38,7 @@ class Thumbnails:
     def __init__(self, gallery: Path) -> None:
         self._folder = sidecar(gallery, "thumbs")
         # Decoding a large picture takes 100 MB.
-        self._decoding = threading.BoundedSemaphore(threads())
+        self._decoding = threading.BoundedSemaphore(cores())
 
     def of(self, item: StoredItem) -> bytes | None:
         """Return a JPEG of at most SIDE pixels; None if there is none and the original is gone."""

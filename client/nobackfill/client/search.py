@@ -144,13 +144,12 @@ class Search:
             InvalidInputError: an image cannot be read or embedded, or `k` is not 1 to 1000.
             NoEncoderError: the release embeds no images.
         """
-        from nobackfill.client.photos import threads
         from nobackfill.images import decode, decode_file
         from nobackfill.release.image_model import ImageModel
-        from nobackfill.release.models import no_vector, open_image_model
+        from nobackfill.release.models import cores, no_vector, open_image_model
 
         model = ImageModel.read(self._device.manifest_text(self.spec.release))
-        embedder = open_image_model(self._device.models, model, threads())
+        embedder = open_image_model(self._device.models, model, cores())
         size = model.frame
         names = ["the image" if isinstance(image, bytes) else str(image) for image in images]
         pixels = [

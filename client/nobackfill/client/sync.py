@@ -1,11 +1,11 @@
-"""Follow a publication: verify its metadata, plan, upgrade vectors in a staging space, flip.
+"""Follow a publication: open its source, verify, plan, upgrade into a staging space, flip.
 
 A kill at any moment leaves the gallery wholly in the old space or wholly in the new one. The next
 sync resumes. The old space stays, so that `rollback` can return to it. It is dropped when the
 release is confirmed: by `gc`, or by a sync at least a week later that finds nothing newer. The
-gallery keeps five numbers about its last sync, which `report` can send.
+gallery stores five numbers about its last sync, which `report` can send.
 
-Backfill is optional: it embeds the items with the least certain upgrades again, from their images.
+Backfill is optional: it re-embeds the items with the least certain upgrades from their images.
 """
 
 import secrets
@@ -17,23 +17,26 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
+from tuf.api.exceptions import DownloadError, DownloadHTTPError, SlowRetrievalError
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import Failure, GalleryFile
+from nobackfill.client.gallery_file import Failure, GalleryFile, is_gateway
 from nobackfill.client.output import Output, size
-from nobackfill.client.photos import Encoder, local_image, threads
-from nobackfill.client.sources import normalised_source, open_source
+from nobackfill.client.photos import Encoder, local_image
 from nobackfill.digests import sha256_file
 from nobackfill.errors import (
     BusyError,
     ConfigurationError,
     DamagedError,
+    DeadlineError,
     InvalidInputError,
+    NobackfillError,
     NotFoundError,
     NotPermittedError,
+    OutOfRangeError,
     PreconditionError,
     UnavailableError,
     UnfitError,
@@ -48,13 +51,16 @@ from nobackfill.gallery.tables import vector_table
 from nobackfill.gallery.upgrade import Runner, run_upgrade
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest, PublishedFile
-from nobackfill.release.models import CHUNK, Upgraded
+from nobackfill.release.models import CHUNK, Upgraded, cores
 from nobackfill.release.paths import manifest_path
 from nobackfill.release.probes import check_probes
 from nobackfill.release.routes import Route, open_route, plan_route, retention_by_chain, twin_of
 from nobackfill.release.trial import try_release
-from nobackfill.release.trust.trust import Trust
+from nobackfill.release.trust.trust import SILENCE_SECONDS, Fetcher, Trust, fetcher_for
 from nobackfill.vectors import Vectors
+
+if TYPE_CHECKING:
+    from nobackfill.wire.gateway import Gateway
 
 # How much faster quantised upgrades run than fp32 ones, and how many rows of 512 + 512 bytes are
 # read and written in a second. Both measured with onnxruntime and SQLite on two cores.
@@ -69,11 +75,115 @@ _CONFIRMED_AFTER = timedelta(days=7)
 _CHANGE_SECONDS = 60.0
 
 
+def normalised_source(source: str) -> str:
+    """Return the address of a publication in the form that galleries store.
+
+    Args:
+        source: a gateway (grpc(s)://HOST:PORT), a static host (http(s)://…) or an existing folder.
+
+    Returns:
+        The absolute path of a folder, with links resolved; any other address unchanged. Nothing is
+        fetched: an address may lead to no publication.
+
+    Raises:
+        ConfigurationError: the folder does not exist, or the scheme is unknown.
+    """
+    if is_gateway(source) or source.startswith(("http://", "https://")):
+        return source
+    folder = Path(source).resolve()
+    if "://" in source or not folder.is_dir():
+        raise ConfigurationError(
+            f"expected grpc://HOST:PORT, grpcs://HOST:PORT, http(s)://… or an existing publication "
+            f"folder, got {source!r}"
+        )
+    return str(folder)
+
+
+@contextmanager
+def open_source(source: str) -> Iterator[tuple[Fetcher, str]]:
+    """Open the source of a publication; a connection to a gateway is closed at the end.
+
+    Args:
+        source: an address as `normalised_source` returns it.
+
+    Yields:
+        The fetcher of its files, and the base URL in front of their published paths.
+
+    Raises:
+        ConfigurationError: the address of the gateway, or its token or certificate, is not valid.
+    """
+    if not is_gateway(source):
+        yield fetcher_for(source)
+        return
+    # Imported here: most sources need no gRPC.
+    from nobackfill.wire.gateway import Gateway
+
+    with Gateway(source) as gateway:
+        fetcher = GatewayFetcher(gateway)
+        yield fetcher, fetcher.base_url
+
+
+_HTTP = {NotFoundError: 404, OutOfRangeError: 416}
+
+
+class GatewayFetcher:
+    """Fetch files of a gateway's publication; a URL is `base_url` + published path."""
+
+    def __init__(self, gateway: "Gateway") -> None:
+        self._gateway = gateway
+        self.base_url = f"{gateway.address}/"
+
+    def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        """Yield the bytes of a published file, in pieces.
+
+        Each stream has a deadline of SILENCE_SECONDS. A stream that delivered bytes before its
+        deadline is resumed where it ended.
+
+        Args:
+            url: `base_url` + published path.
+            offset: the first byte, from 0.
+
+        Raises:
+            NotPermittedError: the gateway refuses the call.
+            DownloadHTTPError: no such file (404), or `offset` lies past its end (416).
+            SlowRetrievalError: no byte came before a deadline.
+            DownloadError: the download failed otherwise.
+        """
+        path = url.removeprefix(self.base_url)
+        position = offset
+        while True:
+            started = position
+            try:
+                for chunk in self._gateway.fetch_file(path, position, seconds=SILENCE_SECONDS):
+                    position += len(chunk)
+                    yield chunk
+                return
+            except NotPermittedError:
+                # Not a network failure: trying again does not help.
+                raise
+            except DeadlineError as error:
+                if position == started:
+                    raise SlowRetrievalError(
+                        f"{path}: no bytes arrived for {SILENCE_SECONDS:g} s"
+                    ) from error
+            except NobackfillError as error:
+                status = _HTTP.get(type(error))
+                text = f"{path}: {error}"
+                raise (
+                    DownloadError(text) if status is None else DownloadHTTPError(text, status)
+                ) from error
+
+
 @dataclass(frozen=True)
 class Leg:
-    """The items of one source space, and the route that carries them into the target space.
+    """A part of a plan: the items of one source space, and their route into the target space.
 
     A route without steps copies the vectors unchanged: the target searches that space directly.
+
+    Attributes:
+        source: the space whose vectors are read.
+        route: the upgrades, in order.
+        items: the expected number of items, from 0.
     """
 
     source: SpaceInfo
@@ -83,10 +193,12 @@ class Leg:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The steps of a sync from the active release to `target`.
+    """The steps of a sync from the active release to another one.
 
-    `legs` are in execution order; an item goes with the first leg whose source space holds it.
-    `int8` is true if at least one upgrade is quantised.
+    Attributes:
+        target: the manifest of the release to reach.
+        legs: in execution order; an item goes with the first leg whose source space holds it.
+        int8: whether at least one upgrade runs from its quantised file.
     """
 
     target: Manifest
@@ -94,18 +206,26 @@ class SyncPlan:
     int8: bool
 
     def files(self) -> list[PublishedFile]:
-        """List the published files that the plan needs: the target's encoders and the upgrades."""
+        """List the published files that the plan needs, each once.
+
+        Returns:
+            The target's encoders and probes, and the upgrades with the probes of their releases.
+        """
         files = {file.path: file for file in embedding_files(self.target)}
         for leg in self.legs:
             for manifest, upgrade in leg.route.steps:
-                chosen = upgrade.int8_file if self.int8 and upgrade.int8_file else upgrade.file
-                for file in (manifest.probes.file, chosen):
+                model = upgrade.int8_file if self.int8 and upgrade.int8_file else upgrade.file
+                for file in (manifest.probes.file, model):
                     files[file.path] = file
         return list(files.values())
 
-    def kept(self) -> float | None:
-        """Return the expected share of new/new mAP over all items; None if a route is unmeasured
-        or the gallery is empty."""
+    def expected_retention(self) -> float | None:
+        """Return the mean share of new/new mAP that the routes preserve, weighted by items.
+
+        Returns:
+            0 to 1, as the publisher measured it. None if the gallery is empty, or a route with
+            items was not measured.
+        """
         shares = [(leg.route.retention, leg.items) for leg in self.legs if leg.items]
         total = sum(items for _, items in shares)
         measured = [(kept, items) for kept, items in shares if kept is not None]
@@ -115,35 +235,43 @@ class SyncPlan:
 
 
 def embedding_files(manifest: Manifest) -> list[PublishedFile]:
-    """List the files that embed and probe in a release's space."""
+    """List the published files of a release's encoders and of its golden probes."""
     return [*manifest.embedding_files(), manifest.probes.file]
 
 
 def make_plan(device: GalleryFile, trust: Trust, target: int, *, int8: bool) -> SyncPlan | None:
-    """Plan how to reach release `target` from the active space.
+    """Plan how the gallery reaches a release from its active space; changes nothing.
 
-    Original vectors, where the gallery keeps them, come first if their direct route is expected to
-    keep more quality than the chain that the active vectors have passed.
+    Original vectors, where the gallery stores them, come first if their direct route is expected to
+    preserve more quality than the chain that the active vectors have passed.
 
     Args:
         device: the gallery.
-        trust: the verified publication.
-        target: the release to reach.
+        trust: the verified publication; manifests that it lacks are downloaded.
+        target: the number of the release to reach.
         int8: use quantised upgrades where they are published.
 
     Returns:
         The plan, or None if no route leads to `target`.
+
+    Raises:
+        NotFoundError: `target` is withdrawn, unfit or not published.
+        VerificationError: a manifest or the gallery file is damaged.
+        UnavailableError: the source does not answer.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: a manifest cannot be written.
     """
     manifests = dict(trust.manifests())
     active = device.store.active()
-    manifests.setdefault(active.spec.release, device.active())
+    if active.spec.release not in manifests:
+        manifests[active.spec.release] = device.manifest(active.spec.release)
     main = _leg(device, manifests, active, target)
     if main is None:
         return None
     originals = [] if not device.state("keep_original") else _originals(device, manifests, target)
     legs = [leg for leg in originals if _better(leg.route, main.route, manifests)]
-    carried = sum(leg.items for leg in legs)
-    legs.append(Leg(active, main.route, max(0, main.items - carried)))
+    from_originals = sum(leg.items for leg in legs)
+    legs.append(Leg(active, main.route, max(0, main.items - from_originals)))
     return SyncPlan(
         manifests[target], tuple(legs), int8 and any(leg.route.quantised for leg in legs)
     )
@@ -160,32 +288,39 @@ def _leg(
 
 
 def _originals(device: GalleryFile, manifests: Mapping[int, Manifest], target: int) -> list[Leg]:
-    kept = [space for space in device.store.spaces() if space.state == "previous"]
-    legs = (_leg(device, manifests, s, target) for s in kept if s.spec.release < target)
+    previous = [space for space in device.store.spaces() if space.state == "previous"]
+    legs = (_leg(device, manifests, s, target) for s in previous if s.spec.release < target)
     return sorted(
         (leg for leg in legs if leg is not None),
         key=lambda leg: (-(leg.route.retention or 0), leg.source.number),
     )
 
 
-def _better(direct: Route, rest: Route, manifests: Mapping[int, Manifest]) -> bool:
-    """Return whether a route from the original vectors beats the chain into the active space."""
-    if not direct.steps or not rest.steps:
+def _better(direct: Route, remaining: Route, manifests: Mapping[int, Manifest]) -> bool:
+    """Return whether a route from the original vectors beats their chain through the active space.
+
+    `remaining` is the part of that chain that leads from the active space to the target.
+    """
+    if not direct.steps or not remaining.steps:
         return False
-    original, *way = (direct.releases[0], *rest.releases)
-    measured = retention_by_chain(manifests)
-    chained = measured.get((original, *way))
+    original, *chain = (direct.releases[0], *remaining.releases)
+    shares = retention_by_chain(manifests)
+    chained = shares.get((original, *chain))
     if chained is None:
-        begun = measured.get((original, way[0]))
-        chained = None if begun is None or rest.retention is None else begun * rest.retention
+        first = shares.get((original, chain[0]))
+        chained = None if first is None or remaining.retention is None else first * remaining.retention
     return direct.retention is not None and (chained is None or direct.retention > chained)
 
 
 def estimate_seconds(plan: SyncPlan) -> float:
-    """Estimate the seconds that the upgrade of a plan takes on this machine.
+    """Estimate the seconds that the upgrade of a plan takes on this machine, without downloads.
 
-    A dense layer does one multiply-accumulate for each of its 4-byte weights. The length of a model
-    file therefore tells the work for one item.
+    Runs a matrix product for some milliseconds to measure the machine. A dense layer does one
+    multiply-accumulate for each of its 4-byte weights. The length of a model file therefore gives
+    the work for one item.
+
+    Returns:
+        Seconds, 0 for a plan without items.
     """
     rate = _multiply_accumulates_a_second()
     total = 0.0
@@ -207,48 +342,75 @@ def _multiply_accumulates_a_second() -> float:
 
 
 def missing_files(models: Path, files: Iterable[PublishedFile]) -> list[PublishedFile]:
-    """Return the `files` that are missing on the device or differ from their published digest."""
-    return [file for file in files if not _is_here(models, file)]
+    """Return the published files that a folder lacks, or holds with another length or SHA-256.
 
+    Reads every file of the right length.
 
-def _is_here(models: Path, file: PublishedFile) -> bool:
-    path = models / file.path
-    return (
-        path.is_file() and path.stat().st_size == file.length and sha256_file(path) == file.sha256
-    )
+    Args:
+        models: the folder.
+        files: the files that it should hold.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return [
+        file
+        for file in files
+        if not (path := models / file.path).is_file()
+        or path.stat().st_size != file.length
+        or sha256_file(path) != file.sha256
+    ]
 
 
 def download_files(
     models: Path, trust: Trust, files: Iterable[PublishedFile], output: Output
 ) -> int:
-    """Download the missing files.
+    """Download those of the given files that `models` lacks or holds damaged.
+
+    Each file is durable and verified when it appears. An interrupted download is resumed later.
+
+    Args:
+        models: the folder of the downloaded files.
+        trust: the verified publication.
+        files: the files that must lie in `models` afterwards.
+        output: where to write progress.
 
     Returns:
-        The bytes that were downloaded.
+        The bytes that were missing, 0 if no file was.
 
     Raises:
         VerificationError: a file differs from its signed digest.
+        NotFoundError: a file is not published.
         UnavailableError: the source does not answer.
+        CannotWriteError: the disk is full or read-only.
     """
     to_download = missing_files(models, files)
     total = sum(file.length for file in to_download)
-    done = 0
+    finished = 0
     with output.progress("downloading") as advance:
         for file in to_download:
             trust.download(file.path, models)
-            done += file.length
-            advance(done, total)
+            finished += file.length
+            advance(finished, total)
     return total
 
 
 def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
-    """Try every model of a plan in a child process with limits, and run its golden probes.
+    """Try every downloaded model of a plan in a child process with limits, and run its probes.
 
     The gallery remembers which files passed the trial of this program version, because a trial
-    takes longer than the rest of a small sync.
+    takes longer than the other steps of a small sync. Such files only run their golden probes, in
+    this process.
+
+    Args:
+        device: the gallery; the digests of the files that passed are added to its state.
+        plan: the plan; its files must be downloaded.
 
     Raises:
-        UnfitError: a model fails; the error gives the reason.
+        UnfitError: a model fails; the error gives the reason. Nothing is remembered then.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     version_of_trial = f"nobackfill {version('nobackfill')}, {CHUNK} rows"
     passed_files = set(device.state("tried", {}).get(version_of_trial, []))
@@ -262,7 +424,7 @@ def try_plan(device: GalleryFile, plan: SyncPlan) -> None:
             for file in _trial_files(manifest, sources)
             if (device.models / file.path).is_file()
         }
-        check_models(device.models, manifest, sources, tried=present <= passed_files)
+        check_models(device.models, manifest, sources, trial_passed=present <= passed_files)
         passed_files |= present
     device.store.state_set({"tried": {version_of_trial: sorted(passed_files)}})
 
@@ -278,57 +440,68 @@ def _trial_files(manifest: Manifest, upgrades_from: set[int]) -> Iterator[Publis
 
 
 def check_models(
-    models: Path, manifest: Manifest, upgrades_from: set[int], *, tried: bool = False
+    models: Path, manifest: Manifest, upgrades_from: set[int], *, trial_passed: bool = False
 ) -> None:
-    """Check the encoders of one release and its upgrades from the releases `upgrades_from`.
+    """Check the encoders of one release, and its upgrades from some earlier releases.
+
+    Loads each model in a child process with limits of memory and time, and compares its outputs
+    with the release's golden probes.
 
     Args:
         models: the folder of the downloaded files.
         manifest: the manifest of the release.
-        upgrades_from: source releases of the upgrades to check.
-        tried: the same files passed a trial before; run only the probes, in this process.
+        upgrades_from: source releases of the upgrades to check; empty: none.
+        trial_passed: the same files passed a trial before; run only the probes, in this process.
 
     Raises:
-        UnfitError: a model fails its trial or its probes.
+        UnfitError: a file is missing or damaged, or a model fails its trial or its probes.
     """
     try:
-        check = check_probes if tried else try_release
-        check(models, manifest, upgrades=upgrades_from, threads=threads())
+        check = check_probes if trial_passed else try_release
+        check(models, manifest, upgrades=upgrades_from, threads=cores())
     except VerificationError as error:
         raise UnfitError(f"release {manifest.release}: {error}") from error
 
 
 def manifest_digest(trust: Trust, release: int) -> str:
-    """Return the signed SHA-256 of a release's manifest."""
+    """Return the signed SHA-256 of a release's manifest, as 64 hex digits.
+
+    Raises:
+        NotFoundError: the release is not published.
+    """
     return trust.target(manifest_path(release)).hashes["sha256"]
 
 
 def tidy_models(device: GalleryFile) -> int:
-    """Remove published files that no space of the gallery needs.
+    """Remove downloaded models that no space of the gallery uses, and unfinished downloads.
 
-    Upgrades are needed only while they run. Nothing is removed while a staging space is unfinished.
+    Upgrades are needed only while they run. Nothing is removed while the gallery has a staging
+    space, because the next sync continues it.
 
     Returns:
         The bytes that were freed.
+
+    Raises:
+        NotFoundError: the release of a space is not installed.
+        VerificationError: a manifest or the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: a file cannot be removed.
     """
     spaces = device.store.spaces()
     if any(space.state == "staging" for space in spaces):
         return 0
-    needed = {
+    in_use = {
         file.path
         for space in spaces
         for file in embedding_files(device.manifest(space.spec.release))
     }
     freed = 0
     models = device.models
-    kept = [*models.rglob("*.onnx"), *models.rglob("tokenizer.json"), *models.glob("*.npz")]
-    for path in sorted(kept):
-        if path.relative_to(models).as_posix() not in needed:
-            freed += path.stat().st_size
-            durable.remove_tree(path)
-    for part in sorted(models.rglob("*.part")):
-        freed += part.stat().st_size
-        durable.remove_tree(part)
+    downloads = [*models.rglob("*.onnx"), *models.rglob("tokenizer.json"), *models.glob("*.npz")]
+    unused = [path for path in downloads if path.relative_to(models).as_posix() not in in_use]
+    for path in sorted([*unused, *models.rglob("*.part")]):
+        freed += path.stat().st_size
+        durable.remove_tree(path)
     for folder in sorted((p for p in models.rglob("*") if p.is_dir()), reverse=True):
         if not any(folder.iterdir()):
             durable.remove_tree(folder)
@@ -336,53 +509,78 @@ def tidy_models(device: GalleryFile) -> int:
 
 
 def re_embed(device: GalleryFile, manifest: Manifest, budget: int, output: Output) -> int:
-    """Embed up to `budget` items again, from their images, in a release's space.
+    """Re-embed the items that need it most, from their images, in a release's space.
 
-    Items without a vector in that space come first, then the least certain ones. An image comes
-    from its file if the file is unchanged, else from the vault. An item keeps its vector if its
-    image is missing or cannot be embedded.
+    Items without a vector in that space come first, then migrated ones by falling uncertainty. See
+    `re_embed_items` for the images, and for items whose image is missing.
+
+    Args:
+        device: the gallery.
+        manifest: the release of the space.
+        budget: the most items to take; 0 or less does nothing.
+        output: where to write progress, and a note if no item needs it.
 
     Returns:
-        The number of items that were embedded.
+        The number of items that got a new vector.
 
     Raises:
-        VerificationError: a model file is damaged.
-        CannotWriteError: the disk is full or read-only.
+        IncompatibleSpaceError: the gallery does not have the space.
+        NoEncoderError: the release embeds no images.
+        VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     if budget <= 0:
         return 0
     space = manifest.space
-    chosen = staging.left_behind_items(device.store, space, limit=budget)
-    chosen += staging.least_certain(device.store, space, limit=budget - len(chosen))
-    if not chosen:
+    items = staging.left_behind_items(device.store, space, limit=budget)
+    items += staging.least_certain(device.store, space, limit=budget - len(items))
+    if not items:
         output.note(
             f"release {manifest.release}: no upgraded item has an uncertainty, so none is "
             "re-embedded"
         )
         return 0
-    return embed_again(device, manifest, chosen, output)
+    return re_embed_items(device, manifest, items, output)
 
 
-def embed_again(
-    device: GalleryFile, manifest: Manifest, chosen: Sequence[StoredItem], output: Output
+def re_embed_items(
+    device: GalleryFile, manifest: Manifest, items: Sequence[StoredItem], output: Output
 ) -> int:
-    """Embed the given items again, from their images, in a release's space.
+    """Re-embed the given items from their images, in a release's space.
 
-    Returns and raises as `re_embed`; `chosen` may be any items.
+    An image comes from its file if the file is unchanged, else from the vault. An item keeps its
+    vector if its image is missing or cannot be embedded; a note gives the reason. Each batch is
+    durable before the next begins.
+
+    Args:
+        device: the gallery.
+        manifest: the release of the space.
+        items: any items of the gallery; items that were deleted meanwhile are skipped.
+        output: where to write progress and notes.
+
+    Returns:
+        The number of items that got a new vector.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have the space.
+        NoEncoderError: the release embeds no images.
+        VerificationError: a model file or the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     encoder = Encoder(device.models, manifest)
-    done = 0
+    count = 0
     with output.progress("re-embedding") as advance, _OriginalImages(device, output) as images:
-        for start in range(0, len(chosen), _BATCH):
+        for start in range(0, len(items), _BATCH):
             batch = {
                 item.label: pixels
-                for item in chosen[start : start + _BATCH]
+                for item in items[start : start + _BATCH]
                 if (pixels := images.pixels_of(item, encoder)) is not None
             }
-            done += _write(device, encoder, batch)
-            advance(start + _BATCH, len(chosen))
-    return done
+            count += _write(device, encoder, batch)
+            advance(start + _BATCH, len(items))
+    return count
 
 
 def _write(device: GalleryFile, encoder: Encoder, batch: dict[int, Pixels]) -> int:
@@ -448,26 +646,40 @@ class _OriginalImages:
 
 
 @dataclass(frozen=True)
-class CarryOutcome:
-    """The result of `carry`. If `left_behind` is not 0, nothing was flipped: that many items have
-    no way into the target's space."""
+class MigrationOutcome:
+    """The result of `migrate`.
+
+    Attributes:
+        re_embedded: how many items were re-embedded from their images.
+        left_behind: how many items have no route into the target's space. If it is not 0, nothing
+            was flipped.
+    """
 
     re_embedded: int
     left_behind: int
 
 
-def carry(
-    device: GalleryFile, plan: SyncPlan, worst: int, state: dict[str, Any], output: Output
-) -> CarryOutcome:
-    """Fill the target's space, embed up to `worst` items again from their images, and flip.
+def migrate(
+    device: GalleryFile, plan: SyncPlan, budget: int, state: dict[str, Any], output: Output
+) -> MigrationOutcome:
+    """Fill the target's space along a plan, re-embed some items, and flip to that space.
 
-    `state` is written in the transaction of the flip. The vectors that earlier runs wrote are
-    reused, and images added during the run are carried too.
+    Vectors that earlier runs wrote are reused, and images added during the run are migrated too.
+    Staging spaces of other releases are dropped first.
+
+    Args:
+        device: the gallery.
+        plan: the plan; its files must be downloaded.
+        budget: the most items to re-embed from their images, as `re_embed`.
+        state: values for the gallery's state, written in the transaction of the flip.
+        output: where to write progress and notes.
 
     Raises:
-        UnusableOutputError: an upgrade fails on a vector of this gallery.
-        UnfitError: a model of the release fails.
-        VerificationError: a file is damaged.
+        UnusableOutputError: an upgrade returns no usable vector for an item of this gallery. The
+            target's space is dropped.
+        UnfitError: a model of the release fails. The target's space is dropped.
+        NoEncoderError: `budget` is not 0, and the target embeds no images.
+        VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
     """
@@ -484,26 +696,25 @@ def carry(
             # The release is held back, so its vectors of the other items are useless.
             staging.drop(device.store, target.space)
             raise
-        budget = worst - re_embedded
-        re_embedded += re_embed(device, plan.target, budget, output)
+        re_embedded += re_embed(device, plan.target, budget - re_embedded, output)
         stuck_items = staging.left_behind(device.store, target.space)
         if 0 < stuck_items <= stuck:
-            return CarryOutcome(re_embedded, stuck_items)
+            return MigrationOutcome(re_embedded, stuck_items)
         try:
             staging.flip(device.store, target.space, state=state)
         except PreconditionError:
-            # Images were added after the last chunk: carry them too.
+            # Images were added after the last chunk: migrate them too.
             continue
-        return CarryOutcome(re_embedded, 0)
+        return MigrationOutcome(re_embedded, 0)
 
 
 def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output) -> int:
-    """Run the legs; return the number of items that no leg could carry."""
+    """Run the legs; return the number of items that no leg could migrate."""
     stuck = 0
     for leg in plan.legs:
-        runner: Runner = _AsTheyAre(leg.source.spec.side_space == target.side_space)
+        runner: Runner = _CopyRunner(leg.source.spec.side_space == target.side_space)
         if leg.route.steps:
-            runner = open_route(device.models, leg.route, threads(), int8=plan.int8)
+            runner = open_route(device.models, leg.route, cores(), int8=plan.int8)
         with output.progress(f"upgrading to release {target.release}") as advance:
             try:
                 outcome = run_upgrade(
@@ -524,7 +735,7 @@ def _fill(device: GalleryFile, plan: SyncPlan, target: SpaceSpec, output: Output
 
 
 @dataclass(frozen=True)
-class _AsTheyAre:
+class _CopyRunner:
     """A runner that copies vectors unchanged, into a space that searches theirs directly."""
 
     keeps_side: bool
@@ -535,28 +746,35 @@ class _AsTheyAre:
 
 
 def remember(
-    device: GalleryFile, release: int, failure: Failure, seconds: float = 0.0, *, kept: bool = False
+    device: GalleryFile,
+    release: int,
+    failure: Failure,
+    seconds: float = 0.0,
+    spaces: tuple[SpaceSpec, SpaceSpec] | None = None,
 ) -> float | None:
-    """Record how the sync to `release` went, for `report`.
+    """Record in the gallery how the sync to a release went, for `report`.
 
     Args:
         device: the gallery.
         release: the release that the sync tried.
         failure: the reason why the sync changed nothing, or "none".
         seconds: the duration of the upgrade.
-        kept: measure how many nearest neighbours the upgrade kept.
+        spaces: the space before the upgrade and the one after it, between which to measure the
+            share of preserved nearest neighbours; None: do not measure it.
 
     Returns:
         That share, 0 to 1, over up to 1,000 random items that both spaces hold. None if it was not
         measured or there are too few items.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have one of `spaces`.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     share = None
-    if kept:
-        active = device.store.active().spec
-        before = device.previous()
-        if before is not None:
-            sample = partial(staging.sample, device.store)
-            share = neighbours_kept(sample, before.spec, active)
+    if spaces is not None:
+        share = neighbours_kept(partial(staging.sample, device.store), *spaces)
     device.store.state_set(
         {
             "last_sync": {
@@ -579,20 +797,23 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
         to: the gateway, grpc(s)://HOST:PORT; None sends nothing.
 
     Returns:
-        The summary.
+        The summary, by the keys of `report --json`: `release`, `probes_passed`, `seconds`,
+        `neighbours_kept` (0 to 1 or None) and `failure`.
 
     Raises:
         NotFoundError: no sync to another release was tried yet.
+        DamagedError: the gallery file is damaged.
         ConfigurationError: `to` is not the address of a gateway.
         UnavailableError: the gateway does not answer.
         NotPermittedError: the gateway refuses the call.
+        BusyError: another process holds the gallery file, or the gateway has too much work.
     """
     summary: dict[str, Any] | None = device.state("last_sync")
     if summary is None:
         raise NotFoundError("no sync has tried another release yet; there is nothing to report")
     if to is None:
         return summary
-    if not to.startswith(("grpc://", "grpcs://")):
+    if not is_gateway(to):
         raise ConfigurationError(f"expected --to grpc(s)://HOST:PORT, got {to!r}")
     from nobackfill.v1 import release_pb2 as pb
     from nobackfill.wire.gateway import Gateway
@@ -611,14 +832,23 @@ def send_report(device: GalleryFile, to: str | None) -> dict[str, Any]:
 
 
 def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
-    """Make the space before the last upgrade the active one again; return its release.
+    """Make the space before the last upgrade the active one again.
 
-    The upgraded vectors stay staged, so that a later sync is fast. `state` is written in the same
-    transaction.
+    The upgraded vectors stay in a staging space, so that a later sync is fast. Nothing is computed.
+
+    Args:
+        device: the gallery; the caller holds its change lock.
+        state: values for the gallery's state, written in the same transaction.
+
+    Returns:
+        The release that is active now.
 
     Raises:
-        NotFoundError: there is no previous space.
+        NotFoundError: there is no previous space; a later sync or `gc` confirmed the upgrade.
         PreconditionError: some items have no vector in the previous space.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     previous = device.previous()
     if previous is None:
@@ -632,7 +862,8 @@ def return_to(device: GalleryFile, state: dict[str, Any]) -> int:
 def roll_back(device: GalleryFile) -> tuple[int, int]:
     """Return to the previous release, and hold the present one back on this device.
 
-    A sync that waits for its source continues from the release that this leads to.
+    Later syncs skip the present release until they are told to retry. A sync that waits for its
+    source continues from the previous release.
 
     Returns:
         The release that was active, and the release that is active now.
@@ -640,19 +871,32 @@ def roll_back(device: GalleryFile) -> tuple[int, int]:
     Raises:
         NotFoundError: there is no previous space.
         PreconditionError: some items have no vector in the previous space.
-        BusyError: a sync is writing vectors.
+        BusyError: a sync is writing vectors, or another process holds the gallery file.
+        DamagedError: the gallery file is damaged.
+        CannotWriteError: the disk is full or read-only.
     """
     with device.change_lock():
-        left = device.store.active().spec.release
-        digest = device.state("installed", {}).get(str(left))
-        held = hold_back(device, left, f"release {left} was rolled back here", digest)
-        return left, return_to(device, held)
+        release = device.store.active().spec.release
+        digest = device.state("installed", {}).get(str(release))
+        state = hold_back(device, release, f"release {release} was rolled back here", digest)
+        return release, return_to(device, state)
 
 
 def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None) -> dict[str, Any]:
-    """Return the state that holds a release back: its number, and the digest of its manifest.
+    """Return the values of the gallery's state that hold a release back; writes nothing.
 
-    The digest lets a release that is published again under the same number be tried.
+    A sync skips a release that is held back.
+
+    Args:
+        device: the gallery.
+        release: the release.
+        reason: a sentence for people.
+        digest: SHA-256 of its manifest: a release that is published again under the same number,
+            with another manifest, is tried. None: only a retry tries it.
+
+    Raises:
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
     """
     digests = {**device.state("held_digests", {}), str(release): digest}
     return {
@@ -661,16 +905,30 @@ def hold_back(device: GalleryFile, release: int, reason: str, digest: str | None
     }
 
 
-def confirm(device: GalleryFile, but: str | None = None) -> list[int]:
-    """Drop the spaces that only a rollback needs, except the space `but`; return their releases.
+def confirm(device: GalleryFile, spare: str | None = None) -> list[int]:
+    """Drop the spaces that only a rollback needs.
 
-    In a gallery that keeps originals, spaces with vectors embedded from images stay.
+    In a gallery that stores originals (`--keep-original`), spaces with vectors that were embedded
+    from images stay.
+
+    Args:
+        device: the gallery; the caller holds its change lock.
+        spare: id of a space that a rollback may still need. None: drop all; no rollback is possible
+            afterwards.
+
+    Returns:
+        The releases of the dropped spaces.
+
+    Raises:
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
-    if but is None:
+    if spare is None:
         device.store.state_set({"return_to": None})
     dropped = []
     for space in device.store.spaces():
-        superfluous = space.state == "previous" and space.spec.space != but
+        superfluous = space.state == "previous" and space.spec.space != spare
         if superfluous and not (device.state("keep_original") and _has_originals(device, space)):
             staging.drop(device.store, space.spec.space)
             dropped.append(space.spec.release)
@@ -690,13 +948,13 @@ class SyncOptions:
 
     Attributes:
         dry_run: change nothing; only report what a sync would do.
-        backfill: how many of the least certain items to embed again from their images.
+        backfill: how many of the least certain items to re-embed from their images.
         keep_original: keep vectors embedded from images after an upgrade. None: as before.
         int8: use quantised upgrades where they are published; their measured loss is within the
             release's tolerance.
         retry: also try releases that this device holds back.
         source: another address of the same publication. None: as before.
-        now: also follow a release that is rolled out to a share of devices without this one.
+        join_early: also follow a release that is rolled out to a share of devices without this one.
     """
 
     dry_run: bool = False
@@ -705,17 +963,31 @@ class SyncOptions:
     int8: bool = True
     retry: bool = False
     source: str | None = None
-    now: bool = False
+    join_early: bool = False
 
 
 @dataclass
 class SyncReport:
     """The result of a sync, or with dry_run its forecast.
 
-    `state` is upgraded, up-to-date, planned, rolled-back, or behind. *Behind* means that no newer
-    release can be followed; `notes` gives the reason. `expected_kept` is the share of the mAP of
-    re-embedding that the publisher measured on other images. `neighbours_kept` is the share of each
-    item's nearest neighbours that this gallery kept.
+    Attributes:
+        state: upgraded, up-to-date, planned, rolled-back, or behind. *Behind* means that no newer
+            release can be followed; `notes` gives the reason.
+        release: the release that is active, or would be.
+        from_release: the release that was active at the start.
+        routes: the releases of each route, source first.
+        items: how many items the gallery has.
+        expected_kept: the share of the mAP of re-embedding, 0 to 1, that the publisher measured on
+            other images; None if it is unknown.
+        neighbours_kept: the share of each item's nearest neighbours, 0 to 1, that this gallery
+            preserved; None if it was not measured.
+        int8: whether a quantised upgrade was used.
+        download_bytes: bytes downloaded, or to download.
+        upgrade_seconds: duration of the upgrade, or its estimate.
+        re_embedded: how many items were re-embedded from their images.
+        left_behind: always 0; older programs read it.
+        confirmed: releases whose spaces were dropped, because nothing newer was found for a week.
+        notes: sentences for people.
     """
 
     state: str
@@ -739,20 +1011,31 @@ class SyncReport:
 
 
 def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncReport:
-    """Bring the gallery to the newest release that it can follow.
+    """Bring a gallery to the newest release that it can follow, without the images.
 
-    Rollback and gc can run while this waits for the source; the sync then restarts from their
-    result.
+    Searches use the old space until one transaction flips to the new one. A release that fails its
+    trial or an upgrade is held back, and the next older one is tried. If the active release was
+    withdrawn and no newer one can be followed, the sync returns to the previous release. Rollback
+    and gc can run while the sync waits for its source; it then restarts from their result.
 
     Args:
         device: the gallery.
         options: the options of this sync.
         output: where to write progress and notes.
 
+    Returns:
+        What was done; if no release can be followed, its `state` is "behind" and nothing is raised.
+
     Raises:
-        BusyError: another sync runs, or other commands keep changing the gallery.
-        VerificationError: the publication fails verification; nothing was changed.
-        UnavailableError: the source does not answer; finished downloads are kept.
+        BusyError: another sync runs, other commands keep changing the gallery, or another process
+            holds the gallery file.
+        ConfigurationError: the source has an unknown form, or its folder does not exist.
+        VerificationError: the publication fails verification, and nothing was changed; or a file
+            of the gallery is damaged.
+        NotFoundError: nothing is published at the source, or not the release of a space.
+        NoEncoderError: a backfill was requested, and the release embeds no images.
+        NotPermittedError: the gateway refuses the token.
+        UnavailableError: the source does not answer; finished downloads stay.
         CannotWriteError: the disk is full or read-only.
     """
     source = normalised_source(options.source) if options.source else device.state("source")
@@ -867,7 +1150,7 @@ class _Sync:
         for release in sorted(releases, reverse=True):
             if release <= active or releases[release] is not None:
                 continue
-            if not self._options.now and not self._trust.belongs(release, self._cohort):
+            if not self._options.join_early and not self._trust.belongs(release, self._cohort):
                 share = self._trust.share(release)
                 self._report.notes.append(
                     f"release {release} is rolled out to {100 * share:g} % of the devices so far, "
@@ -928,7 +1211,7 @@ class _Sync:
         report.state = state
         report.release = plan.target.release
         report.routes = self._routes(plan)
-        report.expected_kept = plan.kept()
+        report.expected_kept = plan.expected_retention()
         report.int8 = plan.int8
 
     def _routes(self, plan: SyncPlan) -> list[list[int]]:
@@ -936,39 +1219,39 @@ class _Sync:
         return [list(leg.route.releases) or directly for leg in plan.legs]
 
     def _upgrade(self, plan: SyncPlan) -> bool:
-        """Carry the gallery along a plan; return False if items would be left behind."""
+        """Migrate the gallery along a plan; return False if items would be left behind."""
         device, release = self._device, plan.target.release
+        old = next(space.spec for space in self._spaces if space.state == "active")
         installed = device.state("installed", {})
+        migration = {
+            "at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "routes": self._routes(plan),
+        }
         state = {
             "floor": self._trust.floor().model_dump(),
             "installed": {**installed, str(release): manifest_digest(self._trust, release)},
-            "return_to": device.store.active().spec.space,
-            "carried": {**device.state("carried", {}), str(release): self._carried(plan)},
+            "return_to": old.space,
+            "carried": {**device.state("carried", {}), str(release): migration},
         }
         started = time.monotonic()
-        carried = carry(device, plan, self._options.backfill, state, self._output)
-        self._report.re_embedded += carried.re_embedded
-        if carried.left_behind:
+        outcome = migrate(device, plan, self._options.backfill, state, self._output)
+        self._report.re_embedded += outcome.re_embedded
+        if outcome.left_behind:
             remember(device, release, "left_behind")
             self._fall_behind(
-                f"release {release}: {carried.left_behind} items have no side-information for its "
-                f"upgrade; `sync --backfill {carried.left_behind}` embeds them from their images"
+                f"release {release}: {outcome.left_behind} items have no side-information for its "
+                f"upgrade; `sync --backfill {outcome.left_behind}` embeds them from their images"
             )
             return False
         self._describe(plan, "upgraded")
         self._report.upgrade_seconds = round(time.monotonic() - started, 3)
         self._report.items = device.store.count()
         self._report.neighbours_kept = remember(
-            device, release, "none", self._report.upgrade_seconds, kept=True
+            device, release, "none", self._report.upgrade_seconds, (old, SpaceSpec.of(plan.target))
         )
-        confirm(device, but=device.state("return_to"))
+        confirm(device, spare=old.space)
         tidy_models(device)
         return True
-
-    def _carried(self, plan: SyncPlan) -> dict[str, Any]:
-        """Record when and how the items came into this space."""
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        return {"at": now, "routes": self._routes(plan)}
 
     def _settle(self) -> SyncReport:
         """Complete the active and the previous release where nothing newer can be followed.
@@ -987,17 +1270,17 @@ class _Sync:
         if report.state == "up-to-date":
             with self._changing():
                 way_back = None if self._has_served() else device.state("return_to")
-                report.confirmed = confirm(device, but=way_back)
+                report.confirmed = confirm(device, spare=way_back)
                 tidy_models(device)
         return report
 
     def _has_served(self) -> bool:
         """Return whether the active release has served long enough to be confirmed. Galleries of
         earlier versions did not record the time; they count as confirmed."""
-        carried = self._device.state("carried", {}).get(str(self._report.release))
-        if carried is None:
+        migration = self._device.state("carried", {}).get(str(self._report.release))
+        if migration is None:
             return True
-        return datetime.now(UTC) - datetime.fromisoformat(carried["at"]) >= _CONFIRMED_AFTER
+        return datetime.now(UTC) - datetime.fromisoformat(migration["at"]) >= _CONFIRMED_AFTER
 
 
 def sentence(report: SyncReport) -> str:
@@ -1019,5 +1302,5 @@ def sentence(report: SyncReport) -> str:
     if report.expected_kept is not None:
         line += f"; on the publisher's images {report.expected_kept:.1%} of the mAP of re-embedding"
     if report.re_embedded:
-        line += f"; {report.re_embedded} embedded again from their images"
+        line += f"; {report.re_embedded} re-embedded from their images"
     return line

@@ -1,5 +1,6 @@
 """Run the ONNX files of a release: check the digest, open a session, check every output."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,11 @@ class UpgradeModel:
         if self.upgrade.side == "maps" and encoder is not None:
             return check_output(values["upgraded_side"], count, encoder.dim, "upgraded_side")
         return side if self.upgrade.side == "carries" else None
+
+
+def cores() -> int:
+    """Return the number of processor cores that this process may use, for `threads`."""
+    return len(os.sched_getaffinity(0))
 
 
 def open_embedder(files: Files, manifest: "Manifest", threads: int = 1) -> ImageEmbedder:

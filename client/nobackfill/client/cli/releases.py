@@ -25,7 +25,7 @@ def sync(arguments: Namespace) -> None:
         int8=arguments.int8,
         retry=arguments.retry,
         source=arguments.source,
-        now=arguments.now,
+        join_early=arguments.now,
     )
     with Device(arguments.gallery) as device:
         report = follow(device, choices, output)

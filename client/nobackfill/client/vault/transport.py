@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nobackfill import durable
-from nobackfill.client.gallery_file import GalleryFile
-from nobackfill.client.sources import is_gateway
+from nobackfill.client.gallery_file import GalleryFile, is_gateway
 from nobackfill.client.vault.queue import VaultQueue
 from nobackfill.errors import (
     ConfigurationError,

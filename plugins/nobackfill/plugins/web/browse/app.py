@@ -22,7 +22,14 @@ from nobackfill.client.photos import Encoder, local_image
 from nobackfill.client.pictures import Thumbnails
 from nobackfill.client.search import DeviceAnswer, Search
 from nobackfill.client.status import status
-from nobackfill.client.sync import SyncOptions, embed_again, re_embed, roll_back, sentence, sync
+from nobackfill.client.sync import (
+    SyncOptions,
+    re_embed,
+    re_embed_items,
+    roll_back,
+    sentence,
+    sync,
+)
 from nobackfill.errors import (
     BusyError,
     IncompatibleSpaceError,
@@ -481,8 +488,8 @@ class ReleasePages:
             items = [item]
 
             def one(output: Output) -> str:
-                done = embed_again(self._device, self._device.active(), items, output)
-                return "Embedded again from its file." if done else (
+                count = re_embed_items(self._device, self._device.active(), items, output)
+                return "Embedded again from its file." if count else (
                     "Not embedded: its file is gone or was changed, and the vault has no copy."
                 )  # fmt: skip
 
