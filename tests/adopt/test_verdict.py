@@ -237,7 +237,7 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
     save_joining(tmp_path / "j.npz", judged.joining)
     kept = load_joining(tmp_path / "j.npz")
     assert len(kept.crowd) == 200
-    assert (kept.joined, kept.native) == (judged.joining.joined, judged.joining.native)
+    assert (kept.migrated, kept.native) == (judged.joining.migrated, judged.joining.native)
     # What an earlier nobackfill wrote is read as it was meant.
     with np.load(tmp_path / "j.npz") as arrays:
         header = json.loads(str(arrays["header"])) | {"format": 2, "native": [2.0, -3.0]}
@@ -247,10 +247,10 @@ def test_hubs_are_told_by_other_queries_and_taken_off_where_that_helps(tmp_path:
         one.odds(gallery.old[:1], asked[:1], gallery.old, carried, {})[0]
         for one in (kept, replace(kept, crowd=kept.crowd[:0]))
     )
-    every = kept.near(gallery.old[:9], asked[:9], gallery.old, carried)
+    every = kept.migrated_nearness(gallery.old[:9], asked[:9], gallery.old, carried)
     for row in range(9):
         some = slice(row, row + 1)
-        alone = kept.near(gallery.old[some], asked[some], gallery.old, carried)
+        alone = kept.migrated_nearness(gallery.old[some], asked[some], gallery.old, carried)
         np.testing.assert_allclose(every[some], alone, atol=1e-4)
     less = without - with_crowd
     assert less[hub].mean() > less[~hub].mean()
@@ -285,7 +285,7 @@ def test_no_valley_where_scores_of_two_origins_compare_badly(seed: int) -> None:
     held = cross_fit(made.pairs, [made.queries], ["affine"])["affine"]
     gallery = Gallery(made.old, held.vectors, made.new)
     judged = judge(gallery, chose)
-    plain = replace(judged.joining, joined=OddsLine(), native=OddsLine())
+    plain = replace(judged.joining, migrated=OddsLine(), native=OddsLine())
     assert valley(judged.healing.raw["R@1"]) > 0.01
     assert valley(served(plain, gallery, others)) > 0.03
     curve = served(judged.joining, gallery, others)

@@ -29,21 +29,21 @@ def test_what_fails_again_rests_twice_as_long() -> None:
     found = Backoff[str](60.0, 3600.0, clock)
     lasted = []
     for _ in range(8):
-        found.failed(["bad"])
+        found.back_off(["bad"])
         assert found.ready(["good", "bad", "other"]) == ["good", "other"]
         lasted.append(rest(found, clock, "bad"))
     assert lasted == [60, 120, 240, 480, 960, 1920, 3600, 3600]
     # Asked for again much later.
     clock.now += 3600
-    found.failed(["bad"])
+    found.back_off(["bad"])
     assert rest(found, clock, "bad") == 60
 
 
 def test_what_is_gone_rests_a_day() -> None:
     clock = Clock()
     found = Backoff[str](60.0, 3600.0, clock)
-    found.failed(["gone"])
-    found.gone(["gone"])
+    found.back_off(["gone"])
+    found.back_off_a_day(["gone"])
     assert rest(found, clock, "gone") == DAY_S
 
 
@@ -51,9 +51,9 @@ def test_a_source_that_lacks_everything_fills_no_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(reembedding, "_MOST", 10)
     clock = Clock()
     found = Backoff[int](60.0, 3600.0, clock)
-    found.gone(range(4))
+    found.back_off_a_day(range(4))
     for key in range(4, 12):
         clock.now += 1
-        found.failed([key])
+        found.back_off([key])
     # Those that rest longest are known still.
     assert found.ready(range(12)) == list(range(4, 10))

@@ -120,4 +120,4 @@ def load_joining(path: Path) -> Joining:
 
 
 def _lines(joining: Joining) -> list[tuple[str, OddsLine]]:
-    return [("joined", joining.joined), ("native", joining.native)]
+    return [("joined", joining.migrated), ("native", joining.native)]

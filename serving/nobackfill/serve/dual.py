@@ -1,7 +1,7 @@
 """Rank a gallery by old, migrated and native vectors at once, while its model changes.
 
-The store is only read. With a source of items, the first hits of a query are embedded again and
-ranked by the new model. Their vectors are stored, so that frequent hits become native first (lazy
+The store is only read. With a source of items, the candidates of a query are re-embedded and ranked
+by the new model. Their vectors are stored, so that frequent hits become native first (lazy
 re-embedding).
 """
 
@@ -28,12 +28,19 @@ from nobackfill.serving.sources import Items
 from nobackfill.vectors import Vectors, check_vectors
 
 _WINDOW = 1000
-_HEALED_AT_ONCE = 256
+_BATCH = 256
 
 
 @dataclass(frozen=True)
 class DualHit:
-    """A hit: the probability of a match, 0 to 1, and the origin of the vector that ranked it."""
+    """A hit of a search by both models.
+
+    Attributes:
+        id: the item's id.
+        probability: of a match, 0 to 1.
+        origin: how the vector that ranked it was made: "native" by the new model, "carried" by the
+            map.
+    """
 
     id: str
     probability: float
@@ -42,8 +49,13 @@ class DualHit:
 
 @dataclass(frozen=True)
 class DualAnswer:
-    """Hits, best first. `native` is the share of the candidates ranked by native vectors, 0 to
-    1."""
+    """The answer of a search by both models.
+
+    Attributes:
+        hits: best first.
+        native: the share of the ranked candidates that have a native vector, 0 to 1; 0 without any
+            candidate.
+    """
 
     hits: list[DualHit]
     native: float
@@ -51,14 +63,14 @@ class DualAnswer:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of re-embedding, over all processes, and this process's cost.
+    """The progress of re-embedding over all processes, and the cost of this process.
 
     Attributes:
         items: items of the store.
         native: items with a native vector.
         today: items claimed today (UTC).
         a_day: the daily limit; None without re-embedding.
-        cost: what this process has done.
+        cost: totals of this process.
     """
 
     items: int
@@ -69,7 +81,12 @@ class Progress:
 
 
 class Dual:
-    """Search of a gallery by its old and its new model together; threads may share it."""
+    """Search of a gallery by its old and its new model together; threads may share it.
+
+    Close it, and open it after a fork, in each process. Every method may raise the errors of the
+    store (UnavailableError, NotPermittedError, InvalidInputError for a changed table) and of the
+    file of native vectors (BusyError, CannotWriteError, DamagedError).
+    """
 
     def __init__(
         self,
@@ -81,20 +98,21 @@ class Dual:
         reembedder: SourceReembedding | None = None,
         carried: str | None = None,
     ) -> None:
-        """Combine the parts of a search; `Dual.open` makes them from files.
+        """Combine the parts of a search; `Dual.open` makes them from files. Nothing is read.
 
         Args:
             source: the store with the old vectors.
             mapping: the map of `nobackfill fit`.
-            joining: the ranking of the same `fit`.
-            natives: the new model's own vectors.
-            reembedder: re-embeds hits; None: hits are never embedded again.
-            carried: the name that `nobackfill carry --to` was given. Its vectors add candidates for
-                the new model's query. Without it, large galleries find less than `fit` predicted.
+            joining: the rank fusion of the same `fit`.
+            natives: the native vectors. `close` closes them.
+            reembedder: re-embeds hits; None: hits are never re-embedded. `close` closes it.
+            carried: the name after `nobackfill carry --to`. Its vectors add candidates for the new
+                model's query. Without it, large galleries find less than `fit` predicted.
 
         Raises:
             IncompatibleSpaceError: `joining` was fitted for another map.
-            InvalidInputError: the store's metric has no joining.
+            InvalidInputError: no rank fusion exists for the store's metric.
+            UnavailableError, NotPermittedError, NotFoundError: the store cannot be read.
         """
         judged_by(source.facts())
         if joining.mark != mapping.digest:
@@ -118,7 +136,7 @@ class Dual:
         limits: Limits | None = None,
         carried: str | None = None,
     ) -> "Dual":
-        """Open from the files of `nobackfill fit`.
+        """Open a search from the files that `nobackfill fit` wrote.
 
         Args:
             source: the store with the old vectors.
@@ -126,14 +144,16 @@ class Dual:
             joining: the joining's file, `--joining` of the same `fit`.
             natives: the file of native vectors; made if it is missing.
             embedder: the new model, for items.
-            items: where to read items; None: hits are never embedded again.
-            limits: bounds of re-embedding.
-            carried: the name that `nobackfill carry --to` was given.
+            items: where to read items; None: hits are never re-embedded.
+            limits: bounds of re-embedding; None: the defaults of Limits.
+            carried: the name after `nobackfill carry --to`; its vectors add candidates.
 
         Raises:
-            InvalidInputError: the embedder embeds queries, or the store's metric has no joining.
+            InvalidInputError: the embedder embeds queries, it cannot read this kind of items, or no
+                rank fusion exists for the store's metric.
             IncompatibleSpaceError: the files belong to different models.
             NotFoundError, VerificationError, BusyError, CannotWriteError: a file cannot be used.
+            UnavailableError, NotPermittedError: the store cannot be read.
         """
         new_map = load_map(mapping)
         same_model(
@@ -158,21 +178,33 @@ class Dual:
         )
 
     def close(self) -> None:
-        """Finish the batches that have started, then close the file of native vectors."""
+        """Finish the batches that have started, then close the file of native vectors.
+
+        Waits up to 30 seconds. Call it once no thread searches; a second call does nothing.
+        """
         if self._reembedder is not None:
             self._reembedder.close()
         self._natives.close()
 
     def search(self, old: Vectors, new: Vectors, k: int = 10) -> DualAnswer:
-        """Return the k best items for one query.
+        """Return the k best items for one query, by rank fusion of both models.
+
+        With a re-embedder, candidates without a native vector are re-embedded first, within its
+        limit of seconds, and their vectors are stored. Native vectors of items that the store has
+        deleted or changed are removed.
 
         Args:
             old: the query by the old model, float32 [a] or [1, a].
             new: the query by the new model, float32 [b] or [1, b].
-            k: the number of hits, 1 to 100.
+            k: the most hits, 1 to 100.
 
         Raises:
-            InvalidInputError: a vector has another dimension, or `k` is out of range.
+            InvalidInputError: a vector has another dimension or is not finite, or `k` is out of
+                range.
+            UnavailableError, NotPermittedError: the store cannot be read.
+            BusyError, CannotWriteError, VerificationError: the file of native vectors cannot be
+                used.
+            ConfigurationError: the process was forked after the re-embedder was opened.
         """
         if not 1 <= k <= HITS:
             raise InvalidInputError(f"expected k from 1 to {HITS}, got {k}")
@@ -227,11 +259,22 @@ class Dual:
         return Rows(list(ids.values()), rows.vectors[best]), odds[best], new_ids
 
     def heal(self, count: int) -> int:
-        """Embed up to `count` items again, those first that queries wanted; for a background job.
+        """Re-embed items in the background, those first that queries requested.
+
+        Waits until each batch has ended. Items that fail do not count and raise nothing.
+
+        Args:
+            count: the most items that get a native vector.
 
         Returns:
-            How many items got a native vector. 0 without `items`, when all items are native, or
-            when the day's budget is used up.
+            How many items got a native vector. 0 without a source of items, when all items are
+            native, or when the day's budget is used up.
+
+        Raises:
+            UnavailableError, NotPermittedError: the store cannot be read.
+            BusyError, CannotWriteError, VerificationError: the file of native vectors cannot be
+                used.
+            ConfigurationError: the process was forked after the re-embedder was opened.
         """
         if self._reembedder is None:
             return 0
@@ -246,43 +289,57 @@ class Dual:
         return max(0, count_new)
 
     def _without_native(self) -> Iterator[Rows]:
-        """Yield items without a native vector, in batches: wanted ones, then the others by key."""
-        wanted_ids = self._natives.wanted_ids(100_000)
-        for first in range(0, len(wanted_ids), _HEALED_AT_ONCE):
-            ids = wanted_ids[first : first + _HEALED_AT_ONCE]
+        """Yield items without a native vector, in batches: requested ones first, then by key."""
+        queue = self._natives.wanted_ids(100_000)
+        for first in range(0, len(queue), _BATCH):
+            ids = queue[first : first + _BATCH]
             rows = self._source.lookup(ids)
             existing = set(rows.ids)
             self._natives.forget([name for name in ids if name not in existing])
             if len(rows):
                 yield rows
-        tried = set(wanted_ids)
-        for window in self._source.windows(_HEALED_AT_ONCE):
+        earlier = set(queue)
+        for window in self._source.windows(_BATCH):
             rows = self._source.read(window)
-            others = exclude(rows, set(self._natives.get(rows.ids)) | tried)
+            others = exclude(rows, set(self._natives.get(rows.ids)) | earlier)
             if len(others):
                 yield others
 
     def forget(self, ids: list[str]) -> None:
-        """Delete native vectors of items that were deleted."""
+        """Delete the native vectors of items that the store has deleted; unknown ids are ignored.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: nothing was deleted.
+        """
         self._natives.forget(ids)
 
     def purge(self) -> int:
-        """Delete native vectors of items that the store has deleted or changed.
+        """Delete all native vectors whose items the store has deleted or changed.
+
+        Reads the old vector of every item that has a native one.
 
         Returns:
             How many vectors were deleted.
+
+        Raises:
+            UnavailableError, NotPermittedError: the store cannot be read.
+            BusyError, CannotWriteError, DamagedError: the file of native vectors cannot be used.
         """
-        removed, after = 0, ""
-        while page := self._natives.ids(after, _WINDOW):
-            rows = self._source.lookup([name for name, _ in page])
-            now = {name: digest(rows.vectors[row]) for row, name in enumerate(rows.ids)}
-            gone = {name: old_digest for name, old_digest in page if now.get(name) != old_digest}
-            self._natives.delete_outdated(gone)
-            removed, after = removed + len(gone), page[-1][0]
+        removed, last_id = 0, ""
+        while page := self._natives.ids(last_id, _WINDOW):
+            current = versions(self._source.lookup([name for name, _ in page]))
+            outdated = dict(one for one in page if one not in current)
+            self._natives.delete_outdated(outdated)
+            removed, last_id = removed + len(outdated), page[-1][0]
         return removed
 
     def progress(self) -> Progress:
-        """Report the progress of re-embedding."""
+        """Count the items of the store and their native vectors.
+
+        Raises:
+            UnavailableError, NotPermittedError: the store cannot be read.
+            BusyError, CannotWriteError, DamagedError: the file of native vectors cannot be used.
+        """
         reembedder = self._reembedder
         return Progress(
             self._source.count(),
@@ -294,8 +351,6 @@ class Dual:
 
 
 def exclude(rows: Rows, ids: set[str]) -> Rows:
-    """Return the rows of all items except these, in their order."""
-    native_file = [row for row, name in enumerate(rows.ids) if name not in ids]
-    return Rows(
-        [rows.ids[row] for row in native_file], rows.vectors[np.asarray(native_file, np.int64)]
-    )
+    """Return the rows of all items except those with the given ids, in the same order."""
+    others = [row for row, name in enumerate(rows.ids) if name not in ids]
+    return Rows([rows.ids[row] for row in others], rows.vectors[np.asarray(others, np.int64)])

@@ -14,7 +14,15 @@ from nobackfill.vectors import Kind, Vectors
 
 
 class ColumnItems:
-    """Texts of a column in the database that holds the vectors; implements Items."""
+    """Items whose texts are a column of the table or collection that holds the vectors.
+
+    `read` raises the errors of the store: UnavailableError, NotPermittedError, and
+    InvalidInputError if there is no such column.
+
+    Args:
+        source: the store.
+        column: the name of the column or field.
+    """
 
     kind: Kind = "text"
 
@@ -29,9 +37,17 @@ class ColumnItems:
 
 
 class SourceReembedding(Reembedding[ItemVersion]):
-    """Reads items of `source` from `items`, embeds them, and stores native vectors.
+    """Re-embed items of a store on threads, and put their vectors into a file of native vectors.
 
-    The constructor raises InvalidInputError if the model cannot read this kind of items.
+    Args:
+        source: the store with the old vectors.
+        items: where to read the items.
+        embedder: the new model.
+        natives: the file, which is also the ledger of claims.
+        limits: bounds of time, bytes, concurrency and budget.
+
+    Raises:
+        InvalidInputError: the model cannot read this kind of items.
     """
 
     def __init__(
@@ -50,16 +66,29 @@ class SourceReembedding(Reembedding[ItemVersion]):
         self._source, self._embedder, self._natives = source, embedder, natives
 
     def keep(
-        self, contents: Mapping[ItemVersion, str | bytes], gone: Sequence[ItemVersion]
+        self, contents: Mapping[ItemVersion, str | bytes], missing: Sequence[ItemVersion]
     ) -> Collection[ItemVersion]:
-        """Embed and store; then delete the vectors of items that changed meanwhile."""
+        """Embed items and store their native vectors, except of items that changed meanwhile.
+
+        Args:
+            contents: texts or encoded images by item; may be empty.
+            missing: items that their source lacks; their native vectors are deleted.
+
+        Returns:
+            The items that were embedded. One that the model rejects does not affect the others.
+
+        Raises:
+            UnavailableError, BusyError, NotPermittedError: the embedder, the store or the file
+                cannot be used; the items may not be stored.
+            CannotWriteError, DamagedError: the file cannot be written.
+        """
         vectors = self._embed(contents)
         if vectors:
-            ids, seen = zip(*vectors, strict=True)
-            self._natives.keep(ids, seen, np.stack(list(vectors.values())))
-            now = versions(self._source.lookup(ids))
-            self._natives.delete_outdated(dict(one for one in vectors if one not in now))
-        self._natives.forget([name for name, _ in gone])
+            ids, digests = zip(*vectors, strict=True)
+            self._natives.keep(ids, digests, np.stack(list(vectors.values())))
+            current = versions(self._source.lookup(ids))
+            self._natives.delete_outdated(dict(one for one in vectors if one not in current))
+        self._natives.forget([name for name, _ in missing])
         return vectors
 
     def _embed(self, contents: Mapping[ItemVersion, str | bytes]) -> dict[ItemVersion, Vectors]:
@@ -73,7 +102,7 @@ class SourceReembedding(Reembedding[ItemVersion]):
             # The embedder's host fails, not an item: retrying each item alone cannot help.
             raise
         except Exception as error:  # noqa: BLE001 - a model may raise anything
-            self.failed(error)
+            self.record_failure(error)
             if len(contents) == 1:
                 return {}
         return {
@@ -84,5 +113,12 @@ class SourceReembedding(Reembedding[ItemVersion]):
 
 
 def versions(rows: Rows) -> dict[ItemVersion, str]:
-    """Return the items' names in the source by version: their id and the digest of their vector."""
+    """Return the names of items in their source, by item version.
+
+    Args:
+        rows: n items with their old vectors, float32 [n, dim].
+
+    Returns:
+        The id, by (id, digest of the old vector).
+    """
     return {(name, digest(rows.vectors[row])): name for row, name in enumerate(rows.ids)}

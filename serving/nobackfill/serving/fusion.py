@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from nobackfill.metrics.distances import Metric, distances
 from nobackfill.vectors import Vectors, normalise
 
-# Candidates that each search contributes to a query; the same number may be embedded again.
+# Candidates that each search contributes to a query; the same number may be re-embedded.
 HITS = 100
 # How many nearest queries of the crowd measure whether an item is a hub.
 NEAREST = 10
@@ -30,7 +30,13 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class OddsLine:
-    """The line log-odds = slope * nearness + share * nearness as migrated + intercept."""
+    """The line log-odds = slope * nearness + share * (nearness as migrated) + intercept.
+
+    Attributes:
+        slope: log-odds of a match for one standard deviation of nearness.
+        intercept: log-odds at nearness 0.
+        share: weight of an item's nearness as a migrated item; 0 ignores it.
+    """
 
     slope: float = 1.0
     intercept: float = 0.0
@@ -46,20 +52,21 @@ class Joining:
     """A fitted rank fusion.
 
     Attributes:
-        weight: the new model's share in the score of a migrated item; 0 uses the old model alone.
-        joined: the line of migrated items.
+        weight: the new model's share in the score of a migrated item, 0 to 1; 0 uses the old model
+            alone.
+        migrated: the line of migrated items.
         native: the line of native items.
-        old: the m anchor items by the old model [m, a]; norm 1 if `metric` is cosine.
-        carried: the same items migrated [m, b].
-        new: the same items by the new model [m, b].
+        old: the m anchor items by the old model, float32 [m, a]; norm 1 if `metric` is cosine.
+        carried: the same items migrated, float32 [m, b].
+        new: the same items by the new model, float32 [m, b].
         mark: the digest of the map that migrates.
-        crowd: queries by the new model [q, b] that correct hubs among migrated items; empty: no
-            correction.
+        crowd: queries by the new model, float32 [q, b], that correct hubs among migrated items;
+            empty: no correction.
         metric: the metric of the store.
     """
 
     weight: float
-    joined: OddsLine
+    migrated: OddsLine
     native: OddsLine
     old: Vectors
     carried: Vectors
@@ -68,17 +75,19 @@ class Joining:
     crowd: Vectors = field(default_factory=lambda: np.empty((0, 0), np.float32))
     metric: Metric = "cosine"
 
-    def near(self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors) -> Block:
-        """Return both models' nearness of migrated items.
+    def migrated_nearness(
+        self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors
+    ) -> Block:
+        """Return how near migrated items are to queries, by both models together.
 
         Args:
-            by_old: queries by the old model [q, a].
-            by_new: the same queries by the new model [q, b].
-            old: items by the old model [n, a].
-            carried: the same items migrated [n, b].
+            by_old: queries by the old model, float32 [q, a].
+            by_new: the same queries by the new model, float32 [q, b].
+            old: items by the old model, float32 [n, a].
+            carried: the same items migrated, float32 [n, b].
 
         Returns:
-            float32 [q, n].
+            float32 [q, n], in standard deviations over the anchors; larger is nearer.
         """
         near_old = nearness(by_old, old, self.old, metric=self.metric)
         less = (hubs(carried, self.crowd), self._hubs)
@@ -89,21 +98,25 @@ class Joining:
         self, by_old: Vectors, by_new: Vectors, old: Vectors, carried: Vectors,
         native: Mapping[int, Vectors],
     ) -> Block:  # fmt: skip
-        """Return the log-odds of a match.
+        """Return the log-odds that items match queries, on one scale for both origins.
 
         Args:
-            by_old, by_new, old, carried: as in `near`.
-            native: the new model's own vectors [b], by row, of the items that have one.
+            by_old: queries by the old model, float32 [q, a].
+            by_new: the same queries by the new model, float32 [q, b].
+            old: items by the old model, float32 [n, a].
+            carried: the same items migrated, float32 [n, b].
+            native: native vectors, float32 [b] each, by row 0 to n-1 of the items that have one;
+                may be empty.
 
         Returns:
-            float32 [q, n].
+            float32 [q, n]; larger is more probable.
         """
-        near = self.near(by_old, by_new, old, carried)
-        log_odds = self.joined(near, near)
+        migrated = self.migrated_nearness(by_old, by_new, old, carried)
+        log_odds = self.migrated(migrated, migrated)
         if native:
             rows, new = list(native), np.stack(list(native.values()))
             near_native = nearness(by_new, new, self.new, metric=self.metric)
-            log_odds[:, rows] = self.native(near_native, near[:, rows])
+            log_odds[:, rows] = self.native(near_native, migrated[:, rows])
         return log_odds
 
     @cached_property
@@ -118,35 +131,47 @@ def candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> 
     searches return.
 
     Args:
-        searches: functions that return the given number of nearest keys.
+        searches: functions that return the given number of nearest keys; their errors pass through.
         count: how many keys to take from each.
+
+    Returns:
+        Up to count times the number of searches, those of the first search first.
     """
     return list(dict.fromkeys(key for search in searches for key in search(count)))
 
 
 def fuse(weight: float, near_old: Block, near_new: Block) -> Block:
-    """Combine both models' nearness [q, n] of migrated items; `weight` is the new model's share."""
+    """Return the weighted mean of both models' nearness.
+
+    Args:
+        weight: the new model's share, 0 to 1.
+        near_old: nearness by the old model, float32 [q, n].
+        near_new: nearness by the new model, float32 [q, n].
+
+    Returns:
+        float32 [q, n].
+    """
     return np.asarray(weight * near_new + (1 - weight) * near_old, np.float32)
 
 
 def hubs(vectors: Vectors, crowd: Vectors) -> Block:
-    """Measure how near vectors are to all queries: half the mean cosine to their 10 nearest.
+    """Measure how near each vector is to queries: half the mean cosine to its 10 nearest ones.
 
     Subtracting this from a cosine removes the advantage of hubs (CSLS: Conneau et al. 2018, Eq. 3,
     without the term that all items of a query share).
 
     Args:
-        vectors: [n, d].
-        crowd: queries [q, d] of norm 1.
+        vectors: float32 [n, d], of any norm.
+        crowd: queries, float32 [q, d], of norm 1. With fewer than 10, all of them count.
 
     Returns:
-        float32 [n]; zeros if `crowd` is empty.
+        float32 [n], -0.5 to 0.5; zeros if `crowd` is empty.
     """
     if not len(crowd):
         return np.zeros(len(vectors), np.float32)
-    near = normalise(vectors) @ crowd.T
+    cosines = normalise(vectors) @ crowd.T
     count = min(NEAREST, len(crowd))
-    return np.asarray(np.partition(near, -count, axis=1)[:, -count:].mean(1) / 2, np.float32)
+    return np.asarray(np.partition(cosines, -count, axis=1)[:, -count:].mean(1) / 2, np.float32)
 
 
 def nearness(
@@ -159,14 +184,14 @@ def nearness(
     """Return by how many standard deviations vectors are nearer to queries than anchors are.
 
     Args:
-        queries: [q, d].
-        vectors: [n, d].
-        anchors: [m, d]; of norm 1 if `metric` is cosine.
-        less: values to subtract from the cosines of vectors [n] and of anchors [m].
-        metric: the metric of the store.
+        queries: float32 [q, d], of any norm.
+        vectors: float32 [n, d], of any norm.
+        anchors: float32 [m, d], m at least 1; of norm 1 if `metric` is cosine.
+        less: values to subtract from the cosines of vectors [n] and of anchors [m]; None: none.
+        metric: the metric of the store: cosine, l2 or dot.
 
     Returns:
-        float32 [q, n].
+        float32 [q, n]; larger is nearer, 0 is the mean of the anchors.
     """
     if metric == "cosine":
         unit = normalise(queries)
@@ -182,11 +207,12 @@ def nearness(
 
 
 def standardise(block: Block, anchors: NDArray[np.int64]) -> Block:
-    """Standardise distances over anchors: how far below their mean, in standard deviations.
+    """Convert distances to standard deviations below the mean distance of anchors, per query.
 
     Args:
-        block: distances [q, g].
-        anchors: the columns of the anchors.
+        block: distances, float32 [q, g].
+        anchors: the columns of the anchors, int64 [m], m at least 1. If they are all equally far,
+            1e-12 stands for their standard deviation.
 
     Returns:
         Nearness, float32 [q, g]; larger is nearer.

@@ -1,7 +1,7 @@
-"""The ledger of re-embedding: claims of items, wanted items, and the count of each day.
+"""The ledger of re-embedding: claims of items, requested items, and the count of each day.
 
-Any number of processes share a ledger. A claim keeps other processes from embedding the same item.
-It ends with its process or after ten minutes. An item that fails costs nothing of the budget.
+Any number of processes share a ledger. A claim prevents other processes from embedding the same
+item. It ends with its process or after ten minutes. An item that fails costs nothing of the budget.
 """
 
 import os
@@ -29,42 +29,56 @@ def today() -> str:
 
 
 class Ledger(Protocol[Key]):
-    """The re-embedding work on one gallery. Every change is durable. Every method may raise
-    BusyError, CannotWriteError and UnavailableError."""
+    """The re-embedding work on one gallery.
+
+    Every change is durable. Every method may raise BusyError, CannotWriteError, and DamagedError
+    (a file is damaged) or UnavailableError (a database does not answer).
+    """
 
     def claim(self, keys: Sequence[Key], day: str, budget: int) -> list[Key]:
         """Claim items that no process embeds at present, within the day's budget.
 
+        Items that have a vector already are neither claimed nor queued.
+
         Args:
             keys: items, claimed in their order.
-            day: the day of the budget, as `today` returns it.
-            budget: the most items of this day.
+            day: the day of the budget, YYYY-MM-DD in UTC.
+            budget: the most items of this day, over all processes; 0 claims none.
 
         Returns:
-            The items that were claimed. The others are recorded as wanted.
+            The items that were claimed. The others are queued as requested, once more.
         """
         ...
 
     def settle(self, keys: Collection[Key]) -> None:
-        """End claims of items that are embedded or deleted; they are no longer wanted."""
+        """End claims of items that are embedded or deleted, and remove their requests.
+
+        Items without a claim or request are ignored.
+        """
         ...
 
     def release(self, keys: Collection[Key]) -> None:
         """Give up claims of items that failed, and return their cost to the budget.
 
-        The items are wanted last, until a query wants them again.
+        The items stay queued, but come last until a query requests them again.
         """
         ...
 
     def spent(self, day: str) -> int:
-        """Return how many items were claimed on a day, without those that were given up."""
+        """Return how many items were claimed on a day, without those that were given up.
+
+        Args:
+            day: YYYY-MM-DD in UTC.
+        """
         ...
 
 
 class LedgerFile(Generic[Key]):
-    """A ledger in an SQLite file, made if it is missing; threads may share it.
+    """A ledger in an SQLite file, which is made at the first use; threads may share it.
 
-    Methods raise as Ledger says, and DamagedError if the file is not a ledger.
+    The file has mode 0600. Methods wait up to 30 seconds for other processes, then raise BusyError.
+    They raise CannotWriteError if the file cannot be written, and DamagedError if it is damaged or
+    is no ledger.
     """
 
     # Statements to run when the file is opened.
@@ -82,12 +96,12 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         self._file: sqlite3.Connection | None = None
 
     def claim(self, keys: Sequence[Key], day: str, budget: int) -> list[Key]:
-        with self._writing() as connection:
-            now, claims = time.time(), list[Key]()
-            _free(connection, now)
+        with self._transaction() as connection:
+            moment, claims = time.time(), list[Key]()
+            _free(connection, moment)
             room = budget - _spent(connection, day)
             for key in self._lacking(connection, keys):
-                row = (self._name(key), os.getpid(), now + CLAIM_SECONDS)
+                row = (self._name(key), os.getpid(), moment + CLAIM_SECONDS)
                 insert = "INSERT OR IGNORE INTO claim VALUES (?, ?, ?)"
                 if room > len(claims) and connection.execute(insert, row).rowcount:
                     claims.append(key)
@@ -105,7 +119,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             return claims
 
     def settle(self, keys: Collection[Key]) -> None:
-        with self._writing() as connection:
+        with self._transaction() as connection:
             self._settle(connection, keys)
 
     def _settle(self, connection: sqlite3.Connection, keys: Collection[Key]) -> None:
@@ -115,7 +129,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
 
     def release(self, keys: Collection[Key]) -> None:
         rows = [(self._name(key),) for key in keys]
-        with self._writing() as connection:
+        with self._transaction() as connection:
             # Refund only our own claim: a claim that another process took over was refunded there.
             connection.executemany(
                 "UPDATE spent SET items = items - 1 WHERE items > 0 AND day = "
@@ -128,7 +142,16 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             )
 
     def names_wanted(self, count: int, where: str = "times > 0") -> list[str]:
-        """Return names of wanted items that pass the SQL condition `where`, most wanted first."""
+        """Return the names of queued items, the most requested first.
+
+        Args:
+            count: the most names to return.
+            where: an SQL condition on the columns `id` and `times` of the queue. The default leaves
+                out items that failed and were not requested since.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: as for this class.
+        """
         with self._reading() as connection:
             rows = connection.execute(
                 f"SELECT id FROM wanted WHERE {where} ORDER BY times DESC, id LIMIT ?",  # noqa: S608
@@ -141,7 +164,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             return _spent(connection, day)
 
     def close(self) -> None:
-        """Close the file; the next call opens it again."""
+        """Close the file, if it is open; the next call of another method opens it again."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -152,7 +175,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         return str(key)
 
     def _lacking(self, connection: sqlite3.Connection, keys: Sequence[Key]) -> Sequence[Key]:
-        """Return the items without a vector; another process may have stored one meanwhile."""
+        """Return the items without a vector; another process may have stored one since."""
         del connection
         return keys
 
@@ -162,7 +185,7 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             yield self._connection
 
     @contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock, transaction(self._connection) as connection:
             yield connection
 
@@ -198,9 +221,9 @@ def _spent(connection: sqlite3.Connection, day: str) -> int:
     return int(row[0]) if row else 0
 
 
-def _free(connection: sqlite3.Connection, now: float) -> None:
+def _free(connection: sqlite3.Connection, moment: float) -> None:
     """End claims that have expired, and claims of processes that have ended."""
-    connection.execute("DELETE FROM claim WHERE until < ?", (now,))
+    connection.execute("DELETE FROM claim WHERE until < ?", (moment,))
     holders = connection.execute("SELECT DISTINCT process FROM claim").fetchall()
     for (process,) in holders:
         if process != os.getpid() and not Path(f"/proc/{process}").exists():

@@ -24,13 +24,20 @@ ItemVersion = tuple[str, bytes]
 
 
 def digest(vector: Vectors) -> bytes:
-    """Return the digest of an old vector, which tells whether the item has changed."""
+    """Return the digest of an old vector; another digest later means that the item has changed.
+
+    Args:
+        vector: any shape; its values count as little-endian float32, in C order.
+
+    Returns:
+        BLAKE2b, 16 bytes.
+    """
     return hashlib.blake2b(np.ascontiguousarray(vector, "<f4").tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
 class Native:
-    """A native vector [dim], and the digest of the old vector that the item had then."""
+    """A native vector, float32 [dim], and the digest of the old vector that the item had then."""
 
     old_digest: bytes
     vector: Vectors
@@ -39,7 +46,17 @@ class Native:
 class Natives(LedgerFile[ItemVersion]):
     """The native vectors of one model, in an SQLite file; threads may share it.
 
+    A copy of the vectors in memory, made at the first search, follows what other processes store.
     Every method may raise DamagedError, CannotWriteError and BusyError.
+
+    Args:
+        path: the file; it and its folder are made if they are missing.
+        fingerprint: identifies the model and its options.
+        dim: the dimension of its vectors.
+
+    Raises:
+        IncompatibleSpaceError: the file holds vectors of another model or another dimension.
+        DamagedError, CannotWriteError, BusyError: the file cannot be used.
     """
 
     opening = (
@@ -56,7 +73,7 @@ CREATE TABLE IF NOT EXISTS native (
         super().__init__(path)
         self._dim = dim
         make_dir(path.parent)
-        with self._writing() as connection:
+        with self._transaction() as connection:
             facts = {"model": fingerprint, "dim": str(dim)}
             connection.executemany("INSERT OR IGNORE INTO facts VALUES (?, ?)", facts.items())
             same = dict(connection.execute("SELECT name, value FROM facts")) == facts
@@ -88,18 +105,30 @@ CREATE TABLE IF NOT EXISTS native (
             return int(connection.execute("SELECT count(*) FROM native").fetchone()[0])
 
     def get(self, ids: Sequence[str]) -> dict[str, Native]:
-        """Return the native vectors of these items, by id; items without one are absent."""
+        """Return the native vectors of items, by id; items without one are absent.
+
+        Raises:
+            VerificationError: a row of the file is damaged.
+            BusyError, CannotWriteError: the file cannot be read or made.
+        """
         with self._lock:
             self._catch_up()
             return {name: self._rows_by_id[name][1] for name in ids if name in self._rows_by_id}
 
     def nearest(self, query: Vectors, count: int, metric: str = "cosine") -> list[str]:
-        """Return the ids nearest to a query [1, dim], nearest first; the search is exact.
+        """Return the ids of the native vectors nearest to a query, nearest first, by exact search.
 
         Args:
             query: float32 [1, dim].
             count: the most ids to return.
             metric: cosine, l2 or dot.
+
+        Returns:
+            At most `count` ids; empty if the file has no vector.
+
+        Raises:
+            VerificationError: a row of the file is damaged.
+            BusyError, CannotWriteError: the file cannot be read or made.
         """
         with self._lock:
             self._catch_up()
@@ -119,43 +148,57 @@ CREATE TABLE IF NOT EXISTS native (
             return listing[:count]
 
     def keep(self, ids: Sequence[str], old_digest: Sequence[bytes], vectors: Vectors) -> None:
-        """Store vectors [n, dim] durably, and settle their claims.
+        """Store native vectors durably, and settle the claims and requests of their items.
 
         Args:
             ids: n ids; existing vectors are replaced.
-            old_digest: the n digests of the old vectors.
+            old_digest: the n digests of the old vectors, as `digest` returns them.
             vectors: float32 [n, dim].
 
         Raises:
             InvalidInputError: the vectors have another dimension or are not finite.
+            ValueError: the three have different lengths.
+            BusyError, CannotWriteError, DamagedError: nothing was stored.
         """
         checked = check_vectors(vectors, self._dim, what="new vectors")
         blobs = (vector.astype("<f4").tobytes() for vector in checked)
         rows = list(zip(ids, old_digest, blobs, strict=True))
-        with self._writing() as connection:
+        with self._transaction() as connection:
             connection.executemany(
                 "INSERT OR REPLACE INTO native (id, seen, vector) VALUES (?, ?, ?)", rows
             )
             self._settle(connection, [row[:2] for row in rows])
 
     def forget(self, ids: Sequence[str]) -> None:
-        """Delete the vectors and wishes of deleted items."""
+        """Delete the vectors and requests of items, by id; unknown ids are ignored.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: nothing was deleted.
+        """
         if not ids:
             return
         names = [(name,) for name in ids]
         with self._lock:
-            with self._writing() as connection:
+            with self._transaction() as connection:
                 connection.executemany("DELETE FROM native WHERE id = ?", names)
                 connection.executemany("DELETE FROM wanted WHERE id = ?", names)
             for name in ids:
                 self._drop(name)
 
     def delete_outdated(self, old_digest: Mapping[str, bytes]) -> None:
-        """Delete vectors by id and digest of the old vector; vectors of newer content stay."""
+        """Delete the native vectors of items that have changed.
+
+        Args:
+            old_digest: by id, the digest of the old vector that the native vector to delete belongs
+                to. A vector with another digest stays, because it belongs to newer content.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: nothing was deleted.
+        """
         if not old_digest:
             return
         with self._lock:
-            with self._writing() as connection:
+            with self._transaction() as connection:
                 connection.executemany(
                     "DELETE FROM native WHERE id = ? AND seen = ?", old_digest.items()
                 )
@@ -164,14 +207,29 @@ CREATE TABLE IF NOT EXISTS native (
                     self._drop(name)
 
     def wanted_ids(self, count: int) -> list[str]:
-        """Return ids that queries wanted and that have no native vector, most wanted first."""
+        """Return ids that queries requested and that have no native vector, most requested first.
+
+        Args:
+            count: the most ids to return.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: the file cannot be read or made.
+        """
         return self.names_wanted(count, "id NOT IN (SELECT id FROM native)")
 
-    def ids(self, after: str, count: int) -> list[ItemVersion]:
-        """Return up to `count` ids above `after`, with digests, ordered by id."""
+    def ids(self, last_id: str, count: int) -> list[ItemVersion]:
+        """Return a page of ids with native vectors, each with its digest, ordered by id.
+
+        Args:
+            last_id: the last id of the page before; empty for the first page.
+            count: the most ids to return.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: the file cannot be read or made.
+        """
         with self._reading() as connection:
             return connection.execute(
-                "SELECT id, seen FROM native WHERE id > ? ORDER BY id LIMIT ?", (after, count)
+                "SELECT id, seen FROM native WHERE id > ? ORDER BY id LIMIT ?", (last_id, count)
             ).fetchall()
 
     def _name(self, key: ItemVersion) -> str:
@@ -201,11 +259,11 @@ CREATE TABLE IF NOT EXISTS native (
             self._add(name, Native(old_digest, vector))
             self._newest = number
         if len(self._ids) > 2 * len(self._rows_by_id) + _ROOM:
-            known = [(name, native) for name, (_, native) in self._rows_by_id.items()]
+            natives = [(name, native) for name, (_, native) in self._rows_by_id.items()]
             self._ids, self._rows_by_id = [], {}
             self._matrix = np.zeros((_ROOM, self._dim), np.float32)
             self._norms = np.zeros(_ROOM, np.float32)
-            for name, native in known:
+            for name, native in natives:
                 self._add(name, native)
 
     def _add(self, name: str, native: Native) -> None:

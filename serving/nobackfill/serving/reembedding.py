@@ -1,9 +1,9 @@
 """Re-embed items on threads, bounded in time, bytes, concurrency and by a daily budget.
 
 No item is embedded twice at once. Within a process a second query waits for the same work; across
-processes a claim keeps others from starting it. Vectors that arrive late are stored all the same.
-An item that fails costs nothing of the budget, and backs off. An item that was not started stays
-in the queue of wanted items.
+processes a claim prevents others from starting it. Vectors that arrive late are stored all the
+same. An item that fails costs nothing of the budget, and backs off. An item that was not started
+stays in the queue of requested items.
 """
 
 import os
@@ -35,11 +35,16 @@ class _Pause:
 
 
 class Backoff(Generic[Key]):
-    """Exponential back-off of items that failed; threads may share it.
+    """Exponential back-off of items that failed; in memory only, and threads may share it.
 
     An item that fails waits `first` seconds, then twice as long each time, at most `longest`. An
     item that its source lacks waits a day. An item without failures for as long as its last
-    back-off starts again at `first`.
+    back-off starts again at `first`. At most 100,000 items are remembered, those that wait longest.
+
+    Args:
+        first: the first back-off, in seconds.
+        longest: the longest back-off, in seconds.
+        clock: returns the time in seconds; it never goes back.
     """
 
     def __init__(
@@ -50,41 +55,43 @@ class Backoff(Generic[Key]):
         self._pauses: dict[Key, _Pause] = {}
 
     def ready(self, keys: Sequence[Key]) -> list[Key]:
-        """Return the items that need not wait now, in their order."""
-        now = self._clock()
+        """Return those of the given items that need not wait now, in the same order."""
+        moment = self._clock()
         with self._lock:
             return [
-                key for key in keys if (rest := self._pauses.get(key)) is None or rest.end <= now
+                key
+                for key in keys
+                if (pause := self._pauses.get(key)) is None or pause.end <= moment
             ]
 
-    def failed(self, keys: Collection[Key]) -> None:
-        """Start or extend the back-off of items that could not be embedded."""
-        now = self._clock()
+    def back_off(self, keys: Collection[Key]) -> None:
+        """Start or double the back-off of items that could not be embedded."""
+        moment = self._clock()
         with self._lock:
             for key in keys:
-                seconds = self._longer(self._pauses.get(key), now)
-                self._pauses[key] = _Pause(now + seconds, seconds)
-            self._forget(now)
+                seconds = self._longer(self._pauses.get(key), moment)
+                self._pauses[key] = _Pause(moment + seconds, seconds)
+            self._forget(moment)
 
-    def _longer(self, last: _Pause | None, now: float) -> float:
+    def _longer(self, last: _Pause | None, moment: float) -> float:
         """Return the seconds of the next back-off, given the last one."""
-        if last is None or now >= last.end + last.seconds:
+        if last is None or moment >= last.end + last.seconds:
             return self._first
         return min(2 * last.seconds, self._longest)
 
-    def gone(self, keys: Collection[Key]) -> None:
+    def back_off_a_day(self, keys: Collection[Key]) -> None:
         """Start a back-off of a day for items that their source lacks."""
-        now = self._clock()
+        moment = self._clock()
         with self._lock:
-            self._pauses |= dict.fromkeys(keys, _Pause(now + _DAY_S, _DAY_S))
-            self._forget(now)
+            self._pauses |= dict.fromkeys(keys, _Pause(moment + _DAY_S, _DAY_S))
+            self._forget(moment)
 
-    def _forget(self, now: float) -> None:
+    def _forget(self, moment: float) -> None:
         """Drop entries beyond the limit; first those that would start again at `first`."""
         if len(self._pauses) <= _MOST:
             return
         remembered = {
-            key: rest for key, rest in self._pauses.items() if now < rest.end + rest.seconds
+            key: one for key, one in self._pauses.items() if moment < one.end + one.seconds
         }
         longest = sorted(remembered.items(), key=lambda one: one[1].end, reverse=True)
         # Keep half, so that the next failure need not sort again.
@@ -94,7 +101,7 @@ class Backoff(Generic[Key]):
 # The most items that wait for a thread.
 _MOST_WAITING = 10_000
 # How long `close` waits for batches that have started.
-_CLOSED_S = 30.0
+_CLOSE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -102,12 +109,12 @@ class Limits:
     """Limits of re-embedding.
 
     Attributes:
-        seconds: how long a query waits.
+        seconds: how long a query waits; 0 does not wait.
         bytes_a_query: bytes that one query may read.
         bytes_an_item: bytes that one item may have.
-        concurrency: batches at once.
-        batch: items of a batch.
-        a_day: items a day (UTC), over all processes.
+        concurrency: batches at once, 1 or more.
+        batch: items of a batch, 1 or more.
+        a_day: items a day (UTC), over all processes; 0 only queues them.
     """
 
     seconds: float = 1.0
@@ -120,7 +127,15 @@ class Limits:
 
 @dataclass
 class EmbeddingCost:
-    """Totals since the start of this process; `seconds` counts threads, `failed` items."""
+    """Totals of re-embedding in this process.
+
+    Attributes:
+        embedded: items that were embedded and stored.
+        failed: items that failed or that their source lacks.
+        seconds: time of all threads together.
+        bytes: bytes read from the source.
+        last_failure: class and message of the last error; empty if there was none.
+    """
 
     embedded: int = 0
     failed: int = 0
@@ -133,24 +148,33 @@ class EmbeddingCost:
 class _Bytes:
     """The bytes that one query may still read."""
 
-    left: int
+    remaining: int
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, count: int) -> None:
         with self.lock:
-            self.left -= count
+            self.remaining -= count
 
 
 class _BatchRead(NamedTuple, Generic[Key]):
-    """A batch after reading: its items, those that are gone, those that were not started."""
+    """A batch after reading: contents, items that the source lacks, items that were not started."""
 
     contents: dict[Key, str | bytes]
-    gone: list[Key]
+    missing: list[Key]
     unread: list[Key]
 
 
 class Reembedding(ABC, Generic[Key]):
-    """Reads items from a source; a subclass embeds them and stores the vectors."""
+    """Reads items from a source on threads; a subclass embeds them and stores the vectors.
+
+    Open it after a fork, in each process: its threads do not survive one.
+
+    Attributes:
+        limits: bounds of time, bytes, concurrency and budget.
+        ledger: the claims and the budget.
+        backoff: the back-off of failed items, or None.
+        cost: totals of this process.
+    """
 
     def __init__(
         self,
@@ -159,13 +183,13 @@ class Reembedding(ABC, Generic[Key]):
         ledger: Ledger[Key],
         backoff: Backoff[Key] | None = None,
     ) -> None:
-        """Prepare threads that embed `items`.
+        """Prepare threads that read and embed items; nothing is read yet.
 
         Args:
             items: the source of the items.
             limits: bounds of time, bytes, concurrency and budget.
-            ledger: the claims and the budget, shared with other processes.
-            resting: the back-off of failed items; None: failed items are retried at once.
+            ledger: the claims and the budget, shared with other processes. The caller closes it.
+            backoff: the back-off of failed items; None: failed items are retried at once.
         """
         self._items, self.limits, self.ledger, self.backoff = items, limits, ledger, backoff
         # Reentrant: a batch may end before `_begin` registers its callback in the same thread.
@@ -180,27 +204,41 @@ class Reembedding(ABC, Generic[Key]):
         self.cost = EmbeddingCost()
 
     @abstractmethod
-    def keep(self, contents: Mapping[Key, str | bytes], gone: Sequence[Key]) -> Collection[Key]:
+    def keep(self, contents: Mapping[Key, str | bytes], missing: Sequence[Key]) -> Collection[Key]:
         """Embed items, store their vectors durably, and settle them in the ledger.
 
+        Runs on a thread of this object, several calls at once.
+
         Args:
-            found: texts or encoded images by item.
-            gone: items that the source no longer has.
+            contents: texts or encoded images by item; may be empty.
+            missing: items that the source no longer has.
 
         Returns:
-            The items that are finished. May raise any error; unfinished items then back off.
+            The items that are finished; the others back off.
+
+        Raises:
+            Exception: any error; it is recorded as the last failure, and all items back off.
         """
 
     def claim(self, keys: Sequence[Key], budget: int) -> Sequence[Key]:
         """Claim items that no other process embeds, within a daily budget; queue the others.
 
+        Args:
+            keys: items, claimed in their order.
+            budget: the most items of today (UTC), over all processes; 0 only queues.
+
+        Returns:
+            The items that were claimed.
+
         Raises:
             BusyError: the ledger is locked; nothing was claimed.
             CannotWriteError: the ledger cannot be written; nothing was claimed.
+            DamagedError: the ledger's file is damaged.
+            UnavailableError: the ledger's database does not answer.
         """
         return self.ledger.claim(keys, today(), budget)
 
-    def close(self, seconds: float = _CLOSED_S) -> bool:
+    def close(self, seconds: float = _CLOSE_S) -> bool:
         """Finish the batches that have started, drop those that wait, and refuse later work.
 
         May be called again.
@@ -221,9 +259,17 @@ class Reembedding(ABC, Generic[Key]):
     def ask(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
         """Re-embed items; return once their vectors are stored or the time is up.
 
+        Work that has started goes on after the time is up, and its vectors are stored. Items that
+        fail raise nothing: `cost` counts them. Nothing happens after `close`.
+
         Args:
             names: the item's name in its source, by key.
-            seconds: how long to wait; at most the limit, and None means the limit.
+            seconds: how long to wait; at most `limits.seconds`. None: that limit.
+
+        Raises:
+            ConfigurationError: the process was forked after this object was made.
+            DamagedError: the ledger's file is damaged.
+            UnavailableError: the ledger's database does not answer.
         """
         patience = self.limits.seconds if seconds is None else min(seconds, self.limits.seconds)
         deadline = time.monotonic() + patience
@@ -231,16 +277,26 @@ class Reembedding(ABC, Generic[Key]):
         wait(pending, timeout=max(0.0, deadline - time.monotonic()))
 
     def finish(self, names: Mapping[Key, str], seconds: float | None = None) -> None:
-        """Re-embed as `ask` does, but wait without the limit, or for `seconds`."""
+        """Re-embed items as `ask` does, but wait longer.
+
+        Args:
+            names: the item's name in its source, by key.
+            seconds: how long to wait; None: until all have ended.
+
+        Raises:
+            ConfigurationError: the process was forked after this object was made.
+            DamagedError: the ledger's file is damaged.
+            UnavailableError: the ledger's database does not answer.
+        """
         wait(self._begin(names), timeout=seconds)
 
     def busy(self, keys: Collection[Key]) -> bool:
-        """Return whether any of these items is being embedded or waits for a thread."""
+        """Return whether this process embeds any of these items, or has one wait for a thread."""
         with self._lock:
             return any(key in self._under_way for key in keys)
 
-    def failed(self, error: Exception) -> None:
-        """Record why an item could not be embedded."""
+    def record_failure(self, error: Exception) -> None:
+        """Set the last failure of `cost` to an error's class and message; counts no item."""
         with self._lock:
             self.cost.last_failure = f"{type(error).__name__}: {error}"
 
@@ -283,7 +339,7 @@ class Reembedding(ABC, Generic[Key]):
                 self.claim(beyond, 0)
             return self.claim(idle, self.limits.a_day) if idle else ()
         except (BusyError, CannotWriteError) as error:
-            self.failed(error)
+            self.record_failure(error)
             return ()
 
     def _submit(self, names: Mapping[Key, str]) -> None:
@@ -294,18 +350,18 @@ class Reembedding(ABC, Generic[Key]):
             for first in range(0, 0 if closed else len(keys), self.limits.batch):
                 part = {key: names[key] for key in keys[first : first + self.limits.batch]}
                 future = self._threads.submit(partial(self._work, part, bytes_))
-                future.add_done_callback(self._done(list(part)))
+                future.add_done_callback(self._callback(list(part)))
         if closed and keys:
             self._postpone(keys)
             self._end(keys)
 
-    def _done(self, keys: list[Key]) -> Callable[[Future[None]], None]:
-        def done(future: Future[None]) -> None:
+    def _callback(self, keys: list[Key]) -> Callable[[Future[None]], None]:
+        def end(future: Future[None]) -> None:
             if future.cancelled():
                 self._postpone(keys)
             self._end(keys)
 
-        return done
+        return end
 
     def _end(self, keys: Collection[Key]) -> None:
         """Mark items as finished, and wake the callers that wait for them."""
@@ -315,60 +371,60 @@ class Reembedding(ABC, Generic[Key]):
             future.set_result(None)
 
     def _postpone(self, keys: Sequence[Key]) -> None:
-        """Give up claims of items that were not started; they stay wanted and cost nothing."""
+        """Give up claims of items that were not started; they stay queued and cost nothing."""
         try:
             self.ledger.release(keys)
             self.claim(keys, 0)
         except Exception as error:  # noqa: BLE001 - claims also expire
-            self.failed(error)
+            self.record_failure(error)
 
     def _work(self, names: Mapping[Key, str], bytes_: _Bytes) -> None:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         read: _BatchRead[Key] = _BatchRead({}, [], [])
         finished: Collection[Key] = ()
         try:
             read = self._read(names, bytes_)
-            finished = self.keep(read.contents, read.gone)
+            finished = self.keep(read.contents, read.missing)
         except Exception as error:  # noqa: BLE001 - claims are freed after any error
-            self.failed(error)
+            self.record_failure(error)
         finally:
-            lost = [key for key in names if key not in finished and key not in read.unread]
+            failures = [key for key in names if key not in finished and key not in read.unread]
             with self._lock:
                 self.cost.embedded += len(finished)
-                self.cost.failed += len(lost)
-                self.cost.seconds += time.perf_counter() - begun
+                self.cost.failed += len(failures)
+                self.cost.seconds += time.perf_counter() - start
             if self.backoff is not None:
-                self.backoff.failed([key for key in lost if key not in read.gone])
-                self.backoff.gone([key for key in lost if key in read.gone])
+                self.backoff.back_off([key for key in failures if key not in read.missing])
+                self.backoff.back_off_a_day([key for key in failures if key in read.missing])
             if read.unread:
                 self._postpone(read.unread)
-            if lost:
-                self.ledger.release(lost)
+            if failures:
+                self.ledger.release(failures)
 
     def _read(self, names: Mapping[Key, str], bytes_: _Bytes) -> _BatchRead[Key]:
         """Read items until the query's bytes are used up."""
         contents: dict[Key, str | bytes] = {}
-        gone, keys = list[Key](), list(names)
+        missing, keys = list[Key](), list(names)
         item_limit = min(self.limits.bytes_an_item, self.limits.bytes_a_query)
         for number, (key, name) in enumerate(names.items()):
-            most = min(item_limit, bytes_.left)
+            most = min(item_limit, bytes_.remaining)
             if most <= 0 or self._closed:
-                return _BatchRead(contents, gone, keys[number:])
+                return _BatchRead(contents, missing, keys[number:])
             try:
                 item = self._items.read(name, most)
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything
                 if isinstance(error, TooLargeError) and most < item_limit:
-                    # The item fits the limit but not the rest of the query's bytes.
+                    # The item fits the limit but not the remaining bytes of the query.
                     bytes_.take(most)
-                    return _BatchRead(contents, gone, keys[number:])
-                self.failed(error)
+                    return _BatchRead(contents, missing, keys[number:])
+                self.record_failure(error)
                 continue
             if item is None:
-                gone.append(key)
+                missing.append(key)
                 continue
             size = len(item.encode() if isinstance(item, str) else item)
             bytes_.take(size)
             with self._lock:
                 self.cost.bytes += size
             contents[key] = item
-        return _BatchRead(contents, gone, [])
+        return _BatchRead(contents, missing, [])

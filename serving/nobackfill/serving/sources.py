@@ -32,18 +32,21 @@ _TROUBLE = (urllib3.exceptions.HTTPError, http.client.HTTPException, ValueError,
 
 
 class Items(Protocol):
-    """A source of items by id."""
+    """A source of items by id; threads may share it."""
 
     @property
     def kind(self) -> Kind | None:
-        """The kind of all its items; None if it may return either kind."""
+        """Return the kind of all its items, image or text; None if it may return either kind."""
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
-        """Return a text, or an encoded image; None if there is no such item.
+        """Read the content of one item.
 
         Args:
             name: the item's id.
-            most_bytes: the largest size to accept.
+            most_bytes: the largest size to accept; of a text, in UTF-8.
+
+        Returns:
+            A text, or an encoded image; None if there is no such item.
 
         Raises:
             TooLargeError: the item is larger than `most_bytes`.
@@ -53,8 +56,16 @@ class Items(Protocol):
 
 
 class FolderItems:
-    """Files below a folder, images or texts. An id is a path in the folder, as `nobackfill embed`
-    names files; with a `pattern` such as {id}.jpg it is a part of the path."""
+    """Items from files below a folder, images or texts in UTF-8.
+
+    `read` raises InvalidInputError if an id leads out of the folder.
+
+    Args:
+        folder: the folder.
+        pattern: the path of a file in the folder, such as {id}.jpg. By default an id is the path,
+            as `nobackfill embed` names files.
+        kind: image or text.
+    """
 
     def __init__(self, folder: Path, pattern: str = "{id}", kind: Kind = "image") -> None:
         self._folder, self._pattern, self.kind = folder.resolve(), pattern, kind
@@ -75,7 +86,13 @@ class FolderItems:
 
 
 class FunctionItems:
-    """Items from a function of the id, which returns a text, an encoded image, or None."""
+    """Items from a function; its errors pass through `read`.
+
+    Args:
+        function: gets an id; returns a text, an encoded image, or None if there is no such item.
+            Several threads may call it at once.
+        kind: the kind of all its items, image or text; None if it may return either kind.
+    """
 
     def __init__(self, function: Callable[[str], str | bytes | None], kind: Kind | None) -> None:
         self._function, self.kind = function, kind
@@ -88,11 +105,18 @@ class FunctionItems:
 
 
 class UrlItems:
-    """Items from a web host, at a template such as https://images.example/{id}.jpg.
+    """Items from a web host; redirects are not followed.
 
-    Only the given `hosts` are requested, over https (or http on this machine), without following
-    redirects. A whole request may take `timeout` seconds. The constructor raises ConfigurationError
-    for another template.
+    The statuses 404 and 410 mean that there is no such item.
+
+    Args:
+        template: an address such as https://images.example/{id}.jpg; http only on this machine.
+        hosts: the hosts that may be requested.
+        kind: image or text in UTF-8.
+        timeout: the longest duration of one request, in seconds.
+
+    Raises:
+        ConfigurationError: the template has another scheme or host, or no {id} in its path.
     """
 
     def __init__(
@@ -163,7 +187,16 @@ def _decode(kind: Kind, data: bytes, name: str) -> str | bytes:
 
 
 def check_size(data: bytes, name: str, most_bytes: int) -> bytes:
-    """Return `data` if it has at most `most_bytes`. Raises TooLargeError."""
+    """Check the size of an item, and return it unchanged.
+
+    Args:
+        data: the content.
+        name: the item's id, for the error.
+        most_bytes: the largest size to accept.
+
+    Raises:
+        TooLargeError: `data` has more bytes.
+    """
     if len(data) > most_bytes:
         raise TooLargeError(f"{name!r}: expected at most {most_bytes} bytes, got more")
     return data
@@ -185,9 +218,16 @@ class _LastLine:
 class LineItems:
     """Texts from a JSON Lines file with `id` and `text`; the last line of an id wins.
 
-    Lines appended to the file are indexed at the next read; any other change indexes the whole file
-    again. The constructor raises NotFoundError if there is no file, and InvalidInputError for a
-    malformed line or something other than a file.
+    The constructor reads the file once and remembers the place of each line, not the texts. Lines
+    appended to the file are indexed at the next read; any other change indexes the whole file
+    again.
+
+    Args:
+        file: the file.
+
+    Raises:
+        NotFoundError: there is no such file, or it cannot be read.
+        InvalidInputError: a line is malformed, or `file` is no regular file.
     """
 
     kind: Kind = "text"

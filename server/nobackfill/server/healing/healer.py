@@ -199,7 +199,7 @@ class Healer(Reembedding[int]):
             The labels that need no more work.
         """
         if missing:
-            self.failed(NotFoundError(f"the source lacks {len(missing)} items of a batch"))
+            self.record_failure(NotFoundError(f"the source lacks {len(missing)} items of a batch"))
         if not originals or not self._hosted.users.enter():
             return ()
         try:
@@ -219,7 +219,7 @@ class Healer(Reembedding[int]):
             except NoEncoderError as error:
                 reasons.append(str(error))
         for why in reasons:
-            self.failed(NobackfillError(why))
+            self.record_failure(NobackfillError(why))
         migrated = {item.label for item in targets}
         # Items that were deleted in the meantime are settled, too.
         settled = [*stored, *(label for label in originals if label not in migrated)]
