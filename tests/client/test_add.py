@@ -32,11 +32,11 @@ def test_the_same_picture_is_one_item(setting: Setting, tmp_path: Path) -> None:
     twin = tmp_path / "twin.png"
     shutil.copy(setting.images[0], twin)
     done = put(setting.gallery, twin, setting.images[1])
-    assert (done.added, done.held, done.refused) == ([], 2, {})
+    assert (done.added, done.duplicates, done.refusals) == ([], 2, {})
     two = blocks.write_pngs(tmp_path / "two", 1, seed=5)[0]
     shutil.copy(two, tmp_path / "two" / "again.png")
     done = put(setting.gallery, tmp_path / "two")
-    assert (len(done.added), done.held) == (1, 1)
+    assert (len(done.added), done.duplicates) == (1, 1)
     assert len(edge.contents(setting.gallery)) == 13
 
 
@@ -65,12 +65,12 @@ def test_what_is_no_image_is_named_and_the_others_go_on(setting: Setting, tmp_pa
     (folder / "dangling.png").symlink_to(folder / "nowhere")
     done = put(setting.gallery, folder)
     assert sorted(done.added) == sorted(map(str, good))
-    assert {Path(path).name for path in done.refused} == {
+    assert {Path(path).name for path in done.refusals} == {
         "empty.png", "text.jpg", "torn.png", "huge.png", "bomb.png", "picture.gif",
         "dangling.png",
     }  # fmt: skip
     # Named by itself, a file is tried whatever its suffix.
-    assert list(put(setting.gallery, folder / "picture.gif").refused) == [
+    assert list(put(setting.gallery, folder / "picture.gif").refusals) == [
         str(folder / "picture.gif")
     ]
     with pytest.raises(InvalidInputError, match="no such file"):
@@ -85,7 +85,7 @@ def test_names_of_every_kind(setting: Setting, tmp_path: Path) -> None:
     os.rename(images[2], raw)  # noqa: PTH104
     done = put(setting.gallery, tmp_path / "names")
     assert set(done.added) == {str(spaced), str(newline)}
-    assert [reason for reason in done.refused.values() if "not valid text" in reason]
+    assert [reason for reason in done.refusals.values() if "not valid text" in reason]
 
 
 def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_only_regular_files_are_read(setting: Setting, tmp_path: Path) -> None:
     (folder / "again").symlink_to(folder)
     done = put(setting.gallery, pipe, Path("/dev/zero"), folder, folder / "zero.png")
     assert done.added == [str(good[0])]
-    assert done.refused == {
+    assert done.refusals == {
         **{
             str(path): "expected a regular file"
             for path in (pipe, Path("/dev/zero"), folder / "zero.png", folder / "pipe.png")
@@ -132,9 +132,9 @@ def test_what_else_lies_in_a_folder_is_named_or_passed_over(
     assert done.added == [str(path) for path in good]
     kinds = {reason.rpartition(" got ")[2]: len(names) for reason, names in done.reasons().items()}
     assert kinds.items() >= {".mov": 2, ".bmp": 1, "no suffix": 1}.items()
-    assert {Path(path).name for path in done.skipped} >= set(hidden)
+    assert {Path(path).name for path in done.system_files} >= set(hidden)
     # The gallery itself, and what lies beside it.
-    assert str(setting.gallery) in done.skipped
+    assert str(setting.gallery) in done.system_files
     told = ask(setting.gallery, "add", tmp_path / "0.jpg", code=65)
     assert len(told["refused"]) == 4 and told["held"] == 2
 
@@ -164,7 +164,7 @@ def test_telephones_pictures_are_taken(setting: Setting, tmp_path: Path) -> None
     Image.fromarray(pixels[::-1].copy()).save(avif, quality=95)
     Image.new("RGB", (8160, 6120), "red").save(large)
     done = put(setting.gallery, folder)
-    assert done.refused == {}
+    assert done.refusals == {}
     assert done.added == [str(heic), str(avif), str(large)]
     got = images.decode_file(heic, 64, 64).astype(int)
     assert np.abs(got - pixels).mean() < 8
@@ -180,7 +180,7 @@ def test_without_the_extra_a_heic_is_refused_by_name_and_the_others_go_on(
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     done = put(setting.gallery, good.parent)
     assert done.added == [str(good)]
-    assert "[heic]" in done.refused[str(heic)]
+    assert "[heic]" in done.refusals[str(heic)]
 
 
 def test_damage_of_one_photo_is_its_own(setting: Setting, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_damage_of_one_photo_is_its_own(setting: Setting, tmp_path: Path) -> Non
         (tmp_path / f"torn-{number:02d}.jpg").write_bytes(data)
     done = put(setting.gallery, *cut, tmp_path)
     assert set(done.added) >= {str(path) for path in cut}
-    torn = [path for path in done.refused if "torn" in path]
+    torn = [path for path in done.refusals if "torn" in path]
     assert 5 < len(torn) < 60
 
 
@@ -210,8 +210,8 @@ def test_a_picture_without_a_vector_is_named_and_the_others_go_on(tmp_path: Path
         Image.new("RGB", (size, size)).save(path)
     done = put(gallery, folder)
     assert sorted(done.added) == sorted(map(str, good))
-    assert list(done.refused) == [str(path) for path in blank]
-    assert all("no vector" in why for why in done.refused.values())
+    assert list(done.refusals) == [str(path) for path in blank]
+    assert all("no vector" in why for why in done.refusals.values())
     assert len(edge.contents(gallery)) == 40
     with Device(gallery) as device, pytest.raises(InvalidInputError, match=blank[1].name):
         Search(device, {}).by_images([good[0], blank[1]], 3)
@@ -241,7 +241,7 @@ def test_a_gallerys_own_small_copies_are_no_photos(setting: Setting, tmp_path: P
     assert any(copies.iterdir())
     found = find_images([setting.gallery.parent])
     assert not [path for path in found.files if copies in path.parents]
-    assert str(copies) in found.skipped
+    assert str(copies) in found.system_files
     # A folder of that kind of name without a gallery is anybody's.
     shutil.copytree(copies, tmp_path / "my.thumbs")
     assert find_images([tmp_path / "my.thumbs"]).files

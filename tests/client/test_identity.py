@@ -82,7 +82,7 @@ def test_a_lost_key_is_said_by_every_command_that_needs_it(
     assert len(done.restored) == 12
     copy.rename(sidecar(pushed.gallery, "identity"))
     assert problems(pushed) == []
-    assert pushes(pushed, address).held == 12
+    assert pushes(pushed, address).duplicates == 12
 
 
 def test_another_key_in_its_place_is_noticed(pushed: Setting, address: str) -> None:
@@ -100,7 +100,7 @@ def test_a_new_key_pushes_again_what_the_lost_one_sealed(
     copy = lose(pushed)
     gone = pushed.images[0].rename(tmp_path / "moved.png")
     done = pushes(pushed, address, new_key=True)
-    assert (done.pushed, done.held, done.removed, len(done.unreadable)) == (11, 0, 11, 1)
+    assert (done.pushed, done.duplicates, done.removed, len(done.unreadable)) == (11, 0, 11, 1)
     assert problems(pushed) == []
     with Device(pushed.gallery) as device:
         restored = pull(device, [], tmp_path / "restored", None, False, edge.QUIET)
@@ -121,7 +121,7 @@ def test_a_gallery_of_an_older_version_learns_its_key(pushed: Setting, address: 
     copy = lose(pushed)
     assert "is missing" in problems(pushed)[0]
     copy.rename(sidecar(pushed.gallery, "identity"))
-    assert pushes(pushed, address).held == 12
+    assert pushes(pushed, address).duplicates == 12
     with Device(pushed.gallery) as device, device.store.reading() as connection:
         keys = {key for (key,) in connection.execute("SELECT key FROM vault")}
         (state,) = connection.execute("SELECT value FROM state WHERE key = 'identity'").fetchone()

@@ -83,13 +83,13 @@ def vaulted(setting: Setting, gateway: str) -> Iterator[VaultReader]:
 
 def test_what_is_pulled_is_what_was_added(vaulted: VaultReader, tmp_path: Path) -> None:
     pushed = vaulted.push()
-    assert (pushed.pushed, pushed.held, pushed.skipped) == (12, 0, [])
-    assert vaulted.push().held == 12
+    assert (pushed.pushed, pushed.duplicates, pushed.missing_files) == (12, 0, [])
+    assert vaulted.push().duplicates == 12
     pulled = vaulted.pull(tmp_path / "restored")
     assert len(pulled.restored) == 12
     for image in vaulted.images:
         assert (tmp_path / "restored" / image.name).read_bytes() == image.read_bytes()
-    assert vaulted.pull(tmp_path / "restored").held == 12
+    assert vaulted.pull(tmp_path / "restored").duplicates == 12
     stale = [p for p in vaulted.gallery.parent.rglob("*") if p.parent.name.endswith("box")]
     assert stale == []
 
@@ -201,7 +201,7 @@ def test_a_file_that_was_changed_is_not_pushed_as_the_old_picture(
     own = vaulted.hold_copies(tmp_path / "own", 2)
     (own / vaulted.images[0].name).write_bytes(vaulted.images[5].read_bytes())
     pushed = vaulted.push()
-    assert (pushed.pushed, len(pushed.skipped)) == (1, 1)
+    assert (pushed.pushed, len(pushed.missing_files)) == (1, 1)
 
 
 def test_backfill_takes_images_from_the_vault(

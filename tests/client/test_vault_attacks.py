@@ -169,7 +169,7 @@ def test_more_less_other_and_broken_bytes_leave_nothing(setting: Setting, evil: 
         evil.chunks = chunks
         done = pulled(setting)
         assert list(done.failed) == ["2" * 64]
-        assert (done.restored, done.held) == ([], 0)
+        assert (done.restored, done.duplicates) == ([], 0)
         left = sidecar(setting.gallery, "inbox")
         assert [path.name for path in left.iterdir()] == []
 
@@ -215,7 +215,7 @@ def test_blobs_of_another_key_are_counted_and_the_others_restored(
     (reason,) = done.reasons()
     assert "encrypted to another key" in reason
     again = pulled(setting)
-    assert (len(again.restored), again.held) == (0, opened)
+    assert (len(again.restored), again.duplicates) == (0, opened)
 
 
 def test_what_is_pulled_replaces_no_file_and_follows_no_link(

@@ -55,7 +55,7 @@ def test_a_vault_stays_where_it_was_when_the_gallery_follows_elsewhere(
     with Device(setting.gallery) as device:
         device.store.state_set({"source": second})
         remove(device, [str(setting.images[0])])
-    assert (again := pushed(setting.gallery)).removed == 1 and again.held == 11
+    assert (again := pushed(setting.gallery)).removed == 1 and again.duplicates == 11
     assert len(pulled(setting.gallery, tmp_path / "restored").restored) == 11
     emptied(setting.gallery, first)
 
@@ -69,7 +69,7 @@ def test_a_vault_that_lacks_what_was_pushed_is_refused_and_not_remembered(
         pushed(setting.gallery, second)
     with pytest.raises(ConfigurationError, match="holds no vault"):
         pushed(setting.gallery, "grp://127.0.0.1:50051")
-    assert pushed(setting.gallery).held == 12
+    assert pushed(setting.gallery).duplicates == 12
     emptied(setting.gallery, first)
 
 
@@ -91,7 +91,7 @@ def test_a_vault_whose_gateway_has_another_address_now_is_followed(
         assert pushed(setting.gallery, f"grpc://{before.address}").pushed == 12
     shutil.copytree(tmp_path / "old" / "vault", tmp_path / "new" / "vault")
     with running(repo, tmp_path / "new") as after:
-        assert pushed(setting.gallery, f"grpc://{after.address}").held == 12
+        assert pushed(setting.gallery, f"grpc://{after.address}").duplicates == 12
         assert len(pulled(setting.gallery, tmp_path / "restored").restored) == 12
 
 
@@ -108,7 +108,7 @@ def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
     with running(repo, tmp_path / "data") as gateway:
         address = gateway.address
         assert pushed(setting.gallery, f"grpc://{address}").pushed == 12
-        assert pushed(setting.gallery).held == 12
+        assert pushed(setting.gallery).duplicates == 12
         with Device(setting.gallery) as device:
             assert verify(device)["problems"] == []
     with Device(setting.gallery) as device:
@@ -128,8 +128,8 @@ def test_a_vault_that_has_lost_images_is_noticed_at_the_same_address(
             (problem,) = verify(device)["problems"]
         assert f"grpc://{address} lacks 7 of the 12 images" in problem
         again = pushed(setting.gallery)
-        assert (again.pushed, again.held, again.lost) == (6, 5, [paths[0].name])
-        assert pushed(setting.gallery).held == 11
+        assert (again.pushed, again.duplicates, again.lost_copies) == (6, 5, [paths[0].name])
+        assert pushed(setting.gallery).duplicates == 11
         done = pulled(setting.gallery, tmp_path / "restored")
         assert len(done.restored) == 11 and list(done.failed) == [paths[0].name]
 
@@ -150,7 +150,7 @@ def test_an_image_that_was_replaced_is_pushed_anew(
         put(device, {"cover": own / "cover.png"})
     (own / "cover.png").unlink()
     # Its file is gone before it was pushed: what the vault holds is another picture.
-    assert pushed(setting.gallery).skipped == ["cover"]
+    assert pushed(setting.gallery).missing_files == ["cover"]
     (restored,) = pulled(setting.gallery, tmp_path / "before").restored
     assert Path(restored).name != "cover.png" and Path(restored).read_bytes() == old
     repo = setting.gallery.parent / "pub" / "repo"

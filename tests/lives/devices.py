@@ -32,7 +32,7 @@ def add_images(life: Life) -> None:
         files = [life.world.file(picture) for picture in pictures]
         added = add(device, files, {}, lambda done, total: None)
     assert len(added.added) == len(set(pictures) - life.device.pictures), f"{added}"
-    assert not added.refused
+    assert not added.refusals
     life.device.pictures |= set(pictures)
 
 

@@ -25,14 +25,21 @@ _EXISTS = " exists"
 # Numbers as in JSON: text with a leading zero or plus is a postcode or a telephone number.
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 # At most the digits of 64 bits: Python refuses to parse thousands.
-_WHOLE = re.compile(r"-?[0-9]{1,19}")
+_INTEGER = re.compile(r"-?[0-9]{1,19}")
 
 
 def read(conditions: Sequence[str]) -> All:
     """Parse conditions into a filter; an item must pass every condition.
 
+    Args:
+        conditions: each KEY=VALUE, KEY!=VALUE, KEY>VALUE (or <, >=, <=) or 'KEY exists'. Values are
+            parsed as `value_of` does; after an inequality also as dates and times.
+
+    Returns:
+        The filter; without any condition, one that every item passes.
+
     Raises:
-        InvalidInputError: a condition does not have one of the forms of this module.
+        InvalidInputError: a condition has another form, or a value that has no order.
     """
     return All(tuple(map(_read, conditions)))
 
@@ -65,9 +72,10 @@ def _read(text: str) -> Filter:
 
 
 def value_of(text: str) -> Scalar:
-    """Parse a value: numbers, true and false as in JSON, all else as text.
+    """Convert the text of a value: numbers, true and false as in JSON, all else to text.
 
-    Whole numbers beyond 64 bits stay text, because they would lose digits.
+    Integers beyond 64 bits and numbers that are not finite stay text, because they would lose
+    digits. So do numbers with a leading zero or plus, such as a postcode. Never raises.
     """
     if text in ("true", "false"):
         return text == "true"
@@ -80,7 +88,7 @@ def value_of(text: str) -> Scalar:
 def _number(text: str) -> int | float | None:
     if not _NUMBER.fullmatch(text):
         return None
-    if _WHOLE.fullmatch(text) and LEAST_INTEGER <= int(text) <= LARGEST_INTEGER:
+    if _INTEGER.fullmatch(text) and LEAST_INTEGER <= int(text) <= LARGEST_INTEGER:
         return int(text)
     number = float(text)
     return number if math.isfinite(number) else None

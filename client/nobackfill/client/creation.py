@@ -24,25 +24,32 @@ Confirm = Callable[[bytes], None]
 def init(
     path: Path, source: str, root: bytes | None, confirm: Confirm, output: Output
 ) -> dict[str, Any]:
-    """Make an empty gallery at `path` that follows `source`. The file appears as the last step.
+    """Make an empty gallery file that follows a publication; the file appears as the last step.
+
+    Verifies the metadata, downloads the encoders of the newest release that includes this device,
+    and tries them. Files that lie there from a failed try are removed first.
 
     Args:
         path: the gallery file to make.
         source: a gateway, a static host or a publication folder.
         root: the root metadata to trust. None: download the publication's first root metadata and
             pass it to `confirm`.
-        confirm: raises if the downloaded root metadata must not be trusted.
+        confirm: raises if the downloaded root metadata must not be trusted; its errors pass
+            through. Not called if `root` is given.
         output: where to write progress.
 
     Returns:
-        The gallery's path, its source, its release, and the bytes that were downloaded.
+        `gallery` (its path), `source`, `release`, and `bytes` (downloaded).
 
     Raises:
         InvalidInputError: the path is not UTF-8.
-        AlreadyExistsError: a file exists at `path`.
+        AlreadyExistsError: a file exists at `path`, or files of an earlier gallery.
+        ConfigurationError: `source` has an unknown form, or its folder does not exist.
         NotFoundError: the source has published no release.
-        VerificationError: the publication fails verification.
+        VerificationError: the publication fails verification, or a model fails its trial.
+        NotPermittedError: the gateway refuses the token.
         UnavailableError: the source does not answer.
+        BusyError: another process makes this gallery.
         CannotWriteError: the disk is full or read-only.
     """
     try:

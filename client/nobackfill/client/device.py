@@ -35,14 +35,17 @@ class Device(GalleryFile):
                 print(hit.id, hit.distance, hit.score)
             device.sync()
 
-    Every method except `create` and `sync` works offline. Methods and answers are those of
-    nobackfill.wire.Gateway. Every method may raise BusyError (another process holds the file),
-    VerificationError (a file is damaged) and, if it writes, CannotWriteError.
+    Every method except `create` and `sync` works offline; `sync` may also read images from the
+    vault. Methods and answers are those of nobackfill.wire.Gateway. Every method may raise
+    BusyError (another process holds the file), VerificationError (a file is damaged) and, if it
+    writes, CannotWriteError.
     """
 
     @classmethod
     def create(cls, path: str | Path, source: str, root: str | Path) -> Self:
-        """Make an empty gallery that follows the releases of a publication.
+        """Make an empty gallery that follows the releases of a publication, and open it.
+
+        Downloads the models of the newest release that includes this device.
 
         Args:
             path: the gallery file to make.
@@ -51,11 +54,15 @@ class Device(GalleryFile):
             root: the publisher's root metadata, 1.root.json, received by another way than `source`.
 
         Raises:
-            AlreadyExistsError: a file exists at `path`.
+            InvalidInputError: `path` is not UTF-8.
+            AlreadyExistsError: a file exists at `path`, or files of an earlier gallery.
             NotFoundError: the source has published no release.
-            VerificationError: the publication is not signed by `root`.
+            VerificationError: the publication is not signed by `root`, or a model fails its trial.
+            NotPermittedError: the gateway refuses the token.
             UnavailableError: the source does not answer.
             ConfigurationError: `root` cannot be read, or `source` has an unknown form.
+            BusyError: another process makes this gallery.
+            CannotWriteError: the disk is full or read-only.
         """
         from nobackfill.client import creation
 
@@ -79,10 +86,17 @@ class Device(GalleryFile):
         Args:
             images: a path or encoded bytes (JPEG, PNG, WebP) by id. An item of a file also gets the
                 metadata path, folder and name.
-            metadata: metadata by id.
+            metadata: metadata by id; None: none.
 
         Returns:
             The reason by id for every image that was refused; empty if all were stored.
+
+        Raises:
+            InvalidInputError: an id or metadata is not valid; earlier images may stay stored.
+            NoEncoderError: the release embeds no images.
+            VerificationError: a file is damaged.
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
         """
         from nobackfill.client import photos
 
@@ -93,17 +107,23 @@ class Device(GalleryFile):
         texts: Mapping[str, str],
         metadata: Mapping[str, "Mapping[str, Scalar]"] | None = None,
     ) -> Mapping[str, str]:
-        """Store texts by id; only their vectors are kept. They are durable when this returns.
+        """Store the vectors of texts by id; they are durable when this returns.
+
+        The texts themselves are not stored. An existing id is replaced unless its text is
+        identical.
 
         Args:
             texts: texts of at most 64 KiB by id.
-            metadata: metadata by id.
+            metadata: metadata by id; None: none.
 
         Returns:
             The reason by id for every text that was refused; empty if all were stored.
 
         Raises:
             NoEncoderError: the release embeds no texts.
+            VerificationError: a file is damaged.
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
         """
         from nobackfill.client import notes
 
@@ -112,21 +132,25 @@ class Device(GalleryFile):
     def add(self, paths: "Sequence[str | Path]") -> "AddReport":
         """Store image files, and those below folders, by their content, as `edge-client add` does.
 
-        Images that the gallery holds already are skipped.
+        Images that the gallery holds already are skipped. The files stay in place.
 
         Args:
             paths: files and folders.
 
         Returns:
-            The paths added, refused and skipped.
+            The paths that were added, refused and skipped.
 
         Raises:
-            InvalidInputError: a path does not exist, or there are more than 250,000 images.
+            InvalidInputError: a path does not exist or cannot be read, or there are more than
+                250,000 images.
+            NoEncoderError: the release embeds no images.
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
         """
         from nobackfill.client import photos
 
-        named = [Path(path) for path in paths]
-        return photos.add(self, named, {}, lambda done, total: None)
+        return photos.add(self, list(map(Path, paths)), {}, lambda count, total: None)
 
     def search(
         self,
@@ -137,19 +161,27 @@ class Device(GalleryFile):
         k: int = 10,
         where: "Mapping[str, Scalar] | Filter | None" = None,
     ) -> Answer[Hit]:
-        """Return the items nearest to an image, a text or an embedding; give exactly one of them.
+        """Return the items nearest to an image, a text or an embedding, by exact search.
+
+        Give exactly one of the three. Each call reads the vectors of the gallery; for many queries,
+        open a nobackfill.client.search.Search once.
 
         Args:
             image: a path or encoded bytes.
             text: a text to embed as a query.
             embeddings: vectors by space id; the vector of the active space is used.
             k: the number of hits, 1 to 1000.
-            where: a filter, or values by key that every hit must have.
+            where: a filter, or values by key that every hit must have; None: all items.
+
+        Returns:
+            The hits, nearest first; fewer than `k` if fewer items pass `where`.
 
         Raises:
             InvalidInputError: not exactly one query, or a query, `k` or filter that is not valid.
             NoEncoderError: the release has no encoder for this kind of query.
             IncompatibleSpaceError: `embeddings` has no vector of the active space.
+            VerificationError: a file is damaged.
+            BusyError: another process holds the gallery file.
         """
         from nobackfill.client.search import Search
 
@@ -163,9 +195,18 @@ class Device(GalleryFile):
         return view.by_embedding(embeddings or {}, k)
 
     def get(self, id: str) -> Item:
-        """Return one item. Raises NotFoundError if there is no such id."""
-        found = self.store.get(id)
-        item = None if found is None else self.store.items([found.label], self._space())[0]
+        """Return one item, with the origin of its vector in the active space.
+
+        Args:
+            id: the item's id; a path is no id.
+
+        Raises:
+            NotFoundError: there is no such item.
+            VerificationError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
+        row = self.store.get(id)
+        item = None if row is None else self.store.items([row.label], self._space())[0]
         if item is None:
             raise NotFoundError(f"{id}: no such item; `edge-client list` names them")
         return Item(item.id, item.metadata, item.origin, item.uncertainty)
@@ -176,58 +217,95 @@ class Device(GalleryFile):
         where: "Mapping[str, Scalar] | Filter | None" = None,
         least_certain: bool = False,
     ) -> Iterator[Item]:
-        """Yield items, oldest first.
+        """Yield items, oldest first, read in pages of 500.
 
         Args:
-            where: a filter, or values by key that every item must have; None: all items.
-            least_certain: only items that an upgrade made, the least certain first.
+            where: a filter, or values by key that every item must have; None: all items. It is
+                evaluated at the start.
+            least_certain: only items whose vector was migrated, the least certain first.
+
+        Raises:
+            InvalidInputError: the filter is not valid.
+            VerificationError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
         """
         from nobackfill.gallery.listing import page
 
-        allowed, space, after = self._passing(where), self._space(), None
+        passing, space, place = self._passing(where), self._space(), None
         while True:
-            found, after = page(
+            items, place = page(
                 self.store,
                 space,
                 500,
-                start_after=after,
-                matches=allowed,
+                start_after=place,
+                matches=passing,
                 least_certain=least_certain,
             )
-            for item, _ in found:
+            for item, _ in items:
                 yield Item(item.id, item.metadata, item.origin, item.uncertainty)
-            if after is None:
+            if place is None:
                 return
 
     def count(self, *, where: "Mapping[str, Scalar] | Filter | None" = None) -> int:
-        """Return the number of items, or of those that pass `where`."""
-        allowed = self._passing(where)
-        return self.store.count() if allowed is None else len(allowed)
+        """Count the items.
+
+        Args:
+            where: a filter, or values by key that every counted item must have; None: all items.
+
+        Raises:
+            InvalidInputError: the filter is not valid.
+            VerificationError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
+        passing = self._passing(where)
+        return self.store.count() if passing is None else len(passing)
 
     def delete(self, ids: Sequence[str]) -> int:
         """Delete items by id; the next push deletes their ciphertext in the vault.
 
+        The image files stay. Unknown ids are ignored.
+
         Returns:
             The number of ids that existed.
+
+        Raises:
+            VerificationError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
         """
         from nobackfill.client.maintenance import delete
 
         return delete(self, ids)[0]
 
     def status(self) -> Status:
-        """Return the number of items and the active release."""
+        """Return the number of items and the active release.
+
+        Raises:
+            VerificationError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
         return Status(self.store.count(), self.store.active().spec.release)
 
     def sync(self, *, backfill: int = 0) -> "SyncReport":
-        """Upgrade the gallery to the newest release, without the images.
+        """Upgrade the gallery to the newest release that it can follow, without the images.
 
         Args:
-            backfill: how many of the least certain items to embed again from their files.
+            backfill: how many of the least certain items to re-embed from their files or the vault;
+                0: none.
+
+        Returns:
+            A report. If no newer release can be followed, its `state` is "behind", and nothing is
+            raised.
 
         Raises:
-            BusyError: another sync runs.
-            VerificationError: the publication fails verification; nothing was changed.
-            UnavailableError: the source does not answer; finished downloads are kept.
+            BusyError: another sync runs, or other commands keep changing the gallery.
+            ConfigurationError: the stored source does not exist any more.
+            VerificationError: the publication fails verification, and nothing was changed; or a
+                file of the gallery is damaged.
+            NotFoundError: nothing is published at the source.
+            NoEncoderError: `backfill` is not 0, and the release embeds no images.
+            NotPermittedError: the gateway refuses the token.
+            UnavailableError: the source does not answer; finished downloads stay.
             CannotWriteError: the disk is full or read-only.
         """
         from nobackfill.client.sync import SyncOptions, sync
@@ -235,12 +313,17 @@ class Device(GalleryFile):
         return sync(self, SyncOptions(backfill=backfill), Output(bars=False))
 
     def rollback(self) -> Status:
-        """Return to the previous release, and stop following the present one.
+        """Return to the previous release, and hold the present one back: later syncs skip it.
+
+        Returns:
+            The number of items, and the release that is active now.
 
         Raises:
             NotFoundError: there is no previous release to return to.
             PreconditionError: some items have no vector in the previous space.
-            BusyError: a sync is writing vectors.
+            VerificationError: the gallery file is damaged.
+            BusyError: a sync is writing vectors, or another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
         """
         from nobackfill.client.sync import roll_back
 

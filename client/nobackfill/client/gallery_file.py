@@ -121,9 +121,11 @@ def is_gateway(address: str) -> bool:
 
 
 def sidecar(gallery: Path, suffix: str) -> Path:
-    """Return the path GALLERY.SUFFIX of a file that belongs to a gallery, in the same folder.
+    """Return the path of a file that belongs to a gallery; nothing is created or checked.
 
-    Nothing is created or checked.
+    Args:
+        gallery: the gallery file.
+        suffix: the text after its name and a dot, such as "models".
     """
     return gallery.with_name(f"{gallery.name}.{suffix}")
 

@@ -42,18 +42,21 @@ _PAGES = 256
 def remove(device: GalleryFile, names: Sequence[str]) -> dict[str, Any]:
     """Remove items from every space, from the file's free pages and from its log.
 
-    Waiting ciphertext is deleted at once, ciphertext in the vault at the next push. The image files
-    stay.
+    Ciphertext in the outbox is deleted at once, ciphertext in the vault at the next push. The image
+    files stay.
 
     Args:
         device: the gallery.
-        named: ids, or paths; a path stands for every item that was added from it.
+        names: ids, or paths; a path stands for every item that was added from it.
 
     Returns:
         `removed`: how many items; `left_in_vault`: for how many the vault still holds ciphertext.
 
     Raises:
         NotFoundError: a name is neither an id nor a path; nothing was removed.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
     removed, in_vault = delete(device, ids)
@@ -61,10 +64,22 @@ def remove(device: GalleryFile, names: Sequence[str]) -> dict[str, Any]:
 
 
 def delete(device: GalleryFile, ids: Sequence[str]) -> tuple[int, int]:
-    """Remove items by id, like `remove`; unknown ids are ignored.
+    """Remove items by id from every space, from the file's free pages and from its log.
+
+    Ciphertext in the outbox is deleted at once, ciphertext in the vault at the next push. The image
+    files stay.
+
+    Args:
+        device: the gallery.
+        ids: ids; unknown ones are ignored.
 
     Returns:
         How many items existed, and for how many the vault still holds ciphertext.
+
+    Raises:
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     queue = VaultQueue(device.store)
     outbox = sidecar(device.path, "outbox")
@@ -100,24 +115,28 @@ def _find(device: GalleryFile, name: str) -> list[str]:
 
 
 def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
-    """Set metadata of items; their other metadata stays.
+    """Set metadata of items; their other metadata and their vectors stay.
 
     Args:
         device: the gallery.
-        named: ids or paths, as in `remove`.
-        notes: the metadata to set.
+        names: ids, or paths; a path stands for every item that was added from it.
+        notes: the metadata to set, by key; existing values of these keys are replaced.
 
     Returns:
-        The number of items that were changed.
+        The number of items that were written.
 
     Raises:
         NotFoundError: a name is neither an id nor a path; nothing was changed.
-        InvalidInputError: a key is path, folder or name, which say where the file is.
+        InvalidInputError: a key is path, folder or name, which locate the file; or a key or value
+            is not valid.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     reserved = {"path", "folder", "name"} & notes.keys()
     if reserved:
         raise InvalidInputError(
-            f"{few(sorted(reserved))}: says where an item's file is; use other keys"
+            f"{few(sorted(reserved))}: locates the item's file, so it cannot be set; use other keys"
         )
     ids = list(dict.fromkeys(i for name in names for i in _find(device, name)))
     items = [item for item in map(device.store.get, ids) if item is not None]
@@ -135,13 +154,19 @@ def describe(device: GalleryFile, names: Sequence[str], notes: Metadata) -> int:
 def collect(device: GalleryFile) -> dict[str, Any]:
     """Run `gc`: confirm the active release, and delete what only a rollback or a killed run needs.
 
-    Files of a running sync or push stay.
+    Drops spaces of earlier and of unfinished releases, downloaded files without a use, and
+    thumbnails and ciphertext of deleted items. Files of a running sync or push stay. No rollback is
+    possible afterwards. Gives free pages back to the file system, unless another process holds the
+    gallery file.
 
     Returns:
-        `dropped`: releases whose space was dropped; `freed_bytes`.
+        `dropped`: earlier releases whose space was dropped; `freed_bytes`.
 
     Raises:
-        BusyError: a sync is writing vectors.
+        BusyError: a sync is writing vectors, or another process holds the gallery file.
+        NotFoundError: the release of a space is not installed.
+        VerificationError: a manifest or the gallery file is damaged.
+        CannotWriteError: the disk is full or read-only.
     """
     with device.change_lock():
         bytes_before = disk_bytes(device)
@@ -176,10 +201,16 @@ def _compact(device: GalleryFile) -> None:
 def verify(device: GalleryFile) -> dict[str, Any]:
     """Check the file's pages, every vector, the models' digests, keys, ciphertext and the vault.
 
+    Reads everything and changes nothing. Problems are reported, not raised.
+
     Returns:
-        `items`, `vectors`: counts, None if the file is damaged. `problems`: sentences with advice.
-        `notes`: the reason why the vault was not checked; an unreachable vault is no problem of the
-        gallery.
+        `items`, `vectors`: counts, None if the file is damaged. `problems`: sentences with advice;
+        empty if all is well. `notes`: the reason why the vault was not checked; an unreachable
+        vault is no problem of the gallery.
+
+    Raises:
+        BusyError: another process holds the gallery file.
+        DamagedError: the gallery's state or a row of its vault table is damaged.
     """
     problems: list[str] = []
     vectors = 0
@@ -272,21 +303,24 @@ _MODE = 0o600
 
 
 def rescue(path: Path, to: Path) -> dict[str, Any]:
-    """Make the gallery `to` from every row of `path` that can be read and passes its checks.
+    """Make a new gallery file from every row of a damaged one that passes its checks.
 
-    The damaged gallery is not changed. Vault rows are copied with their items; blobs of lost items
-    stay in the vault, for `pull --unknown`. The new file appears as the last step.
+    The damaged gallery is not changed. Its models, key and outbox are copied. Vault rows are copied
+    with their items; blobs of lost items stay in the vault, for `pull --unknown`. The new file
+    appears as the last step.
 
     Args:
         path: the damaged gallery.
-        to: the file to make.
+        to: the file to make; its folder is made if it is missing.
 
     Returns:
-        What was saved, what was lost, and which files were not copied.
+        The object that `edge-client rescue --json` prints: counts of saved `items` and `vectors`,
+        of `unreadable` and `refused` rows by table, `lost` (true if a row was lost), and
+        `not_copied`, the paths of files that cannot be read.
 
     Raises:
         NotFoundError: there is no file at `path`.
-        AlreadyExistsError: a file exists at `to`.
+        AlreadyExistsError: a file exists at `to`, or files of an earlier gallery.
         DamagedError: nothing can be saved.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.

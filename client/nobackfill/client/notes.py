@@ -1,4 +1,4 @@
-"""Store and find texts; a gallery keeps their vectors, not the texts."""
+"""Store and embed texts; a gallery stores their vectors, not the texts."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,25 +20,34 @@ _BATCH = 32
 
 @dataclass
 class AddTextsReport:
-    """The result of adding texts: the ids that were stored, and the reason by refused id."""
+    """The result of adding texts.
+
+    Attributes:
+        added: the ids that were stored.
+        refusals: the reason by id of a text that was not stored.
+    """
 
     added: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
 
 
 def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
-    """Store texts by id; an existing id is replaced. Only the vectors are kept.
+    """Store texts by id; an existing id is replaced. Only the vectors are stored, not the texts.
 
-    Each batch is durable before the next begins. An unchanged text without metadata keeps the
-    metadata that it has.
+    Each batch of 32 is durable before the next begins. An unchanged text without metadata keeps the
+    metadata that it has. If a batch has several texts with one id, the last one is stored.
 
     Args:
         device: the gallery.
         texts: ids, texts and metadata; errors of this iterable pass through.
 
+    Returns:
+        The ids that were stored, and those that were refused. A text that cannot be embedded does
+        not affect the others.
+
     Raises:
         NoEncoderError: the active release embeds no texts.
-        VerificationError: a model file is damaged.
+        VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
     """
@@ -52,14 +61,38 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
 def put(
     device: GalleryFile, texts: Mapping[str, str], metadata: Mapping[str, Metadata] | None = None
 ) -> dict[str, str]:
-    """Store texts by id; return the reason by id of those refused. Raises as `add`."""
+    """Store texts by id; an existing id is replaced unless its text is identical.
+
+    Args:
+        device: the gallery.
+        texts: texts of at most 64 KiB by id.
+        metadata: metadata by id; ids without a text are ignored. None: none.
+
+    Returns:
+        The reason by id for every text that was refused; empty if all were stored.
+
+    Raises:
+        NoEncoderError: the active release embeds no texts.
+        VerificationError: a model file or the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
+    """
     notes = metadata or {}
     lines = (TextLine(name, text, notes.get(name, {})) for name, text in texts.items())
-    return add(device, lines).refused
+    return add(device, lines).refusals
 
 
 def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: TextRole) -> Vectors:
-    """Embed one or more texts; return float32 [n, dim].
+    """Embed one or more texts with the text encoder of a release; stores nothing.
+
+    Args:
+        device: the gallery, whose folder holds the model.
+        manifest: the release.
+        texts: n texts of at most 64 KiB, n at least 1.
+        role: "query" or "document"; some models embed them differently.
+
+    Returns:
+        float32 [n, dim].
 
     Raises:
         NoEncoderError: the release embeds no texts.
@@ -103,7 +136,7 @@ def _readable(batch: Sequence[TextLine], report: AddTextsReport) -> Iterator[Tex
             check_batch([line.id], None, [line.metadata()])
             yield line
         except InvalidInputError as error:
-            report.refused[line.id] = str(error)
+            report.refusals[line.id] = str(error)
 
 
 def _store(
@@ -120,12 +153,12 @@ def _store(
             ]
         except UnusableOutputError as error:
             why = str(no_text_vector(active_encoders[0][0]))
-            report.refused |= {batch[row].id: why for row in error.rows}
+            report.refusals |= {batch[row].id: why for row in error.rows}
             batch = [line for row, line in enumerate(batch) if row not in error.rows]
             continue
         except InvalidInputError as error:
             if len(batch) == 1:
-                report.refused[batch[0].id] = str(error)
+                report.refusals[batch[0].id] = str(error)
                 return
             # The tokenizer rejects at least one text: find it by storing one at a time.
             for line in batch:
@@ -140,4 +173,4 @@ def _store(
         if device.store.active().spec.space in {manifest.space for manifest, _ in active_encoders}:
             report.added += [line.id for line in batch]
             return
-        # A sync flipped in between: store the same texts for the new space too.
+        # A sync flipped since: store the same texts for the new space too.

@@ -13,13 +13,23 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Output:
-    """Where the results of one command go; `json` selects the form, `bars` enables progress."""
+    """Where the results of one command go.
+
+    Attributes:
+        json: print results as one JSON object instead of lines.
+        bars: show progress bars on stderr if it is a terminal.
+    """
 
     json: bool = False
     bars: bool = True
 
     def result(self, answer: Mapping[str, object], *lines: str) -> None:
-        """Print `answer` as one JSON object, or `lines` for people."""
+        """Print the result on stdout: with `json` as one JSON object, else as lines.
+
+        Args:
+            answer: the object; its values must be valid in JSON.
+            lines: the lines for people; control characters are made visible.
+        """
         if self.json:
             print(json.dumps(answer))
             return
@@ -27,14 +37,21 @@ class Output:
             print(visible(line))
 
     def note(self, line: str) -> None:
-        """Print a remark on stderr that is not part of the result."""
+        """Print a remark on stderr, in both forms; control characters are made visible."""
         print(visible(line), file=sys.stderr)
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        """Show a bar on stderr if it is a terminal; yields advance(done, total)."""
+        """Show a progress bar for the block, if `bars` is set and stderr is a terminal.
+
+        Args:
+            what: the text before the bar.
+
+        Yields:
+            A function that moves the bar: it takes the count so far, and the total.
+        """
         if not (self.bars and sys.stderr.isatty()):
-            yield lambda done, total: None
+            yield lambda count, total: None
             return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -42,7 +59,7 @@ class Output:
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+            yield lambda count, total: bar.update(task, completed=count, total=total)
 
 
 def size(count: float) -> str:

@@ -1,4 +1,4 @@
-"""Add image files of the device: find, read, embed, store durably; the files stay in place."""
+"""Add images of the device: find files, read, embed, store durably; the files stay in place."""
 
 import hashlib
 import os
@@ -30,25 +30,32 @@ MOST_FILES = 250_000
 
 @dataclass
 class ImageScan:
-    """Result of a search for image files: `files` (absolute paths), `refused` (reason by path), and
-    `skipped` (files that belong to the system, to programs or to a gallery)."""
+    """Result of a search for image files.
+
+    Attributes:
+        files: absolute paths of the images, each once.
+        refusals: the reason by path of a file or folder that cannot be added.
+        system_files: paths that belong to the system, to programs or to a gallery.
+    """
 
     files: list[Path] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    refusals: dict[str, str] = field(default_factory=dict)
+    system_files: list[str] = field(default_factory=list)
 
 
 def find_images(paths: Sequence[Path], gallery: Path | None = None) -> ImageScan:
     """Find the given files, and the files with an image suffix below the given folders.
 
-    A folder that cannot be read is listed in `files`, so that reading it gives the reason.
+    Links to folders are not followed, unless they are given. Contents are not read. A folder that
+    cannot be read is listed in `files`, so that reading it gives the reason.
 
     Args:
-        named: files and folders.
-        gallery: skip the files of this gallery.
+        paths: files and folders; a given file may have any suffix.
+        gallery: skip the files of this gallery; None: no such gallery.
 
     Raises:
-        InvalidInputError: a path does not exist, or there are more than `MOST_FILES` images.
+        InvalidInputError: a path does not exist or cannot be read, or there are more than
+            MOST_FILES images.
     """
     scan = ImageScan()
     files: dict[Path, None] = {}
@@ -82,18 +89,18 @@ def _files(path: Path, scan: ImageScan, gallery: Path | None) -> Iterator[str]:
             # Building a Path for each name takes twice as long.
             inside = os.path.join(folder, name)  # noqa: PTH118
             if is_clutter(name) or _is_own(folder, name, gallery):
-                scan.skipped.append(inside)
+                scan.system_files.append(inside)
             elif os.path.islink(inside):  # noqa: PTH114
-                scan.refused[inside] = "a link to a folder; name it to add what is in it"
+                scan.refusals[inside] = "a link to a folder; name it to add what is in it"
             else:
                 enter.append(name)
         folders[:] = enter
         for name in sorted(files):
             inside = os.path.join(folder, name)  # noqa: PTH118
             if is_clutter(name) or _is_own(folder, name, gallery):
-                scan.skipped.append(inside)
+                scan.system_files.append(inside)
             elif not is_picture(name):
-                scan.refused[inside] = suffix_refusal(name)
+                scan.refusals[inside] = suffix_refusal(name)
             else:
                 yield inside
     yield from unreadable
@@ -108,7 +115,10 @@ def _is_own(folder: str, name: str, gallery: Path | None) -> bool:
 
 
 def read_image(path: Path) -> tuple[bytes, str]:
-    """Read an image file; return its bytes and their SHA-256.
+    """Read an image file; its content is not decoded.
+
+    Returns:
+        Its bytes, and their SHA-256 as 64 hex digits.
 
     Raises:
         InvalidInputError: the path is no regular file, too large, unreadable, or not UTF-8.
@@ -122,7 +132,15 @@ def read_image(path: Path) -> tuple[bytes, str]:
 
 
 def local_image(item: StoredItem) -> bytes | None:
-    """Return the image that an item was made from; None if its file is gone or was changed."""
+    """Read the file that an item was added from, if it still has the same content.
+
+    Args:
+        item: an item with the metadata `path` and the SHA-256 of its image.
+
+    Returns:
+        The encoded image. None if the file is gone, unreadable or changed, or if the item was not
+        added from a file.
+    """
     try:
         data = read_file(Path(str(item.metadata.get("path", ""))))
     except InvalidInputError:
@@ -131,7 +149,11 @@ def local_image(item: StoredItem) -> bytes | None:
 
 
 class Encoder:
-    """The embedder and the side-information encoder of one release."""
+    """The embedder and the side-information encoder of one release.
+
+    Attributes:
+        manifest: the manifest of the release.
+    """
 
     def __init__(self, models: Path, manifest: "Manifest", *, side: bool = True) -> None:
         """Open the models of a release.
@@ -139,10 +161,11 @@ class Encoder:
         Args:
             models: the folder of the installed files.
             manifest: the release.
-            side: also open the side-information encoder; a query needs none.
+            side: also open the side-information encoder, if there is one; a query needs none.
 
         Raises:
-            VerificationError: a file is missing or damaged.
+            NoEncoderError: the release embeds no images.
+            VerificationError: a file is missing or damaged, or cannot be loaded.
         """
         self.manifest = manifest
         self._embedder = open_embedder(models, manifest, cores())
@@ -150,15 +173,46 @@ class Encoder:
         self._side = open_side_encoder(models, manifest, cores()) if has_side else None
 
     def pixels(self, image: bytes) -> Pixels:
-        """Decode an image to uint8 pixels [height, width, 3]. Raises InvalidInputError."""
+        """Decode an image, scaled and cropped to the size that the embedder reads.
+
+        Args:
+            image: JPEG, PNG or WebP; HEIC and AVIF with the extra heic.
+
+        Returns:
+            uint8 [height, width, 3], RGB.
+
+        Raises:
+            InvalidInputError: the bytes are no such image, or the image is too large.
+        """
         return decode(image, *self.manifest.frame)
 
     def embed(self, pixels: Sequence[Pixels]) -> Vectors:
-        """Return float32 embeddings [n, dim] of n images. Raises UnusableOutputError."""
+        """Embed one or more decoded images.
+
+        Args:
+            pixels: n images as `pixels` returns them, n at least 1.
+
+        Returns:
+            float32 [n, dim].
+
+        Raises:
+            UnusableOutputError: the model returned no vector for some images.
+        """
         return self._embedder.run(np.stack(pixels))
 
     def vectors(self, pixels: Sequence[Pixels]) -> NewVectors:
-        """Return the embeddings and side-information of n images, ready to be stored."""
+        """Compute the embeddings and the side-information of one or more decoded images.
+
+        Args:
+            pixels: n images as `pixels` returns them, n at least 1.
+
+        Returns:
+            Native vectors of the release's space: float32 [n, dim], and float32 [n, side_dim] or
+            None if no side-information encoder was opened.
+
+        Raises:
+            UnusableOutputError: a model returned no vector for some images.
+        """
         side = None if self._side is None else self._side.run(np.stack(pixels))
         return NewVectors(self.manifest.space, self.embed(pixels), side, "native")
 
@@ -172,29 +226,33 @@ class AddReport:
 
     Attributes:
         added: the paths or ids that were stored.
-        held: how many images the gallery held already.
-        refused: the reason by path or id.
-        skipped: paths that belong to the system, to programs or to a gallery.
+        duplicates: how many images the gallery held already.
+        refusals: the reason by path or id of an image that was not stored.
+        system_files: paths that belong to the system, to programs or to a gallery.
     """
 
     added: list[str] = field(default_factory=list)
-    held: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    duplicates: int = 0
+    refusals: dict[str, str] = field(default_factory=dict)
+    system_files: list[str] = field(default_factory=list)
 
     def reasons(self) -> dict[str, list[str]]:
-        """Group the refused paths by their reason."""
+        """Group the paths or ids of `refusals` by their reason."""
         by_reason: dict[str, list[str]] = {}
-        for name, reason in self.refused.items():
+        for name, reason in self.refusals.items():
             by_reason.setdefault(reason, []).append(name)
         return by_reason
 
 
 @dataclass(frozen=True)
 class PhotoSource:
-    """An image to store: a file or encoded bytes.
+    """An image to store.
 
-    Without an `id`, the id is the head of the content's digest: equal pictures are one item.
+    Attributes:
+        image: a file, or the encoded bytes.
+        notes: metadata of the item; None: none given.
+        id: the item's id; None: the head of the content's digest, so that equal images are one
+            item.
     """
 
     image: Path | bytes
@@ -203,18 +261,28 @@ class PhotoSource:
 
     @property
     def name(self) -> str:
-        """The name in reports: the id, else the path."""
+        """Return the image's name in reports: the id, else the path."""
         return self.id or str(self.image)
 
     def read(self) -> tuple[bytes, str]:
-        """Return the image and its SHA-256. Raises InvalidInputError."""
+        """Read the image, from its file if it has one.
+
+        Returns:
+            The encoded bytes, and their SHA-256 as 64 hex digits.
+
+        Raises:
+            InvalidInputError: the file cannot be read, see `read_image`.
+        """
         if isinstance(self.image, bytes):
             return self.image, hashlib.sha256(self.image).hexdigest()
         return read_image(self.image)
 
     @property
     def metadata(self) -> Metadata | None:
-        """The given metadata; for a file also path, folder and name."""
+        """Return the item's metadata: `notes`, and for a file also path, folder and name.
+
+        None if there are neither: an unchanged item then keeps the metadata that it has.
+        """
         path = self.image
         if isinstance(path, bytes):
             return self.notes
@@ -224,7 +292,13 @@ class PhotoSource:
 
 @dataclass(frozen=True)
 class Photo:
-    """One image to store, decoded to the size of each encoder."""
+    """One image to store, decoded for each encoder.
+
+    Attributes:
+        source: where it comes from.
+        sha256: the digest of its encoded bytes, 64 hex digits.
+        pixels: for each encoder, uint8 [height, width, 3].
+    """
 
     source: PhotoSource
     sha256: str
@@ -232,6 +306,7 @@ class Photo:
 
     @property
     def id(self) -> str:
+        """Return the item's id: the one of the source, else the head of the digest."""
         return self.source.id or item_id(self.sha256)
 
 
@@ -244,25 +319,31 @@ def add(device: GalleryFile, paths: Sequence[Path], notes: Metadata, advance: Ad
     """Add image files, and those below folders, that the gallery does not hold yet.
 
     Each batch is durable before the next begins. After a kill, add the same files again to
-    continue.
+    continue. An image whose file has moved gets its new path.
 
     Args:
         device: the gallery.
-        named: files and folders.
+        paths: files and folders.
         notes: metadata of each image, in addition to path, folder and name.
-        advance: receives the progress, as (done, total).
+        advance: receives the progress, as (number of files so far, number of files).
+
+    Returns:
+        The paths that were stored, refused or skipped. An image that cannot be read or embedded
+        does not affect the others.
 
     Raises:
-        InvalidInputError: as `find_images`.
-        VerificationError: a model file is damaged.
+        InvalidInputError: a path does not exist or cannot be read, there are more than MOST_FILES
+            images, or `notes` are not valid.
+        NoEncoderError: the active release embeds no images.
+        VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
     """
     scan = find_images(paths, device.path)
-    done = _store_all(device, [PhotoSource(path, notes) for path in scan.files], advance)
-    done.refused |= scan.refused
-    done.skipped = scan.skipped
-    return done
+    report = _store_all(device, [PhotoSource(path, notes) for path in scan.files], advance)
+    report.refusals |= scan.refusals
+    report.system_files = scan.system_files
+    return report
 
 
 def put(
@@ -270,25 +351,28 @@ def put(
     images: Mapping[str, Path | bytes],
     metadata: Mapping[str, Metadata] | None = None,
 ) -> dict[str, str]:
-    """Store images by id; an existing id is replaced.
+    """Store images by id; an existing id is replaced unless its content is identical.
+
+    Each batch of 32 is durable before the next begins.
 
     Args:
         device: the gallery.
         images: a path or encoded bytes by id.
-        metadata: metadata by id.
+        metadata: metadata by id; ids without an image are ignored. None: none.
 
     Returns:
-        The reason by id for every image that was refused.
+        The reason by id for every image that cannot be read or embedded; empty if all were stored.
 
     Raises:
-        InvalidInputError: an id is not valid.
-        VerificationError: a model file is damaged.
+        InvalidInputError: an id or metadata is not valid; earlier batches stay stored.
+        NoEncoderError: the active release embeds no images.
+        VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
     """
     notes = metadata or {}
     sources = [PhotoSource(image, notes.get(name), name) for name, image in images.items()]
-    return _store_all(device, sources, lambda done, total: None).refused
+    return _store_all(device, sources, lambda count, total: None).refusals
 
 
 def _store_all(device: GalleryFile, sources: Sequence[PhotoSource], advance: Advance) -> AddReport:
@@ -308,10 +392,12 @@ class _Adder:
         self._report = report
         self._open: dict[str, Encoder] = {}
 
-    def store(self, sources: Iterable[PhotoSource], *, include_held: bool = False) -> None:
-        """Store one batch durably; `held_too` also stores images that the gallery holds."""
+    def store(self, sources: Iterable[PhotoSource], *, include_existing: bool = False) -> None:
+        """Store one batch durably; `include_existing` also stores images that the gallery has."""
         encoders = self._encoders()
-        photos, vectors = self._embed(list(self._photos(sources, encoders, include_held)), encoders)
+        photos, vectors = self._embed(
+            list(self._photos(sources, encoders, include_existing)), encoders
+        )
         if not photos:
             return
         self._device.store.put(
@@ -322,8 +408,8 @@ class _Adder:
         )
         if self._device.store.active().spec.space not in {e.manifest.space for e in encoders}:
             # A sync flipped in between: store the same images for the new space too.
-            self.store([photo.source for photo in photos], include_held=True)
-        elif not include_held:
+            self.store([photo.source for photo in photos], include_existing=True)
+        elif not include_existing:
             self._report.added += [photo.source.name for photo in photos]
 
     def _embed(
@@ -337,7 +423,7 @@ class _Adder:
                     vectors.append(encoder.vectors([photo.pixels[number] for photo in photos]))
                 except UnusableOutputError as error:
                     why = str(no_vector(encoder.manifest))
-                    self._report.refused |= {photos[row].source.name: why for row in error.rows}
+                    self._report.refusals |= {photos[row].source.name: why for row in error.rows}
                     photos = [one for row, one in enumerate(photos) if row not in error.rows]
                     break
             else:
@@ -358,7 +444,7 @@ class _Adder:
         return [self._open[spec.space] for spec in specs]
 
     def _photos(
-        self, sources: Iterable[PhotoSource], encoders: Sequence[Encoder], include_held: bool
+        self, sources: Iterable[PhotoSource], encoders: Sequence[Encoder], include_existing: bool
     ) -> Iterator[Photo]:
         batch_digests = set[str]()
         for source in sources:
@@ -366,14 +452,14 @@ class _Adder:
                 data, sha256 = source.read()
                 by_content = source.id is None
                 if by_content and (
-                    sha256 in batch_digests or not (include_held or self._is_missing(sha256))
+                    sha256 in batch_digests or not (include_existing or self._is_missing(sha256))
                 ):
-                    self._report.held += 1
+                    self._report.duplicates += 1
                     continue
                 yield Photo(source, sha256, tuple(encoder.pixels(data) for encoder in encoders))
                 batch_digests.add(sha256)
             except InvalidInputError as error:
-                self._report.refused[source.name] = str(error)
+                self._report.refusals[source.name] = str(error)
 
     def _is_missing(self, sha256: str) -> bool:
         """Return whether the image is new, or its file has moved and its path must be updated."""

@@ -33,7 +33,7 @@ _ENDS = (b"\xff\xd8", b"\xff\xd9")
 
 
 class Thumbnails:
-    """The thumbnails of one gallery; safe to use from several threads."""
+    """The cached thumbnails of one gallery file; threads may share it."""
 
     def __init__(self, gallery: Path) -> None:
         self._folder = sidecar(gallery, "thumbs")
@@ -41,7 +41,12 @@ class Thumbnails:
         self._decoding = threading.BoundedSemaphore(cores())
 
     def of(self, item: StoredItem) -> bytes | None:
-        """Return a JPEG of at most SIDE pixels; None if there is none and the original is gone."""
+        """Return an item's thumbnail; make and cache it if there is none yet.
+
+        Returns:
+            A JPEG whose longer side has at most SIDE pixels. None if no thumbnail is cached, and
+            the original file is gone, changed or cannot be decoded.
+        """
         path = self._folder / f"{item.label}.jpg"
         try:
             cached = path.read_bytes()
@@ -56,16 +61,34 @@ class Thumbnails:
         return jpeg
 
     def large(self, item: StoredItem) -> bytes | None:
-        """Return a JPEG of at most LARGE_SIDE pixels, not cached; None if the original is gone."""
+        """Return a large picture of an item, made from its original; it is not cached.
+
+        Returns:
+            A JPEG whose longer side has at most LARGE_SIDE pixels. None if the original file is
+            gone, changed or cannot be decoded.
+        """
         return self._jpeg(item, LARGE_SIDE)
 
     def forget(self, labels: Iterable[int]) -> None:
-        """Delete the thumbnails of deleted items."""
+        """Delete the thumbnails of items by label; labels without a thumbnail are ignored.
+
+        Raises:
+            CannotWriteError: a file cannot be deleted.
+        """
         for label in labels:
             remove_tree(self._folder / f"{label}.jpg")
 
     def sweep(self, store: Store) -> None:
-        """Delete thumbnails that belong to no item of the gallery."""
+        """Delete all files in the folder of thumbnails that belong to no item of the gallery.
+
+        Args:
+            store: the items of the same gallery.
+
+        Raises:
+            DamagedError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+            CannotWriteError: a file cannot be deleted.
+        """
         paths = sorted(self._folder.iterdir()) if self._folder.is_dir() else []
         labels = [int(path.stem) if path.stem.isdecimal() else 0 for path in paths]
         for path, item in zip(paths, store.items(labels), strict=True):
@@ -106,7 +129,9 @@ _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 
 
 def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Path) -> None:
-    """Draw one row of pictures per answer, the query first; a missing image is a grey tile.
+    """Draw searches into one picture: a row per answer, with the query and its first five hits.
+
+    An image that is missing or cannot be decoded is a grey tile. An existing file is replaced.
 
     Args:
         device: the gallery.
@@ -114,7 +139,9 @@ def write_sheet(device: GalleryFile, answers: Sequence[DeviceAnswer], target: Pa
         target: the picture file to write; its suffix is .png, .jpg, .jpeg or .webp.
 
     Raises:
-        InvalidInputError: another suffix.
+        InvalidInputError: `target` has another suffix.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
         CannotWriteError: the file cannot be written.
     """
     kind = _FORMATS.get(target.suffix.lower())

@@ -35,7 +35,13 @@ from nobackfill.wire.limits import LARGEST_K
 
 @dataclass(frozen=True)
 class DistanceCurve:
-    """Breakpoints of a calibration curve; see nobackfill.release.manifest.Calibration."""
+    """The calibration curve of one origin of vectors: distances and probabilities of a match.
+
+    Attributes:
+        distances: breakpoints, increasing.
+        probabilities: for each breakpoint the probability of a match, 0 to 1.
+        scale: the release's common scale of migrated and native distances; None without one.
+    """
 
     distances: list[float]
     probabilities: list[float]
@@ -47,9 +53,11 @@ class DeviceHit(answers.Hit):
 
     @property
     def path(self) -> str:
+        """Return the metadata `path`; empty if the item was not added from a file."""
         return str(self.metadata.get("path", ""))
 
     def as_json(self) -> dict[str, Any]:
+        """Return the hit as in `edge-client search --json`, without its metadata."""
         return {
             "id": self.id,
             "path": self.path,
@@ -63,17 +71,29 @@ class DeviceHit(answers.Hit):
 
 @dataclass(frozen=True)
 class DeviceAnswer(answers.Answer[DeviceHit]):
-    """The hits of one query; `query` is the image's path, the text, or the item's id."""
+    """The hits of one query, nearest first.
+
+    Attributes:
+        query: the image's path, the text, or the item's id; empty for an embedding.
+    """
 
     query: str = ""
 
     def as_json(self) -> dict[str, Any]:
+        """Return the answer as in `edge-client search --json`."""
         hits = [hit.as_json() for hit in self.hits]
         return {"query": self.query, "release": self.release, "space": self.space, "hits": hits}
 
 
 class Search:
-    """A snapshot of one gallery: the vectors of a space, read once, for any number of searches."""
+    """A snapshot of one gallery: the vectors of a space, read once, for any number of searches.
+
+    Searches are exact and offline. Items that are added later are not found. Hits that are deleted
+    later are left out.
+
+    Attributes:
+        spec: the searched space.
+    """
 
     def __init__(
         self,
@@ -81,17 +101,19 @@ class Search:
         where: Mapping[str, Scalar] | Filter,
         spec: SpaceSpec | None = None,
     ) -> None:
-        """Read the vectors of a space.
+        """Read all vectors of a space.
 
         Args:
-            device: the gallery.
-            where: a filter, or values by key that every hit must have.
+            device: the gallery; it must stay open.
+            where: a filter, or values by key that every hit must have; empty: all items.
             spec: a space of the gallery; None: the active one.
 
         Raises:
             InvalidInputError: the filter is not valid.
             IncompatibleSpaceError: the gallery does not hold the space `spec`.
-            DamagedError: pages of the file or vectors are damaged.
+            NotFoundError: the release of the space is not installed.
+            VerificationError: the gallery file, a vector or the manifest is damaged.
+            BusyError: another process holds the gallery file.
         """
         self._device = device
         self.spec, labels, vectors = self._load(spec)
@@ -105,28 +127,38 @@ class Search:
             raise DamagedError(device.path, error) from error
         self._curves = _curves(device.manifest_text(self.spec.release), self.spec.space)
         self._index = ExactIndex(self.spec, labels, vectors)
-        self._carried = self._mixed(labels)
-        self._allowed = self._passing(where)
+        self._migrated = self._migrated_rows(labels)
+        self._passing = self._filter(where)
 
     def among(self, where: Mapping[str, Scalar] | Filter) -> Self:
-        """Return a search of the same vectors, without reading them again, with another filter."""
+        """Return a search of the same vectors with another filter, without reading them again.
+
+        Args:
+            where: a filter, or values by key that every hit must have; empty: all items. It is
+                evaluated now.
+
+        Raises:
+            InvalidInputError: the filter is not valid.
+            DamagedError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
         other = copy.copy(self)
-        other._allowed = self._passing(where)
+        other._passing = self._filter(where)
         return other
 
-    def _passing(self, where: Mapping[str, Scalar] | Filter) -> Mask | None:
+    def _filter(self, where: Mapping[str, Scalar] | Filter) -> Mask | None:
         if (condition := every(where)) is None:
             return None
         return mask_of(self._index.labels, passing_labels(self._device.store, condition))
 
-    def _mixed(self, labels: Labels) -> Mask | None:
-        """Return which vectors an upgrade carried, if they and native vectors are ranked on the
+    def _migrated_rows(self, labels: Labels) -> Mask | None:
+        """Return which vectors were migrated, if they and native vectors are ranked on the
         release's common scale; None if plain distances rank all."""
         curve = self._curves.get("upgraded")
         if curve is None or curve.scale is None:
             return None
-        carried = mask_of(labels, carried_labels(self._device.store, self.spec.space))
-        return None if carried.all() or not carried.any() else carried
+        migrated = mask_of(labels, carried_labels(self._device.store, self.spec.space))
+        return None if migrated.all() or not migrated.any() else migrated
 
     def _load(self, spec: SpaceSpec | None) -> tuple[SpaceSpec, Labels, Vectors]:
         if spec is not None:
@@ -138,11 +170,20 @@ class Search:
             # A sync dropped the space between the two reads: read the new active space.
 
     def by_images(self, images: Sequence[Path | bytes], k: int) -> list[DeviceAnswer]:
-        """Return the items nearest to each image.
+        """Return the items nearest to each of one or more images.
+
+        Args:
+            images: paths or encoded bytes.
+            k: the number of hits of each, 1 to 1000.
+
+        Returns:
+            One answer for each image, in order.
 
         Raises:
-            InvalidInputError: an image cannot be read or embedded, or `k` is not 1 to 1000.
+            InvalidInputError: an image cannot be read or embedded, or `k` is out of range.
             NoEncoderError: the release embeds no images.
+            VerificationError: the model or the gallery file is damaged.
+            BusyError: another process holds the gallery file.
         """
         from nobackfill.images import decode, decode_file
         from nobackfill.release.image_model import ImageModel
@@ -166,11 +207,21 @@ class Search:
         return self._answers(names, np.concatenate(queries), k)
 
     def by_texts(self, texts: Sequence[str], k: int) -> list[DeviceAnswer]:
-        """Return the items nearest to each text.
+        """Return the items nearest to each of one or more texts.
+
+        Args:
+            texts: queries of at most 64 KiB.
+            k: the number of hits of each, 1 to 1000.
+
+        Returns:
+            One answer for each text, in order.
 
         Raises:
             NoEncoderError: the release embeds no texts.
-            InvalidInputError: a text is empty or cannot be embedded, or `k` is not 1 to 1000.
+            InvalidInputError: a text is empty or cannot be embedded, or `k` is out of range.
+            NotFoundError: the release is not installed.
+            VerificationError: the model, the manifest or the gallery file is damaged.
+            BusyError: another process holds the gallery file.
         """
         from nobackfill.client import notes
 
@@ -178,15 +229,18 @@ class Search:
         return self._answers(texts, notes.embed(self._device, manifest, texts, "query"), k)
 
     def by_embedding(self, embeddings: Mapping[str, Sequence[float]], k: int) -> DeviceAnswer:
-        """Return the items nearest to an embedding [dim] of the searched space.
+        """Return the items nearest to an embedding of the searched space.
 
         Args:
-            embeddings: vectors by space id.
+            embeddings: vectors [dim] by space id; the one of the searched space is used.
             k: the number of hits, 1 to 1000.
 
         Raises:
             IncompatibleSpaceError: `embeddings` has no vector of the searched space.
-            InvalidInputError: the vector has another size, or is not finite, or `k` is too large.
+            InvalidInputError: the vector has another size or norm, or is not finite, or `k` is out
+                of range.
+            DamagedError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
         """
         embedding = embeddings.get(self.spec.space)
         if embedding is None:
@@ -199,7 +253,19 @@ class Search:
         return self._answers([""], query, k)[0]
 
     def by_id(self, item_id: str, k: int) -> DeviceAnswer:
-        """Return the other items nearest to an item of the gallery. Raises NotFoundError."""
+        """Return the items nearest to an item of the gallery, without that item itself.
+
+        Args:
+            item_id: the item's id.
+            k: the number of hits, 1 to 1000.
+
+        Raises:
+            NotFoundError: there is no such item, or it has no vector in the searched space.
+            InvalidInputError: `k` is out of range.
+            IncompatibleSpaceError: the searched space was dropped since.
+            DamagedError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
         item = self._device.store.get(item_id)
         vector = None if item is None else self._device.store.vector(item.label, self.spec.space)
         if item is None or vector is None:
@@ -225,13 +291,13 @@ class Search:
         ]
 
     def _nearest(self, queries: Vectors, k: int) -> Neighbours:
-        carried, allowed = self._carried, self._allowed
-        if carried is None:
-            return self._index.search(queries, k, allowed)
+        migrated, passing = self._migrated, self._passing
+        if migrated is None:
+            return self._index.search(queries, k, passing)
         scale = Scale(*self._curves["upgraded"].scale or ())
         upgraded, others = (
-            self._index.search(queries, k, one if allowed is None else one & allowed)
-            for one in (carried, ~carried)
+            self._index.search(queries, k, one if passing is None else one & passing)
+            for one in (migrated, ~migrated)
         )
         return index.join_origins(upgraded, others, scale, k)
 
@@ -259,8 +325,9 @@ class Search:
 def _curves(manifest: bytes, space: str) -> dict[str, DistanceCurve]:
     """Return the calibration curves of one space by origin.
 
-    Read without pydantic, which takes longer to import than a search: the manifest was validated
-    when its release was installed."""
+    Does not use pydantic, which takes longer to import than a search: the manifest was validated
+    when its release was installed.
+    """
     return {
         curve["origin"]: DistanceCurve(
             curve["distances"], curve["probabilities"], curve.get("scale")

@@ -1,6 +1,6 @@
-"""Report what a gallery holds, offline.
+"""Report the content of a gallery, offline.
 
-Not part of maintenance.py, which imports the code that downloads and verifies: `status` is a
+This is apart from maintenance.py, which imports the code that downloads and verifies: `status` is a
 command that people run often.
 """
 
@@ -15,7 +15,18 @@ _LEAST_CERTAIN = 10
 
 
 def status(device: GalleryFile) -> dict[str, Any]:
-    """Return what the gallery holds and which release answers, as the JSON of `status`."""
+    """Report the content of a gallery, its spaces, its vault and what it holds back.
+
+    Counts items, and reads no vector.
+
+    Returns:
+        The object that `edge-client status --json` prints. `rollback_to` is None if no rollback is
+        possible, and `vault_key_problem` is None if the vault's key fits or nothing was pushed.
+
+    Raises:
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+    """
     active = device.store.active()
     previous = device.previous()
     vault: dict[str, int] = {"sealed": 0, "stored": 0, "removing": 0}
@@ -61,7 +72,7 @@ def _space(device: GalleryFile, space: SpaceInfo) -> dict[str, Any]:
 
 
 def disk_bytes(device: GalleryFile) -> int:
-    """Return the bytes of the gallery's file and of all files that belong to it."""
+    """Return the bytes of a gallery's file and of all files whose names begin with its name."""
     names = device.path.parent.glob(f"{device.path.name}*")
     files = (p for name in names for p in ([name] if name.is_file() else name.rglob("*")))
     return sum(path.stat().st_size for path in files if path.is_file())

@@ -226,12 +226,11 @@ class SyncPlan:
             0 to 1, as the publisher measured it. None if the gallery is empty, or a route with
             items was not measured.
         """
-        shares = [(leg.route.retention, leg.items) for leg in self.legs if leg.items]
-        total = sum(items for _, items in shares)
-        measured = [(kept, items) for kept, items in shares if kept is not None]
-        if not total or len(measured) < len(shares):
+        legs = [leg for leg in self.legs if leg.items]
+        shares = [leg.route.retention * leg.items for leg in legs if leg.route.retention is not None]
+        if not legs or len(shares) < len(legs):
             return None
-        return sum(kept * items for kept, items in measured) / total
+        return sum(shares) / sum(leg.items for leg in legs)
 
 
 def embedding_files(manifest: Manifest) -> list[PublishedFile]:
@@ -466,6 +465,10 @@ def check_models(
 def manifest_digest(trust: Trust, release: int) -> str:
     """Return the signed SHA-256 of a release's manifest, as 64 hex digits.
 
+    Args:
+        trust: the verified publication.
+        release: the number of the release.
+
     Raises:
         NotFoundError: the release is not published.
     """
@@ -498,8 +501,8 @@ def tidy_models(device: GalleryFile) -> int:
     freed = 0
     models = device.models
     downloads = [*models.rglob("*.onnx"), *models.rglob("tokenizer.json"), *models.glob("*.npz")]
-    unused = [path for path in downloads if path.relative_to(models).as_posix() not in in_use]
-    for path in sorted([*unused, *models.rglob("*.part")]):
+    surplus = [path for path in downloads if path.relative_to(models).as_posix() not in in_use]
+    for path in sorted([*surplus, *models.rglob("*.part")]):
         freed += path.stat().st_size
         durable.remove_tree(path)
     for folder in sorted((p for p in models.rglob("*") if p.is_dir()), reverse=True):
@@ -763,8 +766,8 @@ def remember(
             share of preserved nearest neighbours; None: do not measure it.
 
     Returns:
-        That share, 0 to 1, over up to 1,000 random items that both spaces hold. None if it was not
-        measured or there are too few items.
+        The share of preserved nearest neighbours, 0 to 1, over up to 1,000 random items that both
+        spaces hold. None if it was not measured or there are too few items.
 
     Raises:
         IncompatibleSpaceError: the gallery does not have one of `spaces`.
@@ -1024,7 +1027,8 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         output: where to write progress and notes.
 
     Returns:
-        What was done; if no release can be followed, its `state` is "behind" and nothing is raised.
+        A report. If no newer release can be followed, its `state` is "behind" and nothing is
+        raised.
 
     Raises:
         BusyError: another sync runs, other commands keep changing the gallery, or another process
@@ -1146,7 +1150,7 @@ class _Sync:
     def _candidates(self) -> Iterator[int]:
         """Yield releases to try, best first; an older one only if the active one is withdrawn."""
         active, releases = self._report.from_release, self._trust.releases()
-        held = {} if self._options.retry else self._held_back()
+        reasons = {} if self._options.retry else self._held_back()
         for release in sorted(releases, reverse=True):
             if release <= active or releases[release] is not None:
                 continue
@@ -1157,8 +1161,8 @@ class _Sync:
                     "not to this one; `sync --now` joins early"
                 )
                 continue
-            if str(release) in held:
-                self._fall_behind(f"held back here: {held[str(release)]}")
+            if str(release) in reasons:
+                self._fall_behind(f"held back here: {reasons[str(release)]}")
                 continue
             try:
                 manifest = self._trust.manifest(release)

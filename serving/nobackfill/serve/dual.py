@@ -351,6 +351,14 @@ class Dual:
 
 
 def exclude(rows: Rows, ids: set[str]) -> Rows:
-    """Return the rows of all items except those with the given ids, in the same order."""
+    """Leave out the rows of some items.
+
+    Args:
+        rows: n items with their vectors, float32 [n, dim].
+        ids: the items to leave out; ids without a row are ignored.
+
+    Returns:
+        The other rows, in the same order, without `keys` and versions.
+    """
     others = [row for row, name in enumerate(rows.ids) if name not in ids]
     return Rows([rows.ids[row] for row in others], rows.vectors[np.asarray(others, np.int64)])

@@ -16,9 +16,6 @@ from nobackfill.vectors import Kind, Vectors
 class ColumnItems:
     """Items whose texts are a column of the table or collection that holds the vectors.
 
-    `read` raises the errors of the store: UnavailableError, NotPermittedError, and
-    InvalidInputError if there is no such column.
-
     Args:
         source: the store.
         column: the name of the column or field.
@@ -30,6 +27,20 @@ class ColumnItems:
         self._source, self._column = source, column
 
     def read(self, name: str, most_bytes: int) -> str | None:
+        """Read an item's text from the store.
+
+        Args:
+            name: the item's id.
+            most_bytes: the largest size to accept, in UTF-8.
+
+        Returns:
+            The text; None if there is no such item, or its text is empty.
+
+        Raises:
+            TooLargeError: the text is larger than `most_bytes`.
+            InvalidInputError: there is no such column.
+            UnavailableError, NotPermittedError: the store cannot be read.
+        """
         contents = self._source.texts([name], self._column).get(name)
         if contents is not None:
             check_size(contents.encode("utf-8", "surrogatepass"), name, most_bytes)

@@ -96,6 +96,21 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         self._file: sqlite3.Connection | None = None
 
     def claim(self, keys: Sequence[Key], day: str, budget: int) -> list[Key]:
+        """Claim items for this process within a day's budget, and queue the others.
+
+        Claims of processes that have ended, and claims older than ten minutes, are ended first.
+
+        Args:
+            keys: items, claimed in their order.
+            day: the day of the budget, YYYY-MM-DD in UTC.
+            budget: the most items of this day, over all processes; 0 claims none.
+
+        Returns:
+            The items that were claimed.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: nothing was claimed.
+        """
         with self._transaction() as connection:
             moment, claims = time.time(), list[Key]()
             _free(connection, moment)
@@ -119,6 +134,11 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             return claims
 
     def settle(self, keys: Collection[Key]) -> None:
+        """End claims of items that are embedded or deleted, and remove them from the queue.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: nothing was changed.
+        """
         with self._transaction() as connection:
             self._settle(connection, keys)
 
@@ -128,6 +148,14 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         connection.executemany("DELETE FROM wanted WHERE id = ?", rows)
 
     def release(self, keys: Collection[Key]) -> None:
+        """Give up claims of items that failed, and return their cost to the day's budget.
+
+        The items stay queued, but come last until a query requests them again. The cost of a claim
+        that another process has taken over is not returned.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: nothing was changed.
+        """
         rows = [(self._name(key),) for key in keys]
         with self._transaction() as connection:
             # Refund only our own claim: a claim that another process took over was refunded there.
@@ -160,6 +188,11 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
             return [name for (name,) in rows]
 
     def spent(self, day: str) -> int:
+        """Return how many items were claimed on a day, YYYY-MM-DD, without those given up.
+
+        Raises:
+            BusyError, CannotWriteError, DamagedError: the file cannot be read or made.
+        """
         with self._reading() as connection:
             return _spent(connection, day)
 

@@ -92,11 +92,13 @@ CREATE TABLE IF NOT EXISTS native (
         processes.watch_forks(self)
 
     def before_fork(self) -> None:
+        """Lock the object and close the file before this process is forked."""
         # SQLite locks belong to a process: a connection shared with a child would corrupt the file.
         self._lock.acquire()
         self.close()
 
     def after_fork(self, child: bool) -> None:
+        """Unlock the object, in the parent and in the child."""
         del child  # Parent and child each reopen the file when they need it.
         self._lock.release()
 

@@ -194,7 +194,7 @@ class Reembedding(ABC, Generic[Key]):
         self._items, self.limits, self.ledger, self.backoff = items, limits, ledger, backoff
         # Reentrant: a batch may end before `_begin` registers its callback in the same thread.
         self._lock = threading.RLock()
-        self._closed = False
+        self._refuses = False
         self._process = os.getpid()
         self._claiming = 0
         self._claims_ended = threading.Condition(self._lock)
@@ -251,7 +251,7 @@ class Reembedding(ABC, Generic[Key]):
         """
         end = time.monotonic() + seconds
         with self._lock:
-            self._closed = True
+            self._refuses = True
             # Threads that are claiming give their claims up while the ledger is still open.
             claims_ended = self._claims_ended.wait_for(lambda: not self._claiming, seconds)
         return self._threads.close(max(0.0, end - time.monotonic())) and claims_ended
@@ -308,7 +308,7 @@ class Reembedding(ABC, Generic[Key]):
                 "stayed in the parent; open it after the fork, in each process"
             )
         with self._lock:
-            if self._closed:
+            if self._refuses:
                 return []
             shared = [future for key in names if (future := self._under_way.get(key))]
             idle = [key for key in names if key not in self._under_way]
@@ -346,12 +346,12 @@ class Reembedding(ABC, Generic[Key]):
         """Start claimed items in batches; give the claims up if this is closed."""
         bytes_, keys = _Bytes(self.limits.bytes_a_query), list(names)
         with self._lock:
-            closed = self._closed
-            for first in range(0, 0 if closed else len(keys), self.limits.batch):
+            refuses = self._refuses
+            for first in range(0, 0 if refuses else len(keys), self.limits.batch):
                 part = {key: names[key] for key in keys[first : first + self.limits.batch]}
                 future = self._threads.submit(partial(self._work, part, bytes_))
                 future.add_done_callback(self._callback(list(part)))
-        if closed and keys:
+        if refuses and keys:
             self._postpone(keys)
             self._end(keys)
 
@@ -408,7 +408,7 @@ class Reembedding(ABC, Generic[Key]):
         item_limit = min(self.limits.bytes_an_item, self.limits.bytes_a_query)
         for number, (key, name) in enumerate(names.items()):
             most = min(item_limit, bytes_.remaining)
-            if most <= 0 or self._closed:
+            if most <= 0 or self._refuses:
                 return _BatchRead(contents, missing, keys[number:])
             try:
                 item = self._items.read(name, most)

@@ -71,6 +71,20 @@ class FolderItems:
         self._folder, self._pattern, self.kind = folder.resolve(), pattern, kind
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
+        """Read an item's file.
+
+        Args:
+            name: the item's id.
+            most_bytes: the largest size to accept.
+
+        Returns:
+            A text, or an encoded image; None if there is no such file.
+
+        Raises:
+            TooLargeError: the file is larger than `most_bytes`.
+            InvalidInputError: the id leads out of the folder, or a text is not UTF-8.
+            UnavailableError: the file cannot be read.
+        """
         try:
             path = (self._folder / PurePosixPath(self._pattern.replace("{id}", name))).resolve()
             if not path.is_relative_to(self._folder):
@@ -98,6 +112,19 @@ class FunctionItems:
         self._function, self.kind = function, kind
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
+        """Call the function for an item.
+
+        Args:
+            name: the item's id.
+            most_bytes: the largest size to accept; of a text, in UTF-8.
+
+        Returns:
+            A text, or an encoded image; None if there is no such item.
+
+        Raises:
+            TooLargeError: the content is larger than `most_bytes`.
+            Exception: any error of the function.
+        """
         content = self._function(name)
         if content is not None:
             check_size(content.encode() if isinstance(content, str) else content, name, most_bytes)
@@ -140,6 +167,20 @@ class UrlItems:
         self._http = pool_manager(retries=False, timeout=timeout, maxsize=16)
 
     def read(self, name: str, most_bytes: int) -> str | bytes | None:
+        """Request an item from its host, and stop after `most_bytes`.
+
+        Args:
+            name: the item's id; it is quoted, so that it cannot lead to another folder.
+            most_bytes: the largest size to accept.
+
+        Returns:
+            A text, or an encoded image; None if the host answers 404 or 410.
+
+        Raises:
+            TooLargeError: the answer is larger than `most_bytes`.
+            InvalidInputError: the id is "." or "..", or a text is not UTF-8.
+            UnavailableError: the host does not answer in time, or answers with another status.
+        """
         # Quoted as one segment, an id cannot lead to another host or folder.
         url = self._template.replace("{id}", quote(name, safe=""))
         if name in (".", ".."):
@@ -241,6 +282,21 @@ class LineItems:
         self._refresh()
 
     def read(self, name: str, most_bytes: int) -> str | None:
+        """Read an item's text from its line; index new lines first.
+
+        Args:
+            name: the item's id.
+            most_bytes: the largest size to accept, in UTF-8.
+
+        Returns:
+            The text; None if no line has this id.
+
+        Raises:
+            TooLargeError: the text is larger than `most_bytes`.
+            InvalidInputError: a line is malformed, or the file is no regular file any more.
+            NotFoundError: the file does not exist any more.
+            UnavailableError: the file cannot be read, or changes while it is read.
+        """
         with self._lock:
             try:
                 self._refresh()

@@ -20,23 +20,31 @@ if TYPE_CHECKING:
 
 
 def add_texts(arguments: Namespace) -> None:
-    """Add the texts of a file; exits with 65 if some were refused."""
+    """Add the texts of a JSON Lines file, and print a report.
+
+    Args:
+        arguments: `texts` is the file; `gallery` and `json` as of every command.
+
+    Raises:
+        SystemExit: some texts were refused; the code is 65.
+        NobackfillError: as nobackfill.client.notes.add, or the file cannot be read.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.notes import add
     from nobackfill.text import read_texts
 
-    output, refused = Output(arguments.json), dict[str, str]()
+    output, refusals = Output(arguments.json), dict[str, str]()
     with Device(arguments.gallery) as device:
-        done = add(device, read_texts(arguments.texts, refused))
+        report = add(device, read_texts(arguments.texts, refusals))
         total = device.store.count()
-    refused |= done.refused
-    for name, reason in refused.items():
+    refusals |= report.refusals
+    for name, reason in refusals.items():
         output.note(f"{name}: {reason}")
     output.result(
-        {"added": done.added, "refused": refused, "items": total},
-        f"{len(done.added)} added, {len(refused)} refused; {total} items",
+        {"added": report.added, "refused": refusals, "items": total},
+        f"{len(report.added)} added, {len(refusals)} refused; {total} items",
     )
-    if refused:
+    if refusals:
         raise SystemExit(InvalidInputError.exit_code)
 
 
@@ -51,12 +59,12 @@ def init(arguments: Namespace) -> None:
     except InvalidInputError as error:
         raise ConfigurationError(f"--root {arguments.root}: {error}") from error
     output = Output(arguments.json)
-    made = make(arguments.gallery, arguments.source, trusted, _confirm, output)
+    report = make(arguments.gallery, arguments.source, trusted, _confirm, output)
     keep_reserve(arguments.gallery)
     output.result(
-        made,
-        f"{made['gallery']}: made in the space of release {made['release']} "
-        f"({size(made['bytes'])} downloaded). Add images with `edge-client add`.",
+        report,
+        f"{report['gallery']}: made in the space of release {report['release']} "
+        f"({size(report['bytes'])} downloaded). Add images with `edge-client add`.",
     )
 
 
@@ -92,28 +100,31 @@ def add(arguments: Namespace) -> None:
 
     output = Output(arguments.json)
     with Device(arguments.gallery) as device, output.progress("adding") as advance:
-        done = store(device, images, notes, advance)
+        report = store(device, images, notes, advance)
         total = device.store.count()
-    for reason, paths in done.reasons().items():
+    for reason, paths in report.reasons().items():
         output.note(f"{few(paths)}: {reason}")
-    if done.skipped:
+    if report.system_files:
         output.note(
-            f"{few(done.skipped)}: skipped, because hidden or part of a system, program or gallery"
+            f"{few(report.system_files)}: skipped, because hidden or part of a system, program or "
+            "gallery"
         )
-    if notes and done.held:
+    if notes and report.duplicates:
         output.note(
-            f"{done.held} images were there already and keep their metadata; use `edge-client set`"
+            f"{report.duplicates} images were there already and keep their metadata; use "
+            "`edge-client set`"
         )
     answer = {
-        "added": done.added, "held": done.held, "refused": done.refused, "items": total,
-        "skipped": done.skipped,
+        "added": report.added, "held": report.duplicates, "refused": report.refusals,
+        "items": total, "skipped": report.system_files,
     }  # fmt: skip
     output.result(
         answer,
-        f"{len(done.added)} added, {done.held} already there, {len(done.refused)} refused; "
+        f"{len(report.added)} added, {report.duplicates} already there, "
+        f"{len(report.refusals)} refused; "
         f"{total} items",
     )
-    if done.refused:
+    if report.refusals:
         raise SystemExit(InvalidInputError.exit_code)
 
 
@@ -152,10 +163,10 @@ def search(arguments: Namespace) -> None:
     )
 
 
-def _table(answer: "DeviceAnswer", named: bool) -> list[str]:
-    told = answer.as_json()
-    lines = [f"{told['query']}:"] if named else []
-    for hit in told["hits"]:
+def _table(answer: "DeviceAnswer", with_query: bool) -> list[str]:
+    answer_json = answer.as_json()
+    lines = [f"{answer_json['query']}:"] if with_query else []
+    for hit in answer_json["hits"]:
         score = "" if hit["score"] is None else f"{hit['score']:7.1%}"
         lines.append(f"{hit['id']}  {hit['distance']:8.4f}{score}  {hit['path']}")
     if answer.beyond_calibration:
@@ -163,7 +174,7 @@ def _table(answer: "DeviceAnswer", named: bool) -> list[str]:
             "every hit lies beyond the distances that the release was calibrated on, so the scores "
             "cannot distinguish these hits"
         )
-    return lines or ["nothing found: the gallery is empty, or no item passes --where"]
+    return lines or ["no hits: the gallery is empty, or no item passes --where"]
 
 
 def list_items(arguments: Namespace) -> None:
@@ -191,10 +202,10 @@ def remove(arguments: Namespace) -> None:
     from nobackfill.client.maintenance import remove as forget
 
     with Device(arguments.gallery) as device:
-        done = forget(device, arguments.items)
-    later = f"; the next push deletes {done['left_in_vault']} of them in the vault"
+        report = forget(device, arguments.items)
+    later = f"; the next push deletes {report['left_in_vault']} of them in the vault"
     Output(arguments.json).result(
-        done, f"{done['removed']} removed{later if done['left_in_vault'] else ''}"
+        report, f"{report['removed']} removed{later if report['left_in_vault'] else ''}"
     )
 
 
@@ -216,9 +227,9 @@ def gc(arguments: Namespace) -> None:
 
     free_reserve(arguments.gallery)
     with Device(arguments.gallery) as device:
-        done = collect(device)
+        report = collect(device)
     keep_reserve(arguments.gallery)
-    Output(arguments.json).result(done, f"{size(done['freed_bytes'])} freed")
+    Output(arguments.json).result(report, f"{size(report['freed_bytes'])} freed")
 
 
 def verify(arguments: Namespace) -> None:
@@ -275,20 +286,20 @@ def rescue(arguments: Namespace) -> None:
     from nobackfill.client.maintenance import rescue as save
 
     output = Output(arguments.json)
-    done = save(arguments.gallery, arguments.to)
-    vectors = ", ".join(f"{n} vectors of release {r}" for r, n in done["vectors"].items())
-    for name in done["not_copied"]:
+    report = save(arguments.gallery, arguments.to)
+    vectors = ", ".join(f"{n} vectors of release {r}" for r, n in report["vectors"].items())
+    for name in report["not_copied"]:
         output.note(f"{name}: cannot be read and was not copied; `edge-client sync` gets models")
-    for table, count in done["unreadable"].items():
+    for table, count in report["unreadable"].items():
         output.note(f"{table}: {count} rows, or places for rows, lie on damaged pages")
-    for table, count in done["refused"].items():
+    for table, count in report["refused"].items():
         output.note(f"{table}: {count} rows fail their checks")
     output.result(
-        done,
-        f"{arguments.to}: {done['items']} items and {vectors} saved"
-        + ("; add the images of lost items again" if done["lost"] else ", nothing was lost"),
+        report,
+        f"{arguments.to}: {report['items']} items and {vectors} saved"
+        + ("; add the images of lost items again" if report["lost"] else ", nothing was lost"),
     )
-    if done["lost"]:
+    if report["lost"]:
         raise SystemExit(DamagedError.exit_code)
 
 
@@ -304,12 +315,12 @@ def browse(arguments: Namespace) -> None:
             {"address": address}, address,
             "Anybody who knows this address sees the gallery. Press Ctrl-C to stop.",
         )  # fmt: skip
-        with _shown(address, arguments.gallery) if arguments.show else nullcontext():
+        with _browser_page(address, arguments.gallery) if arguments.show else nullcontext():
             threading.Event().wait()
 
 
 @contextmanager
-def _shown(address: str, gallery: Path) -> Iterator[None]:
+def _browser_page(address: str, gallery: Path) -> Iterator[None]:
     """Open a browser at a page that redirects to `address`; delete that page at the end.
 
     Every user of the machine can read the browser's command line. It therefore names a page file of
@@ -335,7 +346,13 @@ def _shown(address: str, gallery: Path) -> Iterator[None]:
 
 
 def pair(text: str) -> "tuple[str, Scalar]":
-    """Convert KEY=VALUE to a key and its value."""
+    """Convert a word KEY=VALUE of the command line to a key and its value.
+
+    Numbers, true and false are parsed as in JSON; any other value, also an empty one, is a text.
+
+    Raises:
+        ArgumentTypeError: the word has no "=", or nothing before it.
+    """
     from nobackfill.client.conditions import value_of
 
     key, equals, value = text.partition("=")

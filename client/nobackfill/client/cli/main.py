@@ -42,7 +42,7 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQ
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run `edge-client` with the words of this process, and exit with the command's code."""
     # A search makes no garbage worth collecting before it ends.
     if "search" in sys.argv[1:4]:
         gc.disable()
@@ -50,7 +50,9 @@ def main() -> None:
 
 
 def run_line(line: Sequence[str] | None = None) -> NoReturn:
-    """Run a command line and exit with its code; an error is printed as one sentence.
+    """Run a command line of `edge-client` and exit with its code.
+
+    An error is printed as one sentence on stderr. Without words, the help is printed.
 
     Args:
         line: the words after the program's name; None: those of this process.
@@ -71,11 +73,14 @@ def run_line(line: Sequence[str] | None = None) -> NoReturn:
 
 
 def edge_client(words: Sequence[str] = ()) -> Parser:
-    """Make the parser of the command line.
+    """Make the parser of `edge-client`.
 
     Args:
         words: the words of the command line. The parser has only the commands among them, if there
             are any, so that a search does not wait for the options of other commands.
+
+    Returns:
+        A parser. A namespace that it returns has `run`, the function of the command.
     """
     parser = Parser(
         prog="edge-client",
@@ -99,12 +104,12 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", prog="edge-client", parser_class=Command, required=True
     )
-    known = {**galleries.COMMANDS, **releases.COMMANDS}
-    names = dict.fromkeys(name for name in words if name in known)
+    every = {**galleries.COMMANDS, **releases.COMMANDS}
+    names = dict.fromkeys(name for name in words if name in every)
     if not names or words[0] in ("-h", "--help"):
-        names = dict.fromkeys(known)
+        names = dict.fromkeys(every)
     for name in names:
-        command, options = known[name]
+        command, options = every[name]
         text = command.__doc__ or ""
         story, text = (" ".join(part.split()) for part in (text.partition("\n\n")[0], text))
         one = commands.add_parser(name, help=story, description=text)
@@ -170,10 +175,10 @@ def _install_completion() -> None:
     print(f"{file}: written; open another {shell} to use it")
     if shell != "fish":
         startup, line = home / f".{shell}rc", f"source '{file}'\n"
-        before = startup.read_text(encoding="utf-8") if startup.exists() else ""
-        if line not in before:
-            gap = "" if before.endswith("\n") or not before else "\n"
-            startup.write_text(f"{before}{gap}{line}", encoding="utf-8")
+        text = startup.read_text(encoding="utf-8") if startup.exists() else ""
+        if line not in text:
+            gap = "" if text.endswith("\n") or not text else "\n"
+            startup.write_text(f"{text}{gap}{line}", encoding="utf-8")
             print(f"{startup}: loads the completion from now on")
 
 
@@ -189,7 +194,7 @@ def _refusing() -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of stdout has ended: discard the rest silently.
+        # The reader of stdout has ended: discard further output silently.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except UnicodeEncodeError as error:
@@ -199,9 +204,9 @@ def _refusing() -> Iterator[None]:
             _refuse(InvalidInputError(f"{str(error.filename)[:80]}…: {error.strerror}"))
         if error.errno not in _NOT_WRITABLE:
             raise
-        named = f"{error.filename}: " if error.filename else ""
+        place = f"{error.filename}: " if error.filename else ""
         _refuse(
-            CannotWriteError(f"{named}{error.strerror}; free some space or fix the permissions")
+            CannotWriteError(f"{place}{error.strerror}; free some space or fix the permissions")
         )
 
 

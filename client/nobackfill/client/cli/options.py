@@ -23,28 +23,36 @@ class Parser(argparse.ArgumentParser):
     """A parser without abbreviations; errors are one sentence, and help shows true defaults."""
 
     def __init__(self, *, closing: str = "", **options: Any) -> None:
-        """Make a parser; its help ends with the text `closing`, printed as it is."""
+        """Make a parser.
+
+        Args:
+            closing: the last text of its help, printed without wrapping; empty: none.
+            options: arguments of argparse.ArgumentParser.
+        """
         super().__init__(**options, allow_abbrev=False, formatter_class=_Help)
         self.closing = closing
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add an option or argument; appends its default to its help."""
+        """Add an option or argument, as argparse does; append its default to its help.
+
+        "[required]" is appended to a required one. A default of None or False adds nothing.
+        """
         default = options.get("default")
         # Zero is a default too, although it equals False.
         if default is not None and default is not False and default is not argparse.SUPPRESS:
-            shown = names[0] if options.get("action") is Switch else "%(default)s"
-            options["help"] += f" [default: {shown}]"
+            value = names[0] if options.get("action") is Switch else "%(default)s"
+            options["help"] += f" [default: {value}]"
         if options.get("required"):
             options["help"] += " [required]"
         return super().add_argument(*names, **options)
 
     def format_help(self) -> str:
-        """Return the text of --help."""
+        """Return the text of --help, which ends with the closing text."""
         text = super().format_help().replace("usage:", "Usage:", 1)
         return f"{text}\n{self.closing}" if self.closing else text
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and end the process with exit code 2."""
+        """Print an error as one sentence on stderr and end the process with exit code 2."""
         self.exit(2, visible(f"{self.prog}: {message}; see `{self.prog} --help`") + "\n")
 
 
@@ -59,7 +67,7 @@ class Command(Parser):
         self._inside = False
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        """Add an option or argument; adds a positional argument to the usage line."""
+        """Add an option or argument; show a positional argument in the usage line too."""
         added = super().add_argument(*names, **options)
         if not added.option_strings:
             name = str(added.metavar)
@@ -70,7 +78,15 @@ class Command(Parser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Parse words; options may stand between positional arguments."""
+        """Parse the words of a command line; options may stand between positional arguments.
+
+        Args:
+            args: the words; None: those of this process.
+            namespace: where to store the values; None: a new argparse.Namespace.
+
+        Returns:
+            The namespace with the values, and the words that are not known.
+        """
         if self._inside or not self.intermixed:
             return super().parse_known_args(args, namespace)
         self._inside = True
@@ -101,18 +117,30 @@ class Switch(argparse.Action):
 
 
 def no_options(command: Command) -> None:
-    """Add no options; every command has --json."""
+    """Add no options: for commands that only have --json, which every command gets."""
 
 
 def named_path(text: str) -> Path:
-    """Convert a word to a path; an empty word would mean the current folder, so it is refused."""
+    """Convert a word of the command line to a path.
+
+    Raises:
+        ArgumentTypeError: the word is empty; it would mean the current folder.
+    """
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty name")
     return Path(text)
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:
-    """Make a converter of a word to an integer from `least` to `most`."""
+    """Make a converter of words of the command line to integers in a range.
+
+    Args:
+        least: the smallest value.
+        most: the largest value.
+
+    Returns:
+        A function of a word. It raises ArgumentTypeError if the word is no integer of this range.
+    """
 
     def number(text: str) -> int:
         try:

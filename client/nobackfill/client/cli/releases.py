@@ -44,10 +44,12 @@ def report(arguments: Namespace) -> None:
     from nobackfill.client.sync import send_report as send
 
     with Device(arguments.gallery) as device:
-        found = send(device, arguments.to)
-    sent = "not sent" if arguments.to is None else f"sent to {arguments.to}"
-    told = ", ".join(f"{key} {value}" for key, value in found.items())
-    Output(arguments.json).result({**found, "sent": arguments.to is not None}, f"{told}; {sent}")
+        summary = send(device, arguments.to)
+    values = ", ".join(f"{key} {value}" for key, value in summary.items())
+    outcome = "not sent" if arguments.to is None else f"sent to {arguments.to}"
+    Output(arguments.json).result(
+        {**summary, "sent": arguments.to is not None}, f"{values}; {outcome}"
+    )
 
 
 def rollback(arguments: Namespace) -> None:
@@ -59,10 +61,11 @@ def rollback(arguments: Namespace) -> None:
     from nobackfill.client.sync import roll_back
 
     with Device(arguments.gallery) as device:
-        left, release = roll_back(device)
+        old_release, release = roll_back(device)
     Output(arguments.json).result(
-        {"from_release": left, "release": release},
-        f"release {release} is active again; sync skips release {left} unless you pass --retry",
+        {"from_release": old_release, "release": release},
+        f"release {release} is active again; sync skips release {old_release} unless you pass "
+        "--retry",
     )
 
 
@@ -73,7 +76,7 @@ def push(arguments: Namespace) -> None:
 
     output = Output(arguments.json)
     with Device(arguments.gallery) as device:
-        done = upload(
+        report = upload(
             device, arguments.recipient or [], arguments.vault, output, new_key=arguments.new_key
         )
         recoverable = bool(device.state("recipients"))
@@ -82,22 +85,22 @@ def push(arguments: Namespace) -> None:
             f"only the key in {arguments.gallery}.identity opens these images: keep a copy of it, "
             "or add a recovery key with --recipient age1…"
         )
-    for item in done.skipped:
+    for item in report.missing_files:
         output.note(f"{item}: its file is gone or was changed after it was added; not pushed")
-    if done.unreadable:
+    if report.unreadable:
         output.note(
-            f"{few(done.unreadable)}: only the lost key opens the copies in the vault, and the "
+            f"{few(report.unreadable)}: only the lost key opens the copies in the vault, and the "
             "files are gone; the copies stay there, in case the key is found"
         )
-    if done.lost:
+    if report.lost_copies:
         output.note(
-            f"{few(done.lost)}: the vault has lost the pushed copies, and the files are gone here; "
-            "the gateway may run on an older backup: restore its newest one"
+            f"{few(report.lost_copies)}: the vault has lost the pushed copies, and the files are "
+            "gone here; the gateway may run on an older backup: restore its newest one"
         )
     output.result(
-        done.as_json(),
-        f"{done.pushed} pushed ({size(done.bytes_sent)}), {done.held} already there, "
-        f"{done.removed} removed, {len(done.skipped)} skipped",
+        report.as_json(),
+        f"{report.pushed} pushed ({size(report.bytes_sent)}), {report.duplicates} already there, "
+        f"{report.removed} removed, {len(report.missing_files)} skipped",
     )
 
 
@@ -108,20 +111,21 @@ def pull(arguments: Namespace) -> None:
 
     output = Output(arguments.json)
     with Device(arguments.gallery) as device:
-        done = restore(
+        report = restore(
             device, arguments.items, arguments.to, arguments.identity, arguments.unknown, output
         )
-    for reason, names in done.reasons().items():
+    for reason, names in report.reasons().items():
         output.note(f"{few(names)}: {reason}")
     output.result(
-        done.as_json(),
-        f"{len(done.restored)} restored, {done.held} already there, {len(done.failed)} failed",
+        report.as_json(),
+        f"{len(report.restored)} restored, {report.duplicates} already there, "
+        f"{len(report.failed)} failed",
     )
-    if not (done.restored or done.held or done.failed or arguments.unknown):
+    if not (report.restored or report.duplicates or report.failed or arguments.unknown):
         output.note(
             "this gallery has pushed no image; --unknown restores images of other galleries"
         )
-    if done.failed:
+    if report.failed:
         raise SystemExit(VerificationError.exit_code)
 
 
@@ -134,7 +138,7 @@ def _sync_options(command: Command) -> None:
         type=integer(0, 2**63 - 1),
         default=0,
         metavar="N",
-        help="Embed the N least certain items again, from their files or the vault.",
+        help="Re-embed the N least certain items from their files or the vault.",
     )
     command.add_argument(
         "--keep-original",

@@ -29,7 +29,12 @@ MAGIC = b"age-encryption.org/v1\n"
 
 
 def new_identity(path: Path) -> Identity:
-    """Read the secret key in `path`; generate and write it first (mode 0600) if there is none."""
+    """Read a secret key; generate and write it first, with mode 0600, if the file does not exist.
+
+    Raises:
+        ConfigurationError: the file holds no key, or other users may read it.
+        CannotWriteError: the file cannot be written.
+    """
     if path.exists():
         return read_identity(path)
     identity = Identity.generate()
@@ -39,10 +44,11 @@ def new_identity(path: Path) -> Identity:
 
 
 def read_identity(path: Path) -> Identity:
-    """Read a secret key in the form that `age-keygen` writes.
+    """Read a secret key in the form that `age-keygen` writes; the first key of the file counts.
 
     Raises:
-        ConfigurationError: there is no key in `path`, or other users may read the file.
+        ConfigurationError: the file is missing, holds no key, or other users may read it. The error
+            does not quote the key.
     """
     try:
         mode = path.stat().st_mode
@@ -50,7 +56,7 @@ def read_identity(path: Path) -> Identity:
     except (OSError, InvalidInputError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read the age identity {path}: {error}") from error
     if mode & 0o077:
-        raise ConfigurationError(f"{path} can be read by others: chmod 600 {path}")
+        raise ConfigurationError(f"other users can read {path}; run chmod 600 {path}")
     for line in lines:
         if line.startswith("AGE-SECRET-KEY-"):
             try:
@@ -62,7 +68,11 @@ def read_identity(path: Path) -> Identity:
 
 
 def read_recipient(text: str) -> Recipient:
-    """Parse a public key, age1... Raises ConfigurationError."""
+    """Parse a public key, age1...; blanks around it are ignored.
+
+    Raises:
+        ConfigurationError: the text is no such key.
+    """
     try:
         return Recipient.from_str(text.strip())
     except pyrage.RecipientError as error:
@@ -70,18 +80,31 @@ def read_recipient(text: str) -> Recipient:
 
 
 def encrypt(plain: bytes, recipients: Sequence[Recipient]) -> bytes:
-    """Encrypt to age ciphertext that each recipient can open; the bytes differ at every call."""
+    """Encrypt bytes in the age format, so that each recipient alone can decrypt them.
+
+    Args:
+        plain: the plaintext.
+        recipients: one or more public keys.
+
+    Returns:
+        The ciphertext; its bytes differ at every call.
+    """
     return bytes(pyrage.encrypt(plain, list(recipients)))
 
 
 def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
-    """Decrypt the age file `source` in memory.
+    """Decrypt an age file in memory, once the whole file is verified.
 
-    The library hands out verified chunks before it meets a damaged one. Therefore this returns
-    nothing before the whole file is verified.
+    Args:
+        source: the file.
+        identities: secret keys; one of them must open it.
+
+    Returns:
+        The plaintext.
 
     Raises:
         VerificationError: the file is damaged, truncated, or encrypted to other keys.
+        OSError: the file cannot be read.
     """
     try:
         return bytes(pyrage.decrypt(source.read_bytes(), list(identities)))
@@ -93,23 +116,25 @@ def decrypt(source: Path, identities: Sequence[Identity]) -> bytes:
 
 
 def own_identity(device: GalleryFile) -> Identity:
-    """Return the secret key that opens what this gallery pushed.
+    """Return the secret key that decrypts what this gallery pushed, from its identity file.
 
     Raises:
         ConfigurationError: the key file is missing or unreadable, or holds another key.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
     """
     path = sidecar(device.path, "identity")
-    expected = device.state("identity")
+    public = device.state("identity")
     if not path.exists():
         raise ConfigurationError(
-            f"{path} is missing{_key_text(expected)}; only this key opens what the gallery pushed. "
+            f"{path} is missing{_key_text(public)}; only this key opens what the gallery pushed. "
             "Copy it back, name a recovery key with `pull --identity FILE`, or start again with "
             "`push --new-key`, which pushes every image again whose file still exists"
         )
     identity = read_identity(path)
-    if expected not in (None, str(identity.to_public())):
+    if public not in (None, str(identity.to_public())):
         raise ConfigurationError(
-            f"{path} holds the key {identity.to_public()}, expected{_key_text(expected)}: copy the "
+            f"{path} holds the key {identity.to_public()}, expected{_key_text(public)}: copy the "
             "right file back, or continue with this key by `push --new-key`, which pushes every "
             "image again whose file still exists"
         )
@@ -117,7 +142,15 @@ def own_identity(device: GalleryFile) -> Identity:
 
 
 def key_problem(device: GalleryFile) -> str | None:
-    """Explain why pushed images cannot be opened here; None if they can, or none was pushed."""
+    """Explain why the gallery's own key does not decrypt what it pushed.
+
+    Returns:
+        A sentence with advice. None if the key fits, or if nothing was pushed.
+
+    Raises:
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+    """
     if device.state("identity") is None and not VaultQueue(device.store).entries():
         return None
     try:
@@ -128,10 +161,20 @@ def key_problem(device: GalleryFile) -> str | None:
 
 
 def identity_for_push(device: GalleryFile, queue: VaultQueue, new_key: bool) -> Identity:
-    """Return the key to encrypt with; the first push generates it, later only `new_key` does.
+    """Return the secret key to encrypt with, and store its public key in the gallery.
+
+    The first push generates it.
+
+    Args:
+        device: the gallery.
+        queue: its table of images in the vault.
+        new_key: use the key in the identity file, whichever it is; generate it if there is none.
 
     Raises:
         ConfigurationError: images were pushed, and the key that opens them is missing.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     path = sidecar(device.path, "identity")
     first = device.state("identity") is None and not queue.entries()

@@ -43,31 +43,52 @@ CREATE TABLE IF NOT EXISTS vault (
 
 @dataclass(frozen=True)
 class VaultEntry:
-    """One image in the vault; `size` (bytes) and `blob_sha256` describe its ciphertext."""
+    """One image in the vault.
+
+    Attributes:
+        blob: random id of its ciphertext, 64 hex digits.
+        item: id of the item.
+        image_sha256: digest of the image, 64 hex digits.
+        blob_sha256: digest of the ciphertext, 64 hex digits.
+        size: bytes of the ciphertext.
+        suffix: suffix of the file's name, such as ".jpg"; a restored file gets it.
+        state: sealed, stored or removing.
+        key: the device's public key that sealed it; None in rows of versions without this column.
+    """
 
     blob: str
     item: str
     image_sha256: str
     blob_sha256: str
     size: int
-    # Suffix of the file's name, such as ".jpg"; a restored file gets it.
     suffix: str
     state: State
-    # The device's public key that sealed it; None in rows of versions without this column.
     key: str | None
 
 
 class VaultQueue:
-    """Access to the table `vault` of a gallery file; the first sealed image creates the table."""
+    """Access to the table `vault` of a gallery file; the first sealed image creates the table.
+
+    Methods that read may raise DamagedError and BusyError; methods that write also raise
+    CannotWriteError. `mark`, `settle` and `forget` expect that the table exists.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def entries(self, state: State | None = None, item: str | None = None) -> list[VaultEntry]:
-        """Return rows ordered by item, the latest last; all, or one state's or one item's.
+        """Return rows ordered by item, the latest of an item last.
+
+        Args:
+            state: only rows in this state; None: any state.
+            item: only rows of the item with this id; None: any item.
+
+        Returns:
+            Empty if nothing was ever pushed.
 
         Raises:
-            DamagedError: A row holds a value that this program never writes.
+            DamagedError: a row holds a value that this program never writes.
+            BusyError: another process holds the gallery file.
         """
         with self._store.reading() as connection:
             columns = {name for (name,) in connection.execute(_COLUMNS)}
@@ -82,7 +103,7 @@ class VaultQueue:
         return entries
 
     def obsolete(self) -> list[VaultEntry]:
-        """Return rows to delete in the vault: marked for removal, or without an item."""
+        """Return the rows whose blobs are to delete in the vault: removing, or without an item."""
         with self._store.reading() as connection:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
         return [e for e in self.entries() if e.state == "removing" or e.item not in items]
@@ -93,7 +114,14 @@ class VaultQueue:
         return rows[-1] if rows else None
 
     def seal(self, entry: VaultEntry) -> None:
-        """Insert the row of a blob; call this before sending any byte of it."""
+        """Insert the row of a blob; call this before any byte of it is sent.
+
+        Creates the table, or adds the columns that an older version lacks.
+
+        Raises:
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only, or the blob has a row already.
+        """
         with self._store.transaction() as connection:
             _prepare(connection)
             connection.execute(
@@ -105,12 +133,12 @@ class VaultQueue:
             )  # fmt: skip
 
     def mark(self, blob: str, state: State) -> None:
-        """Set the state of a blob."""
+        """Set the state of a blob's row; an unknown blob is ignored."""
         with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
 
     def settle(self, entry: VaultEntry) -> None:
-        """Mark a blob as stored, and other blobs of the same item for removal."""
+        """Mark a blob's row as stored, and the rows of all other blobs of its item as removing."""
         with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))
             connection.execute(
@@ -119,13 +147,13 @@ class VaultQueue:
             )
 
     def adopt(self, key: str) -> None:
-        """Set the key of all rows that have none."""
+        """Set the public key of all rows that have none."""
         with self._store.transaction() as connection:
             _prepare(connection)
             connection.execute("UPDATE vault SET key = ? WHERE key IS NULL", (key,))
 
     def forget(self, blob: str) -> None:
-        """Delete the row of a blob; call this after the vault deleted the blob."""
+        """Delete the row of a blob; call this after the vault has deleted the blob."""
         with self._store.transaction() as connection:
             connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
 

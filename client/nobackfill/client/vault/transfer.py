@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,23 +46,28 @@ class PushReport:
         pushed: how many images were uploaded.
         bytes_sent: bytes of ciphertext sent.
         removed: how many blobs were deleted in the vault.
-        held: how many images the vault held already.
-        skipped: items whose file is gone or was changed after it was added.
-        unreadable: such items whose image in the vault only another key opens.
-        lost: such items whose pushed image the vault has lost.
+        duplicates: how many images the vault held already.
+        missing_files: items that were not pushed, because their file is gone or was changed after
+            it was added.
+        unreadable: items with such a file, whose image in the vault only another key opens.
+        lost_copies: items with such a file, whose pushed image the vault has lost.
     """
 
     pushed: int = 0
     bytes_sent: int = 0
     removed: int = 0
-    held: int = 0
-    skipped: list[str] = field(default_factory=list)
+    duplicates: int = 0
+    missing_files: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    lost_copies: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields, for --json."""
-        return asdict(self)
+        """Return the report as in `edge-client push --json`."""
+        return {
+            "pushed": self.pushed, "bytes_sent": self.bytes_sent, "removed": self.removed,
+            "held": self.duplicates, "skipped": self.missing_files,
+            "unreadable": self.unreadable, "lost": self.lost_copies,
+        }  # fmt: skip
 
 
 def push(
@@ -73,25 +78,34 @@ def push(
     *,
     new_key: bool = False,
 ) -> PushReport:
-    """Upload every image that the vault does not hold, and delete there what was removed here.
+    """Encrypt and upload every image that the vault lacks, and delete there what was removed here.
 
     The recipients and the vault's address are stored in the gallery once the vault has answered.
-    After a kill, the next push sends the sealed ciphertext and repeats at most one chunk.
+    The first push makes the gallery's key. After a kill, the next push sends the sealed ciphertext
+    and repeats at most one chunk.
 
     Args:
         device: the gallery.
         recipients: public keys age1... that can decrypt what is pushed from now on, in addition to
-            the device's own key.
-        where: the vault's gateway; None: the stored one, else the gallery's source.
+            the device's own key and to earlier recipients.
+        where: the vault's gateway, grpc(s)://HOST:PORT; None: the stored one, else the gallery's
+            source.
         output: where to write progress.
-        new_key: give up a lost key; push again, while their files exist, the images that only the
+        new_key: replace a lost key; push again, while their files exist, the images that only the
             lost key opens.
 
+    Returns:
+        Counts, and the items that could not be pushed; their files are missing.
+
     Raises:
-        ConfigurationError: a key is missing or malformed, or the vault lacks pushed images.
+        ConfigurationError: a key is missing or malformed, the address is no gateway, or another
+            vault than the stored one lacks pushed images.
         UnavailableError: the vault does not answer.
-        BusyError: another push or pull runs.
-        CannotWriteError: the disk is full or read-only.
+        NotPermittedError: the gateway refuses the token.
+        QuotaExceededError: the vault holds as many bytes as it may.
+        VerificationError: the vault lists malformed blobs, or the gallery file is damaged.
+        BusyError: another push or pull runs, or another process holds the gallery file.
+        CannotWriteError: a disk is full or read-only, here or at the gateway.
     """
     all_recipients = [*device.state("recipients", []), *recipients]
     keys = [read_recipient(text) for text in dict.fromkeys(all_recipients)]
@@ -113,25 +127,25 @@ def push(
             total = device.store.count()
             with output.progress("pushing") as advance:
                 recipients_of_all = [identity.to_public(), *keys]
-                for done, item in enumerate(_items(device), start=1):
+                for count, item in enumerate(_items(device), start=1):
                     _push_one(item, gateway, queue, vault_blobs, outbox, recipients_of_all, report)
-                    advance(done, total)
+                    advance(count, total)
             _remove(gateway, queue, outbox, report)
     return report
 
 
 def _items(device: GalleryFile) -> Iterator[StoredItem]:
-    after = 0
-    while page := device.store.listing(after, _PAGE):
+    label = 0
+    while page := device.store.listing(label, _PAGE):
         yield from page
-        after = page[-1].label
+        label = page[-1].label
 
 
 def _sweep(queue: VaultQueue, outbox: Path) -> None:
     """Delete ciphertext in the outbox that a killed push wrote without a row."""
-    all_recipients = {entry.blob for entry in queue.entries("sealed")}
+    sealed_blobs = {entry.blob for entry in queue.entries("sealed")}
     for path in sorted(outbox.iterdir()):
-        if path.name not in all_recipients:
+        if path.name not in sealed_blobs:
             durable.remove_tree(path)
 
 
@@ -157,19 +171,21 @@ def _push_one(
     readable = previous is not None and previous.key == str(keys[0])
     # The item's image may have been replaced since the push.
     same = previous is not None and previous.image_sha256 == item.digest
-    lost = previous is not None and previous.state == "stored" and previous.blob not in vault_blobs
-    if previous is not None and previous.state == "stored" and readable and same and not lost:
-        report.held += 1
+    is_lost = (
+        previous is not None and previous.state == "stored" and previous.blob not in vault_blobs
+    )
+    if previous is not None and previous.state == "stored" and readable and same and not is_lost:
+        report.duplicates += 1
         return
     entry = previous
     if previous is None or not (readable and same) or not (outbox / previous.blob).is_file():
         entry = _seal(item, queue, outbox, keys)
-    if entry is None and lost and same:
-        report.lost.append(item.id)
+    if entry is None and is_lost and same:
+        report.lost_copies.append(item.id)
         return
     if entry is None:
-        stored = previous is not None and previous.state == "stored" and same
-        (report.unreadable if stored else report.skipped).append(item.id)
+        is_stored = previous is not None and previous.state == "stored" and same
+        (report.unreadable if is_stored else report.missing_files).append(item.id)
         return
     blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
     report.bytes_sent += upload_blob(gateway, blob, outbox / entry.blob)
@@ -212,29 +228,44 @@ _SUFFIXES = {b"\xff\xd8\xff": ".jpg", b"\x89PNG": ".png", b"RIFF": ".webp"}
 
 @dataclass
 class PullReport:
-    """The result of a pull: paths restored, images already there, the reason by failed blob."""
+    """The result of a pull.
+
+    Attributes:
+        restored: paths of the files that were written.
+        duplicates: how many images the folder held already.
+        failed: the reason by item, or by blob without an item.
+    """
 
     restored: list[str] = field(default_factory=list)
-    held: int = 0
+    duplicates: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
     def reasons(self) -> dict[str, list[str]]:
-        """Group the failed blobs by their reason."""
+        """Group the items and blobs of `failed` by their reason."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.failed.items():
             by_reason.setdefault(reason, []).append(name)
         return by_reason
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields, for --json."""
-        return asdict(self)
+        """Return the report as in `edge-client pull --json`."""
+        return {"restored": self.restored, "held": self.duplicates, "failed": self.failed}
 
 
 class VaultReader:
-    """Reads images of the vault; connects on first use. Close it, or use it in a `with`."""
+    """Reads images of a gallery's vault; connects on first use. Close it, or use it in a `with`.
+
+    Attributes:
+        queue: the gallery's table of images in the vault.
+    """
 
     def __init__(self, device: GalleryFile, identity: Path | None = None) -> None:
-        """Prepare to read; `identity` is an age key file to use instead of the gallery's own."""
+        """Prepare to read images; nothing is read or connected yet.
+
+        Args:
+            device: the gallery.
+            identity: an age key file to use instead of the gallery's own; None: the own one.
+        """
         self._device = device
         self._identity = identity
         self._inbox = sidecar(device.path, "inbox")
@@ -253,11 +284,21 @@ class VaultReader:
         self._open.close()
 
     def image(self, item_id: str) -> bytes | None:
-        """Return the image that an item was made from; None if the vault does not hold it.
+        """Download and decrypt the image that an item was made from.
+
+        Returns:
+            The encoded image. None if it was not pushed, or if the pushed image is not the present
+            one of the item.
 
         Raises:
-            VerificationError: the vault returns something other than what was pushed.
+            VerificationError: the vault returns other bytes than were pushed, or the gallery file
+                is damaged.
+            NotFoundError: the vault has lost the blob.
+            ConfigurationError: the key or the vault's address is missing or malformed.
+            NotPermittedError: the gateway refuses the token.
             UnavailableError: the vault does not answer.
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
         """
         entry, item = self.queue.of(item_id), self._device.store.get(item_id)
         if entry is None or entry.state != "stored" or not _is_of(entry, item):
@@ -265,7 +306,15 @@ class VaultReader:
         return self.decrypt_entry(entry)
 
     def decrypt_entry(self, entry: VaultEntry) -> bytes:
-        """Return the image of a row. Raises VerificationError, UnavailableError, NotFoundError."""
+        """Download and decrypt the image of a row, and compare it with its digest.
+
+        Returns:
+            The encoded image.
+
+        Raises:
+            VerificationError: the vault returns other bytes than were pushed.
+            NobackfillError: as `fetch`.
+        """
         blob = vault_pb2.Blob(id=entry.blob, size=entry.size, sha256=entry.blob_sha256)
         image = self.fetch(blob)
         if hashlib.sha256(image).hexdigest() != entry.image_sha256:
@@ -275,13 +324,32 @@ class VaultReader:
         return image
 
     def unknown(self) -> list[vault_pb2.Blob]:
-        """List the blobs of the vault that have no row in this gallery."""
-        all_recipients = {entry.blob for entry in self.queue.entries()}
-        return [blob for blob in list_blobs(self._connect()) if blob.id not in all_recipients]
+        """List the blobs of the vault that have no row in this gallery, ordered by id.
+
+        Raises:
+            VerificationError: the vault's list is malformed, or the gallery file is damaged.
+            ConfigurationError: the vault's address is no gateway.
+            NotPermittedError: the gateway refuses the token.
+            UnavailableError: the vault does not answer.
+            BusyError: another process holds the gallery file.
+        """
+        own_blobs = {entry.blob for entry in self.queue.entries()}
+        return [blob for blob in list_blobs(self._connect()) if blob.id not in own_blobs]
 
     def fetch(self, blob: vault_pb2.Blob) -> bytes:
-        """Return the plaintext of a blob. Raises VerificationError, UnavailableError and
-        NotFoundError."""
+        """Download a blob and decrypt it in memory; no plaintext is written.
+
+        Args:
+            blob: id, size and digest of the ciphertext.
+
+        Raises:
+            NotFoundError: the vault does not hold the blob.
+            VerificationError: the bytes differ from the digest, or another key encrypted them.
+            ConfigurationError: the key or the vault's address is missing or malformed.
+            NotPermittedError: the gateway refuses the token.
+            UnavailableError: the vault does not answer.
+            CannotWriteError: the disk is full or read-only.
+        """
         durable.make_dir(self._inbox, 0o700)
         # The vault's ids are untrusted, so they are not used as file names.
         name = hashlib.sha256(f"{blob.id} {blob.size} {blob.sha256}".encode()).hexdigest()
@@ -311,21 +379,28 @@ def pull(
     unknown: bool,
     output: Output,
 ) -> PullReport:
-    """Restore images from the vault into a folder; a failed image is reported, the others go on.
+    """Restore images from the vault into a folder, and compare each with its digest.
+
+    A failed image is reported and does not affect the others. Existing files are never replaced. A
+    file gets the name that it had, or one made of its digest if that name is in use.
 
     Args:
         device: the gallery.
         items: ids of items; empty: all images that the gallery pushed.
-        folder: where to write the images.
-        identity: an age key file to use instead of the gallery's own.
+        folder: where to write the images; made if it is missing.
+        identity: an age key file to use instead of the gallery's own; None: the own one.
         unknown: also restore blobs without a row in this gallery, named by their digest; for
             example after the loss of a device.
         output: where to write progress and notes.
 
     Raises:
-        NotFoundError: the vault holds no image of one of `items`.
-        ConfigurationError: the key is missing or malformed.
+        NotFoundError: the gallery has pushed no image of one of `items`.
+        ConfigurationError: the key or the vault's address is missing or malformed.
+        VerificationError: the vault's list is malformed, or the gallery file is damaged.
+        NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer.
+        BusyError: another push or pull runs, or another process holds the gallery file.
+        CannotWriteError: the disk is full or read-only.
     """
     report = PullReport()
     durable.make_dir(folder)
@@ -337,14 +412,14 @@ def pull(
             output.note(f"{len(others)} blobs of other galleries to download, {sizes}")
         total = len(entries) + len(others)
         with output.progress("pulling") as advance:
-            for done, entry in enumerate(entries, start=1):
+            for count, entry in enumerate(entries, start=1):
                 with _report_failure(report, entry.item):
                     _restore(device, vaulted, entry, folder, report)
-                advance(done, total)
-            for done, blob in enumerate(others, start=len(entries) + 1):
+                advance(count, total)
+            for count, blob in enumerate(others, start=len(entries) + 1):
                 with _report_failure(report, blob.id):
                     _restore_unknown(vaulted.fetch(blob), folder, report)
-                advance(done, total)
+                advance(count, total)
     return report
 
 
@@ -358,11 +433,11 @@ def _report_failure(report: PullReport, name: str) -> Iterator[None]:
 
 
 def _entries(queue: VaultQueue, items: Sequence[str]) -> list[VaultEntry]:
-    stored = {entry.item: entry for entry in queue.entries("stored")}
+    entries = {entry.item: entry for entry in queue.entries("stored")}
     for item in items:
-        if item not in stored:
+        if item not in entries:
             raise NotFoundError(f"{item}: the vault holds no image of this item; push it first")
-    return [stored[item] for item in items or sorted(stored)]
+    return [entries[item] for item in items or sorted(entries)]
 
 
 def _restore(
@@ -407,7 +482,7 @@ def _free(targets: Sequence[Path], sha256: str) -> Path | None:
 
 def _write(target: Path | None, image: Callable[[], bytes], report: PullReport) -> None:
     if target is None:
-        report.held += 1
+        report.duplicates += 1
         return
     # The folder is the user's: delete only temporary files of this very target.
     durable.sweep(target.parent, f"{target.name}-")

@@ -34,44 +34,61 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 
 def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
-    """Upload the ciphertext file `source`; resume what the vault holds already.
+    """Upload a file of ciphertext to the vault; continue after the bytes that it holds already.
+
+    Args:
+        gateway: the vault's gateway.
+        blob: id, size and digest of the ciphertext.
+        source: the file.
 
     Returns:
-        The bytes that had to be sent.
+        The bytes that had to be sent; 0 if the vault held all.
 
     Raises:
         UnavailableError: the upload made no progress in five attempts.
+        NotPermittedError: the gateway refuses the token.
+        QuotaExceededError: the vault holds as many bytes as it may.
+        InvalidInputError: the vault holds other bytes under this id.
+        CannotWriteError: the gateway's disk is full.
+        OSError: the file cannot be read.
     """
     position = first = gateway.received_bytes(blob)
     standstills = 0
     while position < blob.size:
         try:
-            answer = gateway.put_blob(
+            received = gateway.put_blob(
                 blob, _chunks(source, position), position, seconds=STREAM_SECONDS
             )
         except NobackfillError as error:
             if not transient(error):
                 raise
-            answer = gateway.received_bytes(blob)
-        standstills = 0 if answer > position else standstills + 1
+            received = gateway.received_bytes(blob)
+        standstills = 0 if received > position else standstills + 1
         if standstills == _STANDSTILLS:
             raise UnavailableError(
                 f"{gateway.address}: the upload stopped at {position} of {blob.size} bytes; "
                 "push again later"
             )
-        position = answer
+        position = received
     return int(blob.size - first)
 
 
 def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
-    """Download a blob to `target`; the file appears only when complete and verified.
+    """Download a blob of ciphertext; the file appears only when it is complete and verified.
 
-    `target`.part keeps the bytes of an interrupted download.
+    TARGET.part holds the bytes of an interrupted download, and the next call continues it.
+
+    Args:
+        gateway: the vault's gateway.
+        blob: id, size and digest of the ciphertext.
+        target: the file to write; an existing one is replaced.
 
     Raises:
         NotFoundError: the vault does not hold the blob.
-        VerificationError: the bytes have another size or digest.
+        VerificationError: `blob` is malformed, or the bytes have another size or digest.
+        NotPermittedError: the gateway refuses the token.
         UnavailableError: the download made no progress in five attempts.
+        CannotWriteError: the disk is full or read-only.
     """
     check_blob(blob, gateway.address)
     part = target.with_name(f"{target.name}.part")
@@ -82,11 +99,11 @@ def download_blob(gateway: Gateway, blob: vault_pb2.Blob, target: Path) -> None:
         except NobackfillError as error:
             if not transient(error):
                 raise
-        size_now = part.stat().st_size if part.exists() else 0
-        standstills = 0 if size_now > position else standstills + 1
+        size = part.stat().st_size if part.exists() else 0
+        standstills = 0 if size > position else standstills + 1
         if standstills == _STANDSTILLS:
             raise UnavailableError(
-                f"{gateway.address}: the download stopped at {size_now} of {blob.size} bytes; "
+                f"{gateway.address}: the download stopped at {size} of {blob.size} bytes; "
                 "pull again later"
             )
     with part.open("rb") as file:
@@ -117,10 +134,12 @@ def _download(gateway: Gateway, blob: vault_pb2.Blob, position: int, part: Path)
 
 
 def list_blobs(gateway: Gateway) -> list[vault_pb2.Blob]:
-    """List every blob of the vault, ordered by id.
+    """List every blob of the vault, ordered by id; the vault is not trusted.
 
     Raises:
         VerificationError: an id, digest or size is malformed, or the list is unordered or endless.
+        NotPermittedError: the gateway refuses the token.
+        UnavailableError: the vault does not answer.
     """
     listing: list[vault_pb2.Blob] = []
     token = ""
@@ -152,7 +171,15 @@ def _chunks(source: Path, offset: int) -> Iterator[bytes]:
 
 
 def check_blob(blob: vault_pb2.Blob, where: str) -> None:
-    """Raise VerificationError unless id, digest and size of a blob are well formed."""
+    """Check that a blob's id and digest are 64 hex digits, and its size is possible.
+
+    Args:
+        blob: a blob as an untrusted vault describes it.
+        where: the vault's address, for the error.
+
+    Raises:
+        VerificationError: one of them is malformed.
+    """
     if not (_HEX.fullmatch(blob.id) and _HEX.fullmatch(blob.sha256)):
         raise VerificationError(
             f"{where}: expected ids and digests of 64 hex digits, got {blob.id[:80]!r} and "
@@ -166,10 +193,16 @@ def check_blob(blob: vault_pb2.Blob, where: str) -> None:
 
 
 def vault_address(device: GalleryFile, where: str | None = None) -> str:
-    """Return the vault's address: `where`, else the stored vault, else the gallery's source.
+    """Return the address of a gallery's vault.
+
+    Args:
+        device: the gallery.
+        where: the address to use; None or empty: that of the last push, else the gallery's source.
 
     Raises:
         ConfigurationError: the address is no gateway.
+        DamagedError: the gallery file is damaged.
+        BusyError: another process holds the gallery file.
     """
     address = str(where or device.state("vault") or device.state("source"))
     if not is_gateway(address):
@@ -181,15 +214,27 @@ def vault_address(device: GalleryFile, where: str | None = None) -> str:
 
 
 def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, address: str) -> set[str]:
-    """Return the ids of the blobs that a vault holds.
+    """List the blobs of a vault, and check that the gallery may push to it.
 
     The stored vault may have lost blobs, for example after a restored backup. A vault at another
     address must hold every pushed blob: otherwise blobs of removed images would stay in the old
     vault for ever.
 
+    Args:
+        device: the gallery.
+        queue: its table of images in the vault.
+        gateway: the vault's gateway.
+        address: the address of that gateway.
+
+    Returns:
+        The ids of the vault's blobs.
+
     Raises:
         ConfigurationError: a new vault lacks pushed blobs.
+        VerificationError: the vault's list is malformed, or the gallery file is damaged.
+        NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer.
+        BusyError: another process holds the gallery file.
     """
     listed = {blob.id for blob in list_blobs(gateway)}
     stored_address = device.state("vault")
@@ -207,21 +252,28 @@ def check_vault(device: GalleryFile, queue: VaultQueue, gateway: Gateway, addres
 
 
 def vault_problem(device: GalleryFile) -> str | None:
-    """Describe which pushed images the vault lacks; None if it holds all, or none was pushed.
+    """Describe how many pushed images the vault lacks.
+
+    Returns:
+        A sentence with advice. None if the vault holds all, or none was pushed.
 
     Raises:
+        VerificationError: the vault's list is malformed, or the gallery file is damaged.
+        ConfigurationError: the gateway's address, token or certificate is not valid.
+        NotPermittedError: the gateway refuses the token.
         UnavailableError: the vault does not answer within 5 seconds.
+        BusyError: another process holds the gallery file.
     """
-    stored = VaultQueue(device.store).entries("stored")
+    pushed = VaultQueue(device.store).entries("stored")
     address = device.state("vault")
-    if not stored or address is None:
+    if not pushed or address is None:
         return None
     with Gateway(address, seconds=5) as gateway:
         listed = {blob.id for blob in list_blobs(gateway)}
-    lacking = sum(entry.blob not in listed for entry in stored)
+    lacking = sum(entry.blob not in listed for entry in pushed)
     if not lacking:
         return None
     return (
-        f"{address} lacks {lacking} of the {len(stored)} images that were pushed to it; `push` "
+        f"{address} lacks {lacking} of the {len(pushed)} images that were pushed to it; `push` "
         "sends again those whose files are here"
     )
