@@ -41,7 +41,7 @@ def listener(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Listen
     site = Site(tmp_path, "Site", [])
     site.get("/slow", slow)
     site.post("/open", length)
-    site.post("/closed", length, 10**9, before=nobody)
+    site.post("/closed", length, 10**9, check=nobody)
     with Listener("127.0.0.1", 0) as made:
         yield made.serve(site.app())
 

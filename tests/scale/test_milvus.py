@@ -77,7 +77,7 @@ def test_what_was_told_a_moment_ago_is_found(engine: MilvusEngine) -> None:
         put = store.put([f"new-{turn}"], [NewVectors(ONE, vector[None])])
         engine.feed(store)
         assert near.search(vector[None], 1).labels.tolist() == [put.labels.tolist()]
-        told = store.database.read(lambda c: journal.told(c, store.schema, number))
+        told = store.database.read(lambda c: journal.fed_until(c, store.schema, number))
         assert told is not None and told > before
         before = told
 

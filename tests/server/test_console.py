@@ -246,7 +246,7 @@ def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(1000):
         before.observe(5)
     meter = LoadMeter(registry)
-    assert meter.now().p50_ms is None
+    assert meter.measure().p50_ms is None
     for _ in range(98):
         before.observe(0.005)
     seconds.labels("s", "PutItems").observe(9)
@@ -255,14 +255,14 @@ def test_the_load_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -
     ended.labels("s", "Search", "OK").inc(97)
     ended.labels("s", "Search", "INTERNAL").inc(3)
     ended.labels("s", "Search", "INVALID_ARGUMENT").inc(3)
-    load = meter.now()
+    load = meter.measure()
     assert load.failed == 3
     assert load.p50_ms == pytest.approx(10 * 50 / 98)
     assert load.p99_ms == pytest.approx(100 + 900 * 0.5)
     # Who comes back after an hour is not told of that hour.
     hour = time.monotonic() + 3600
     replace_clock(monkeypatch, LoadMeter.__module__, monotonic=lambda: hour)
-    assert (meter.now().failed, meter.now().p50_ms) == (0, None)
+    assert (meter.measure().failed, meter.measure().p50_ms) == (0, None)
 
 
 def test_a_release_that_may_meet_old_vectors_is_asked_with_them(

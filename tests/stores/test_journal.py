@@ -79,13 +79,15 @@ def test_when_milvus_was_told_is_kept_until_all_is_told_again(store: PostgresqlG
     info, database = store.space(ONE), store.database
 
     def told() -> int | None:
-        return database.read(lambda connection: journal.told(connection, store.schema, info.number))
+        return database.read(
+            lambda connection: journal.fed_until(connection, store.schema, info.number)
+        )
 
     assert told() is None
     for moment in (7, 2**62):
 
         def tell(connection: Connection, at: int = moment) -> None:
-            journal.tell(connection, store.schema, info.number, at)
+            journal.set_fed_until(connection, store.schema, info.number, at)
 
         database.write(tell)
         assert told() == moment
@@ -99,7 +101,7 @@ def test_a_journal_that_does_not_know_when_goes_on(store: PostgresqlGallery) -> 
     noted(store)
     store.delete(["item-2"])
     store.database.write(lambda connection: run(connection, f"DROP TABLE {store.schema}.told"))
-    assert not store.database.read(lambda connection: journal.kept(connection, store.schema))
+    assert not store.database.read(lambda connection: journal.exists(connection, store.schema))
     begin(store)
     assert noted(store) == {store.space(ONE).number: [3]}
 
@@ -114,7 +116,7 @@ def test_another_format_begins_the_journal_anew(store: PostgresqlGallery) -> Non
             migrate(other, to)
             # This version's code goes on here, beside either format.
             run(other, TABLE)
-        assert not database.read(lambda connection: journal.kept(connection, store.schema))
+        assert not database.read(lambda connection: journal.exists(connection, store.schema))
         assert database.read(lambda connection: run(connection, TRIGGERS).fetchone()) == (0,)
         assert store.delete(["item-0"]) == (to == 2)
     begin(store)

@@ -227,10 +227,11 @@ class SyncPlan:
             items was not measured.
         """
         legs = [leg for leg in self.legs if leg.items]
-        shares = [leg.route.retention * leg.items for leg in legs if leg.route.retention is not None]
+        shares = [leg.route.retention for leg in legs if leg.route.retention is not None]
         if not legs or len(shares) < len(legs):
             return None
-        return sum(shares) / sum(leg.items for leg in legs)
+        total = sum(leg.items for leg in legs)
+        return sum(s * leg.items for s, leg in zip(shares, legs, strict=True)) / total
 
 
 def embedding_files(manifest: Manifest) -> list[PublishedFile]:
@@ -307,7 +308,8 @@ def _better(direct: Route, remaining: Route, manifests: Mapping[int, Manifest]) 
     chained = shares.get((original, *chain))
     if chained is None:
         first = shares.get((original, chain[0]))
-        chained = None if first is None or remaining.retention is None else first * remaining.retention
+        if first is not None and remaining.retention is not None:
+            chained = first * remaining.retention
     return direct.retention is not None and (chained is None or direct.retention > chained)
 
 

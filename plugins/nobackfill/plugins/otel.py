@@ -22,7 +22,7 @@ with extra("otel"):
 
 log = structlog.get_logger("server.traces")
 # How long closing waits for the last spans to be sent.
-_CLOSED_S = 3.0
+_CLOSE_S = 3.0
 _EXPORTER = "OTEL_TRACES_EXPORTER"
 _PROTOCOLS = {"grpc": "otlp_proto_grpc", "http/protobuf": "otlp_proto_http"}
 # Status codes that are the server's fault, by OpenTelemetry's conventions for RPC.
@@ -33,7 +33,12 @@ _FAULTS = {
 
 
 def open_tracing(environment: Mapping[str, str]) -> "OtelTracing":
-    """Send spans with the exporter that OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_* configure.
+    """Start to send spans with the exporter that OpenTelemetry's variables configure.
+
+    Args:
+        environment: OTEL_TRACES_EXPORTER names the exporter; empty or otlp: OTLP, by the protocol
+            of OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or OTEL_EXPORTER_OTLP_PROTOCOL, by default grpc.
+            The exporter itself reads its other variables from the process's environment.
 
     Raises:
         ConfigurationError: the exporter is not installed.
@@ -44,36 +49,53 @@ def open_tracing(environment: Mapping[str, str]) -> "OtelTracing":
             "OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"
         )
         name = _PROTOCOLS.get(protocol, protocol)
-    found = entry_points(group="opentelemetry_traces_exporter", name=name)
-    if not found:
+    exporters = entry_points(group="opentelemetry_traces_exporter", name=name)
+    if not exporters:
         raise ConfigurationError(
             f"{_EXPORTER}: no exporter {name!r} of OpenTelemetry is installed; "
             "pip install '.[otel]' installs otlp (by gRPC) and console"
         )
     log.info("traces are sent", exporter=name)
-    return OtelTracing(next(iter(found)).load()())
+    return OtelTracing(next(iter(exporters)).load()())
 
 
 class OtelTracing:
-    """Sends spans; implements Tracing. Uses its own provider, so that nothing else in the process
-    is traced."""
+    """Sends the gateway's calls as spans, in the background.
+
+    It uses its own provider, so that nothing else in the process is traced.
+    """
 
     def __init__(self, exporter: Any) -> None:
-        """Send spans to `exporter`, a SpanExporter."""
-        named = bool(os.environ.get("OTEL_SERVICE_NAME"))
-        resource = Resource.create({} if named else {SERVICE_NAME: "nobackfill-gateway"})
+        """Start the thread that sends spans in batches.
+
+        Args:
+            exporter: a SpanExporter of OpenTelemetry. The service is nobackfill-gateway unless
+                OTEL_SERVICE_NAME names it.
+        """
+        has_name = bool(os.environ.get("OTEL_SERVICE_NAME"))
+        resource = Resource.create({} if has_name else {SERVICE_NAME: "nobackfill-gateway"})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("nobackfill.server")
         self._extract = TraceContextTextMapPropagator().extract
 
     def export(
-        self, method: str, parent: Mapping[str, str], whole: tuple[int, int],
+        self, method: str, parent: Mapping[str, str], times: tuple[int, int],
         parts: list[tuple[str, int, int]], code: grpc.StatusCode, request_id: str,
     ) -> None:  # fmt: skip
+        """Queue the spans of one call; they are sent later.
+
+        Args:
+            method: the full name, /PACKAGE.SERVICE/METHOD.
+            parent: the call's metadata; a W3C `traceparent` in it links the span to the caller's.
+            times: start and end of the call, in nanoseconds since 1970.
+            parts: name, start and end of each part, in nanoseconds since 1970.
+            code: the status; a fault of the server marks the span as an error.
+            request_id: the id of the request, an attribute of the span.
+        """
         service, _, name = method[1:].partition("/")
         span = self._tracer.start_span(
-            f"{service}/{name}", self._extract(parent), SpanKind.SERVER, start_time=whole[0],
+            f"{service}/{name}", self._extract(parent), SpanKind.SERVER, start_time=times[0],
             attributes={
                 "rpc.system": "grpc", "rpc.service": service, "rpc.method": name,
                 "rpc.grpc.status_code": code.value[0], "nobackfill.request_id": request_id,
@@ -82,12 +104,13 @@ class OtelTracing:
         if code in _FAULTS:
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span)
-        for part, began, ended in parts:
-            self._tracer.start_span(part, inside, start_time=began).end(ended)
-        span.end(whole[1])
+        for part, start, end in parts:
+            self._tracer.start_span(part, inside, start_time=start).end(end)
+        span.end(times[1])
 
     def close(self) -> None:
-        """Send the last spans, for at most 3 s; OpenTelemetry alone would try for half a minute."""
-        sent = DaemonThreads(1, "traces").submit(self._provider.shutdown)
-        if not wait([sent], _CLOSED_S).done:
+        """Send the last spans, for at most 3 s; log a warning if the collector does not answer."""
+        # OpenTelemetry alone would try for half a minute.
+        end = DaemonThreads(1, "traces").submit(self._provider.shutdown)
+        if not wait([end], _CLOSE_S).done:
             log.warning("the last traces are not sent, the collector does not answer")

@@ -32,15 +32,24 @@ from nobackfill.vectors import Vectors
 SMALL = 5_000
 # Factor of a second search if the first gives too few hits, and of candidates with a filter.
 _WIDER = 8
-# Factor of SMALL: the most rows of an index for which the rest of a filter is checked per row.
-_LOOKED = 4
+# Factor of SMALL: the most rows of an index that are checked one by one for the other parts of a
+# filter.
+_ROWS_CHECKED = 4
 
 
 class Candidates:
-    """The candidates of PostgresqlSearcher, from Milvus instead of a graph in the database."""
+    """The candidates of searches in PostgreSQL, from Milvus in place of a graph in the database.
+
+    Threads may share it.
+    """
 
     def __init__(self, collections: Collections, database: str) -> None:
-        """Use Milvus' collections of one database; `database` is the id from `database_id`."""
+        """Use Milvus' collections of one database; nothing is read yet.
+
+        Args:
+            collections: the client of Milvus.
+            database: the id of the database, from `database_id`.
+        """
         self._collections = collections
         self._database = database
         # Tables known to have more than SMALL rows.
@@ -50,8 +59,24 @@ class Candidates:
         self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
-        """Return rows of label and vector: at least `limit`, or all that pass. None: the caller
-        must compare all rows itself."""
+        """Return candidates of a query that pass a filter, with their vectors.
+
+        Args:
+            connection: a snapshot of the database.
+            table: the table of the space.
+            query: float32 [dim].
+            limit: the number of candidates that the caller needs.
+            condition: the filter.
+            ef: the least number of candidates that a graph search examines.
+
+        Returns:
+            Rows of label and vector: at least `limit`, or all that pass. None if the caller must
+            compare all rows itself: the space is small, few items pass, too many labels are
+            pending, or Milvus has lost the collection.
+
+        Raises:
+            UnavailableError: Milvus or the database does not answer.
+        """
         if not self._is_large(connection, table):
             return None
         new = journal.pending(
@@ -60,7 +85,7 @@ class Candidates:
         if len(new) > SMALL or self._few_pass(connection, table, condition):
             return None
         name = name_of(self._database, table.schema, table.number)
-        since = journal.told(connection, table.schema, table.number)
+        since = journal.fed_until(connection, table.schema, table.number)
         try:
             for labels, is_all in self._growing(name, table, query, limit, condition, ef, since):
                 rows = table.rows_of(connection, [*labels, *new.tolist()], condition)
@@ -113,7 +138,20 @@ class Candidates:
     def nearest_labels(
         self, schema: str, info: SpaceInfo, query: Vectors, k: int
     ) -> list[int] | None:
-        """Return the labels that Milvus alone finds; None if it cannot search yet."""
+        """Search Milvus alone, without pending labels and without a filter.
+
+        Args:
+            schema: the gallery's schema.
+            info: the space.
+            query: float32 [dim].
+            k: the most labels, 1 to 16,384.
+
+        Returns:
+            About the k nearest labels; None if Milvus cannot search the collection yet.
+
+        Raises:
+            UnavailableError: Milvus does not answer.
+        """
         name = name_of(self._database, schema, info.number)
         if not self._collections.loaded(name):
             return None
@@ -129,36 +167,40 @@ class Candidates:
     def _few_pass(self, connection: Connection, table: SpaceTable, condition: Condition) -> bool:
         """Return whether an index of the database shows that few items pass; Milvus would scan its
         columns for that."""
-        found = None if condition.says is None else _indexed(condition.says)
-        if found is None:
+        part = None if condition.says is None else _indexed(condition.says)
+        if part is None:
             return False
         items = f"{table.schema}.items i"
-        if found != condition.says:
+        if part != condition.says:
             # The rows that the index yields are checked one by one, so there must not be many.
-            most = _LOOKED * SMALL
-            if _count(connection, items, condition_of(found), most) > most:
+            most = _ROWS_CHECKED * SMALL
+            if _count(connection, items, condition_of(part), most) > most:
                 return False
         return _count(connection, items, condition, SMALL) <= SMALL
 
 
 def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
-    """Return whether more labels of a space are pending than a search compares by itself."""
-    left = database.read(lambda connection: journal.pending(connection, schema, info.number, SMALL))
-    return len(left) > SMALL
+    """Return whether more than SMALL labels of a space are pending, so that searches skip Milvus.
+
+    Raises:
+        UnavailableError: the database does not answer.
+    """
+    labels = database.read(lambda one: journal.pending(one, schema, info.number, SMALL))
+    return len(labels) > SMALL
 
 
 def _indexed(filtered: Filter) -> Filter | None:
     """Return a part of the filter that a PostgreSQL index answers and that every passing item
     passes; None if there is none."""
     if isinstance(filtered, All):
-        parts = [found for part in filtered.of if (found := _indexed(part)) is not None]
+        parts = [one for part in filtered.of if (one := _indexed(part)) is not None]
         return All(tuple(parts)) if parts else None
     if isinstance(filtered, AnyOf):
-        parts = [found for part in filtered.of if (found := _indexed(part)) is not None]
+        parts = [one for part in filtered.of if (one := _indexed(part)) is not None]
         # PostgreSQL does not use the index for conditions with many values.
         values = sum(len(part.values) for part in parts if isinstance(part, OneOf))
-        whole = len(parts) == len(filtered.of) and values <= FEW_VALUES
-        return AnyOf(tuple(parts)) if whole else None
+        is_indexed = len(parts) == len(filtered.of) and values <= FEW_VALUES
+        return AnyOf(tuple(parts)) if is_indexed else None
     if isinstance(filtered, OneOf):
         return filtered if len(filtered.values) <= FEW_VALUES else None
     return filtered if isinstance(filtered, Exists) else None
@@ -166,10 +208,10 @@ def _indexed(filtered: Filter) -> Filter | None:
 
 def _count(connection: Connection, where: str, condition: Condition, most: int) -> int:
     """Count passing rows, up to `most` + 1."""
-    found = run(
+    rows = run(
         connection,
         f"SELECT count(*) FROM (SELECT 1 FROM {where} WHERE {condition.text} LIMIT {most + 1}) c",
         condition.values,
         filters=True,
     )
-    return int(found.fetchone()[0])
+    return int(rows.fetchone()[0])

@@ -34,7 +34,11 @@ _SEAL_S = 60.0
 
 
 class Collections:
-    """A client of one Milvus server, for many threads. Every method may raise UnavailableError."""
+    """A client of one Milvus server; threads may share it.
+
+    Every call has a deadline. Every method may raise UnavailableError: Milvus does not answer, or
+    refuses the call, for example because there is no such collection.
+    """
 
     def __init__(self, address: str) -> None:
         """Connect to a Milvus server.
@@ -44,6 +48,7 @@ class Collections:
 
         Raises:
             ConfigurationError: the address has another form, or names another machine without TLS.
+            UnavailableError: Milvus does not answer.
         """
         # pymilvus would log every failed call with the address.
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
@@ -69,21 +74,33 @@ class Collections:
         self._client.close()
 
     def names(self) -> list[str]:
+        """Return the names of all collections of the server."""
         return list(_call(lambda: self._client.list_collections(timeout=_TIMEOUT_S)))
 
     def exists(self, name: str) -> bool:
+        """Return whether there is a collection of this name."""
         return bool(_call(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
 
     def loaded(self, name: str) -> bool:
-        """Return whether a collection can be searched; False for a while after Milvus restarts."""
+        """Return whether a collection can be searched.
+
+        False if it does not exist, and for a while after Milvus restarts.
+        """
         if not self.exists(name):
             return False
         state = _call(lambda: self._client.get_load_state(name, timeout=_TIMEOUT_S)["state"])
         return bool(state.name == "Loaded")
 
     def make(self, name: str, spec: SpaceSpec) -> None:
-        """Create, index and load a collection. An existing one is only completed, in case a process
-        was killed while creating it."""
+        """Create, index and load a collection for the vectors of a space.
+
+        An existing collection gets only the steps that it lacks, in case a process was killed while
+        it created the collection.
+
+        Args:
+            name: the collection.
+            spec: the space: dimension and metric.
+        """
 
         def create() -> None:
             schema = self._client.create_schema(auto_id=False, enable_dynamic_field=False)
@@ -109,6 +126,7 @@ class Collections:
         _call(lambda: self._client.load_collection(name, timeout=_TIMEOUT_S))
 
     def drop(self, name: str) -> None:
+        """Delete a collection with its rows; nothing happens if there is none."""
         _call(lambda: self._client.drop_collection(name, timeout=_TIMEOUT_S))
 
     def upsert(
@@ -129,8 +147,8 @@ class Collections:
         for start in range(0, len(labels), _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
             rows = [
-                {"id": label, "embedding": vector, **rest}
-                for label, vector, rest in zip(
+                {"id": label, "embedding": vector, **values}
+                for label, vector, values in zip(
                     labels[part].tolist(), vectors[part], columns[part], strict=True
                 )
             ]
@@ -143,6 +161,7 @@ class Collections:
         return int(result.timestamp)
 
     def delete(self, name: str, labels: Labels) -> None:
+        """Delete rows by label, int64 [n]; labels without a row are ignored."""
         for start in range(0, len(labels), _AT_ONCE):
             part = labels[start : start + _AT_ONCE].tolist()
             _call(
@@ -150,17 +169,20 @@ class Collections:
             )
 
     def seal(self, name: str) -> None:
-        """Seal the last segment, so that a graph is built of it. Until then, for up to ten minutes,
-        Milvus waits for more rows and compares them one by one."""
+        """Seal the last segment of a collection, so that Milvus builds a graph of it.
+
+        Returns before the graph is complete. Without this, Milvus waits up to ten minutes for more
+        rows and compares them one by one.
+        """
         _call(lambda: self._client.flush(name, timeout=_SEAL_S))
 
     def has_graph(self, name: str) -> bool:
-        """Return whether Milvus has a graph of all sealed rows."""
+        """Return whether a collection has a graph of all its sealed rows."""
         state = _call(lambda: self._client.describe_index(name, "embedding", timeout=_TIMEOUT_S))
         return state is not None and not int(state["pending_index_rows"])
 
     def count(self, name: str) -> int:
-        """Count rows, including those just written."""
+        """Count the rows of a collection, those of the last write included."""
         rows = _call(
             lambda: self._client.query(
                 name,
@@ -180,8 +202,9 @@ class Collections:
         Args:
             name: the collection.
             expression: a Milvus expression.
-            most: the largest number of labels, at most MOST.
-            since: as in `search`.
+            most: the largest number of labels, 1 to 16,383.
+            since: a timestamp that `upsert` returned: rows written until then are visible. None:
+                all rows written before the call are visible.
 
         Returns:
             The labels; None if there are more than `most`.
@@ -204,8 +227,8 @@ class Collections:
             name: the collection.
             spec: the space.
             query: float32 [dim].
-            limit: the number of labels, at most MOST.
-            ef: the least number of candidates that the graph search keeps.
+            limit: the most labels; at most 16,384 are returned.
+            ef: the least number of candidates that the graph search examines.
             expression: only rows that pass this Milvus expression; empty: all.
             since: a timestamp that `upsert` returned. Rows written until then are visible, and
                 Milvus rarely has to wait. None: all rows written before the call are visible;

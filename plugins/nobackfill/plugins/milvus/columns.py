@@ -28,14 +28,23 @@ Columns = Mapping[str, int | float]
 
 
 class Mark(NamedTuple):
-    """A hash, and a number if the hash is that of a key's number."""
+    """The content of a column.
+
+    Attributes:
+        token: a hash; 0 in an empty column.
+        number: the number, if the hash is that of a key's numbers or times; else 0.
+    """
 
     token: int
     number: float = 0.0
 
 
 def token(*parts: str) -> int:
-    """Hash texts without NUL to an integer from 1 to 2**63 - 2."""
+    """Hash texts to an integer from 1 to 2**63 - 2; the same texts always give the same hash.
+
+    Args:
+        parts: texts without NUL, because NUL separates them.
+    """
     # Long texts are rarely repeated, and their cache would fill the memory.
     return _cached_hash(*parts) if sum(map(len, parts)) <= _SHORT else _hash(*parts)
 
@@ -49,29 +58,41 @@ _cached_hash = lru_cache(1 << 16)(_hash)
 
 
 def key_token(key: str) -> int:
-    """Return the hash of "this key has texts"; keys are stored in the order of these hashes."""
+    """Return the hash of the fact that a key has texts; keys are stored in the order of it."""
     return token("key", key)
 
 
 def text_token(key: str, text: str) -> int:
+    """Return the hash of the fact that a key has a text."""
     return token("text", key, text)
 
 
 def flag_token(key: str, flag: bool) -> int:
+    """Return the hash of the fact that a key has a flag."""
     return token("flag", key, str(flag))
 
 
 def number_token(key: str) -> int:
+    """Return the hash that stands before each number of a key."""
     return token("number", key)
 
 
 def time_token(key: str) -> int:
+    """Return the hash that stands before each time of a key, in microseconds since 1970."""
     return token("time", key)
 
 
 @lru_cache(1 << 16)
 def places(hashed: int, width: int) -> Sequence[int]:
-    """Return the columns, of `width`, that may hold this hash."""
+    """Return the three columns that may hold a hash.
+
+    Args:
+        hashed: the hash.
+        width: the number of columns, FACTS or NUMBERS.
+
+    Returns:
+        Three different numbers, each 0 to width - 1.
+    """
     free = list(range(width))
     columns = []
     for _ in range(_CHOICES):
@@ -81,7 +102,18 @@ def places(hashed: int, width: int) -> Sequence[int]:
 
 
 def columns_of(facets: Mapping[str, Mapping[str, Sequence[Any]]]) -> Columns:
-    """Return the columns of an item; `facets` as in server.stores.postgresql.conditions."""
+    """Return the columns of an item's metadata.
+
+    Keys are placed in the order of their hashes. The first one without room, and all later ones,
+    are left to the database; `upto` is its hash.
+
+    Args:
+        facets: by key, lists of values by kind: "s" texts, "b" flags, "n" numbers, "t" times in
+            microseconds since 1970.
+
+    Returns:
+        Every column by name; 0 where it is empty.
+    """
     facts, numbers = _Row(FACTS), _Row(NUMBERS)
     upto = _ALL
     for order, key in sorted((key_token(key), key) for key in facets):
@@ -118,13 +150,13 @@ class _Row:
         """Place all marks, each once; return whether there was room."""
         return all(self._take(mark, set()) for mark in dict.fromkeys(marks))
 
-    def _take(self, mark: Mark, tried: set[int]) -> bool:
+    def _take(self, mark: Mark, visited: set[int]) -> bool:
         for place in places(mark.token, len(self.marks)):
-            if place in tried:
+            if place in visited:
                 continue
-            tried.add(place)
-            there = self.marks[place]
-            if there.token == _NONE or self._take(there, tried):
+            visited.add(place)
+            present = self.marks[place]
+            if present.token == _NONE or self._take(present, visited):
                 self.marks[place] = mark
                 return True
         return False
@@ -139,7 +171,15 @@ _LAYOUT = 2
 
 
 def database_id(database: Database) -> str:
-    """Return an id of a database that even a restored copy on another server does not share."""
+    """Return an id of a database that a restored copy on another server does not share.
+
+    Returns:
+        12 hex digits.
+
+    Raises:
+        UnavailableError: the database does not answer.
+        NotPermittedError: the role may not call pg_control_system().
+    """
     query = (
         "SELECT system_identifier || '/' || (SELECT oid FROM pg_database WHERE datname ="
         " current_database()) FROM pg_control_system()"
@@ -149,11 +189,16 @@ def database_id(database: Database) -> str:
 
 
 def prefix_of(database: str) -> str:
-    """Return the prefix of every collection of a database."""
+    """Return the prefix of the names of all collections of a database, from its id."""
     return f"{_OURS}{database}_"
 
 
 def name_of(database: str, schema: str, number: int) -> str:
-    """Return the name of a space's collection. `schema` is nobackfill_<number>; numbers of spaces
-    are never reused."""
+    """Return the name of the collection of a space.
+
+    Args:
+        database: the id of the database, from `database_id`.
+        schema: the gallery's schema, nobackfill_<number>.
+        number: the number of the space, which is never reused.
+    """
     return f"{prefix_of(database)}{schema.removeprefix(_OURS)}_{number:d}_{_LAYOUT}"

@@ -46,7 +46,13 @@ _EXACT = 2**53
 
 
 def expression_of(filtered: Filter) -> str:
-    """Return an expression that is true for every passing item; EVERYTHING if it is too long."""
+    """Translate a filter to a Milvus expression that is true for every item that passes it.
+
+    It may also be true for other items, which the database then leaves out.
+
+    Returns:
+        The expression; EVERYTHING, an empty text, if it is longer than 32,768 characters.
+    """
     text = _translate(filtered, wide=True)
     return text if len(text) <= _MOST_CHARACTERS else EVERYTHING
 
@@ -85,10 +91,10 @@ def _disjunction(parts: Sequence[str]) -> str:
 def _join(word: str, parts: Sequence[str], of_none: str, strongest: str) -> str:
     if strongest in parts:
         return strongest
-    rest = [part for part in parts if part != of_none]
-    if len(rest) <= 1:
-        return rest[0] if rest else of_none
-    return word.join(f"({part})" if " or " in part or " and " in part else part for part in rest)
+    others = [part for part in parts if part != of_none]
+    if len(others) <= 1:
+        return others[0] if others else of_none
+    return word.join(f"({part})" if " or " in part or " and " in part else part for part in others)
 
 
 def _test(test: Test, *, wide: bool) -> str:
@@ -140,8 +146,8 @@ def _one_of(test: OneOf, *, wide: bool) -> str:
             numbers.add(_float(value))
     text = [_facts(sorted(facts))]
     if numbers:
-        wanted = sorted(numbers)
-        text.append(_number(number_token(test.key), lambda column: [_equals(column, wanted)]))
+        values = sorted(numbers)
+        text.append(_number(number_token(test.key), lambda column: [_equals(column, values)]))
     return _disjunction(text)
 
 
@@ -152,7 +158,7 @@ def _inside(test: Range | TimeRange, *, wide: bool) -> Callable[[str], list[str]
         ("<", test.less_than, False), ("<", test.at_most, True),
     )  # fmt: skip
     text = []
-    for sign, bound, closed in bounds:
+    for sign, bound, inclusive in bounds:
         if bound is None:
             continue
         if math.isinf(bound):
@@ -160,8 +166,8 @@ def _inside(test: Range | TimeRange, *, wide: bool) -> Callable[[str], list[str]
                 return None
             continue
         # Numbers on both sides of the bound may be rounded to it.
-        closed = closed if _is_exact(bound) else wide
-        text.append(f" {sign}{'=' if closed else ''} {_float(bound)}")
+        inclusive = inclusive if _is_exact(bound) else wide
+        text.append(f" {sign}{'=' if inclusive else ''} {_float(bound)}")
     return lambda column: [column + one for one in text]
 
 

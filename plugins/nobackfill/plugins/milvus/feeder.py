@@ -28,26 +28,34 @@ _BATCH = 4_000
 _SWEEP_S = 2.0
 # After this many labels of a space, and when nothing is pending, its segment is sealed and indexed.
 # Milvus compares this many in 5 ms without a graph; smaller segments would give many small graphs.
-_SEALED = 20_000
+_SEGMENT = 20_000
 # How often `settle` checks for the graph.
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 # How long a switch waits for a Milvus that does not answer, because it may be restarting.
-_AWAY_S = 600.0
+_LONGEST_OUTAGE_S = 600.0
 
 
 class Feeder:
-    """Feeds Milvus from `start` to `close`; other threads may also call `feed`."""
+    """Sends pending changes of all galleries to Milvus on a thread, from `start` to `close`.
 
-    def __init__(self, database: Database, collections: Collections, known: str) -> None:
+    Several gateways may feed the same galleries: one transaction of one gateway at a time.
+
+    Args:
+        database: the database of the galleries.
+        collections: the client of Milvus.
+        database_id: the id of the database, from nobackfill.plugins.milvus.columns.database_id.
+    """
+
+    def __init__(self, database: Database, collections: Collections, database_id: str) -> None:
         self._database = database
         self._collections = collections
-        self._database_id = known
+        self._database_id = database_id
         # Collections that this process has loaded.
         self._loaded: set[str] = set()
         # Labels that were fed since a collection was sealed, by gallery and collection.
         self._unsealed: Counter[tuple[str, str]] = Counter()
         # Galleries with more pending labels than the last batch held.
-        self._behind: set[str] = set()
+        self._lagging: set[str] = set()
         # Galleries whose failure was logged.
         self._failing: set[str] = set()
         self._stopping = threading.Event()
@@ -55,44 +63,53 @@ class Feeder:
         self._thread = threading.Thread(target=self._run, name="milvus", daemon=True)
 
     def start(self) -> None:
+        """Start the thread; call it once."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop after the present call to Milvus, which has a deadline. May be called twice."""
+        """Stop the thread after its present call to Milvus, which has a deadline.
+
+        A second call, or one without `start`, does nothing.
+        """
         self._stopping.set()
         self._wake_event.set()
         if self._thread.is_alive():
             self._thread.join()
 
     def wake(self, _: Change) -> None:
-        """Wake the thread; a listener for GalleryStore.subscribe."""
+        """Wake the thread after a change; a listener for GalleryStore.subscribe."""
         self._wake_event.set()
 
     def feed(self, schema: str) -> int:
-        """Feed one batch of a gallery.
+        """Send up to 4,000 pending labels of a gallery to Milvus, in one transaction.
+
+        Args:
+            schema: the gallery's schema; the gallery must have a journal.
 
         Returns:
-            How many labels were fed; 0 if none is pending, or another gateway feeds the gallery.
+            How many labels were sent; 0 if none is pending, or another gateway feeds the gallery.
 
         Raises:
-            UnavailableError: Milvus does not answer. Errors of the database pass through.
+            UnavailableError: Milvus or the database does not answer; the labels stay pending.
+            NotFoundError: the gallery was deleted.
+            BusyError: the database could not lock the rows in time.
         """
 
         def work(connection: Connection) -> int:
-            if not journal.alone(connection, schema):
+            if not journal.try_lock(connection, schema):
                 return 0
             infos = {info.number: info for info in read_spaces(connection, schema)}
             fed = 0
             for number, labels in journal.take(connection, schema, _BATCH):
                 fed += len(labels)
                 if number in infos:
-                    self._tell(connection, schema, infos[number], labels)
+                    self._send(connection, schema, infos[number], labels)
             return fed
 
         return self._database.write(work)
 
-    def settle(self, schema: str, info: SpaceInfo, between: Callable[[], None]) -> None:
-        """Wait until Milvus knows a space and has a graph of it.
+    def settle(self, schema: str, info: SpaceInfo, check_stop: Callable[[], None]) -> None:
+        """Wait until Milvus has the vectors of a space and a graph of them; feed them if necessary.
 
         Milvus can answer before, but without a graph it compares vectors one by one. Pending labels
         that a search compares by itself are allowed.
@@ -100,7 +117,7 @@ class Feeder:
         Args:
             schema: the gallery's schema.
             info: the space.
-            between: called repeatedly while waiting; it may raise to stop.
+            check_stop: called repeatedly while waiting; it may raise to stop.
 
         Raises:
             UnavailableError: Milvus or the database does not answer for ten minutes.
@@ -108,7 +125,7 @@ class Feeder:
         name = name_of(self._database_id, schema, info.number)
         sealed, last_answer = False, time.monotonic()
         while True:
-            between()
+            check_stop()
             idle = True
             try:
                 if too_many_pending(self._database, schema, info):
@@ -122,17 +139,17 @@ class Feeder:
                     return
                 last_answer = time.monotonic()
             except (BusyError, UnavailableError):
-                if time.monotonic() - last_answer > _AWAY_S:
+                if time.monotonic() - last_answer > _LONGEST_OUTAGE_S:
                     raise
             if idle:
-                time.sleep(_LOOK_S)
+                time.sleep(_CHECK_S)
 
-    def _tell(
+    def _send(
         self, connection: Connection, schema: str, info: SpaceInfo, labels: np.ndarray
     ) -> None:
         name = name_of(self._database_id, schema, info.number)
-        known = journal.told(connection, schema, info.number) is not None
-        if known and not self._collections.exists(name):
+        was_fed = journal.fed_until(connection, schema, info.number) is not None
+        if was_fed and not self._collections.exists(name):
             # The collection was lost: mark all of the space as pending before creating it again.
             journal.note_all(connection, schema, info)
         self._collections.make(name, info.spec)
@@ -142,24 +159,24 @@ class Feeder:
         columns = [columns_of(facets.get(label, {})) for label in present.tolist()]
         moment = self._collections.upsert(name, present, vectors, columns)
         if moment:
-            journal.tell(connection, schema, info.number, moment)
+            journal.set_fed_until(connection, schema, info.number, moment)
             self._unsealed[schema, name] += len(present)
         self._collections.delete(name, np.setdiff1d(labels, present, assume_unique=True))
 
     def _run(self) -> None:
-        away = False
+        is_down = False
         while not self._stopping.is_set():
             remaining = 0
             try:
                 remaining = self._turn()
-                away = False
+                is_down = False
             except NotFoundError:
-                # A gallery was deleted meanwhile.
+                # A gallery was deleted since.
                 continue
             except NobackfillError as error:
-                if not away and not self._stopping.is_set():
+                if not is_down and not self._stopping.is_set():
                     log.warning("changes do not reach Milvus", error=str(error))
-                away = True
+                is_down = True
             except Exception as error:
                 # The thread must survive: without it, Milvus gets no changes any more.
                 name = type(error).__name__
@@ -169,8 +186,11 @@ class Feeder:
                 self._wake_event.wait(_SWEEP_S)
 
     def _turn(self) -> int:
-        """Sweep, then feed until nothing is pending or the next sweep is due; return the number of
-        labels of the last round."""
+        """Sweep, then feed until nothing is pending or the next sweep is due.
+
+        Returns:
+            The number of labels of the last round.
+        """
         schemas = self._sweep()
         end = time.monotonic() + _SWEEP_S
         while (fed := self._round(schemas)) and time.monotonic() < end:
@@ -182,30 +202,33 @@ class Feeder:
         """Feed a batch of each gallery; return the number of labels."""
         fed = 0
         for schema in schemas:
-            with self._alone(schema):
+            with self._isolate(schema):
                 batch = self.feed(schema)
                 fed += batch
-                (self._behind.add if batch >= _BATCH else self._behind.discard)(schema)
+                (self._lagging.add if batch >= _BATCH else self._lagging.discard)(schema)
         return fed
 
     def _seal(self) -> None:
         for (schema, name), fed in [*self._unsealed.items()]:
             # Sealing while far behind would make many small graphs.
-            if fed >= _SEALED and schema not in self._behind:
-                with self._alone(name):
+            if fed >= _SEGMENT and schema not in self._lagging:
+                with self._isolate(name):
                     del self._unsealed[schema, name]
                     self._collections.seal(name)
 
     @contextmanager
-    def _alone(self, which: str) -> Iterator[None]:
-        """Keep a refusal of one gallery or collection from blocking others; raise if Milvus
-        answers no call at all, or the thread must stop."""
+    def _isolate(self, which: str) -> Iterator[None]:
+        """Log an error of one gallery or collection, so that it does not block the others.
+
+        Raises:
+            UnavailableError: Milvus answers no call at all, or the thread must stop.
+        """
         if self._stopping.is_set():
             raise UnavailableError("the gateway is stopping")
         try:
             yield
         except NotFoundError:
-            # The gallery was deleted meanwhile.
+            # The gallery was deleted since.
             return
         except NobackfillError as error:
             if which not in self._failing:
@@ -216,8 +239,14 @@ class Feeder:
             self._failing.discard(which)
 
     def _sweep(self) -> list[str]:
-        """Return galleries with pending labels. Creates missing collections, marks all of their
-        spaces as pending, and drops collections of spaces that were deleted."""
+        """Compare Milvus' collections with the spaces of all galleries.
+
+        Loads collections, marks spaces without one as pending, and drops collections of deleted
+        spaces.
+
+        Returns:
+            The galleries with pending labels.
+        """
         present = set(self._collections.names())
         spaces = self._database.read(_spaces)
         expected = {
@@ -227,15 +256,15 @@ class Feeder:
         }
         for name in present - set(expected):
             if name.startswith(prefix_of(self._database_id)):
-                with self._alone(name):
+                with self._isolate(name):
                     self._collections.drop(name)
         self._loaded &= present
         for name in (set(expected) & present) - self._loaded:
-            with self._alone(name):
+            with self._isolate(name):
                 self._collections.make(name, expected[name][1].spec)
                 self._loaded.add(name)
         for name in set(expected) - present:
-            with self._alone(name):
+            with self._isolate(name):
                 self._note_again(*expected[name])
         return self._database.read(lambda connection: journal.waiting(connection, [*spaces]))
 
@@ -243,7 +272,7 @@ class Feeder:
         """Mark all of a space as pending; the next batch creates its collection."""
 
         def work(connection: Connection) -> None:
-            if journal.alone(connection, schema):
+            if journal.try_lock(connection, schema):
                 journal.note_all(connection, schema, info)
 
         self._database.write(work)
@@ -256,5 +285,5 @@ def _spaces(connection: Connection) -> Mapping[str, list[SpaceInfo]]:
     return {
         schema: read_spaces(connection, schema)
         for schema in schemas
-        if journal.kept(connection, schema)
+        if journal.exists(connection, schema)
     }

@@ -38,29 +38,57 @@ log = structlog.get_logger("server.stores")
 
 
 class MilvusGallery(PostgresqlGallery):
-    """A gallery in PostgreSQL with a journal for Milvus; implements GalleryStore."""
+    """A gallery in PostgreSQL with a journal of changes for Milvus."""
 
     def __init__(self, database: Database, number: int) -> None:
-        """Open a gallery. If its journal is missing or lacks a space, begin it; its vectors are
-        then pending."""
+        """Open a gallery; start its journal if it is missing or lacks a space.
+
+        All vectors of such a space are then pending.
+
+        Args:
+            database: the database.
+            number: the number of the gallery.
+
+        Raises:
+            NotFoundError: there is no such gallery.
+            UnavailableError: the database does not answer.
+            BusyError: the gallery's rows are locked for too long.
+        """
         super().__init__(database, number)
         if not database.read(lambda connection: journal.complete(connection, self.schema)):
             database.write(lambda connection: journal.begin(connection, self.schema))
-            log.info("Milvus is told everything", gallery=number)
+            log.info("Milvus gets everything", gallery=number)
 
     @staticmethod
-    def begin_journal(made: PostgresqlGallery) -> None:
-        """Begin the journal of a new, empty gallery, and drop the database's own graph, which each
-        put would extend."""
+    def begin_journal(gallery: PostgresqlGallery) -> None:
+        """Start the journal of a new, empty gallery, and drop the database's own graph of it.
+
+        Each put would extend that graph.
+
+        Raises:
+            UnavailableError: the database does not answer.
+            BusyError: the gallery's rows are locked for too long.
+        """
 
         def work(connection: Connection) -> None:
-            for info in rows.read_spaces(connection, made.schema):
-                run(connection, f"DROP INDEX IF EXISTS {made.schema}.vectors_{info.number:d}_graph")
-            journal.begin(connection, made.schema)
+            for info in rows.read_spaces(connection, gallery.schema):
+                run(
+                    connection,
+                    f"DROP INDEX IF EXISTS {gallery.schema}.vectors_{info.number:d}_graph",
+                )
+            journal.begin(connection, gallery.schema)
 
-        made.database.write(work)
+        gallery.database.write(work)
 
     def begin(self, spec: SpaceSpec) -> None:
+        """Add a staging space and its journal, unless the space exists.
+
+        Raises:
+            InvalidInputError: it exists with another dimension, metric or side space.
+            UnavailableError: the database does not answer.
+            BusyError: the gallery's rows are locked for too long.
+        """
+
         def work(connection: Connection) -> None:
             if writing.begin(connection, self.schema, spec):
                 info = rows.find_space(connection, self.schema, spec.space)
@@ -71,9 +99,9 @@ class MilvusGallery(PostgresqlGallery):
 
 def wait_for_milvus(
     gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates,
-    feed: Callable[[], int], between: Callable[[], None],
+    feed: Callable[[], int], check_stop: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Wait until Milvus finds nearly all true neighbours in a space (recall.py).
+    """Wait until Milvus finds nearly all true neighbours of probes in a space.
 
     Then the items of the space are checked, so that the flip checks only later ones. Small spaces
     need no Milvus and return at once.
@@ -82,8 +110,8 @@ def wait_for_milvus(
         gallery: the gallery.
         info: the space.
         candidates: the searches in Milvus.
-        feed: feeds pending labels; returns how many.
-        between: called repeatedly while waiting; it may raise to stop.
+        feed: sends pending labels to Milvus; returns how many.
+        check_stop: called repeatedly while waiting; it may raise to stop.
     """
     if gallery.count(info.spec.space) <= limits.SMALL:
         return
@@ -92,7 +120,7 @@ def wait_for_milvus(
     def ready() -> bool:
         # A search compares this many pending labels itself; under constant writes some always pend.
         while too_many_pending(gallery.database, gallery.schema, info):
-            between()
+            check_stop()
             # 0 means that the gateway's own thread is feeding: wait for it.
             if not feed():
                 return False
@@ -102,32 +130,32 @@ def wait_for_milvus(
         nonlocal probes
         if probes is None:
             with gallery.database.snapshot() as connection:
-                probes = probes_of(connection, gallery.schema, info, between)
-        share = probes.recall([_found(gallery, info, candidates, one) for one in probes.queries])
+                probes = probes_of(connection, gallery.schema, info, check_stop)
+        share = probes.recall([_search(gallery, info, candidates, one) for one in probes.queries])
         if share >= RECALL:
             log.info("Milvus answers", release=info.spec.release, recall=share)
             gallery.look_ahead(info.spec.space)
         return share
 
-    def tell(share: float) -> None:
+    def report(share: float) -> None:
         nonlocal probes
         log.warning("waiting for Milvus", release=info.spec.release, recall=share)
         # The true neighbours may have been deleted: draw new probes.
         probes = None
 
-    wait_for_recall(ready, measure, between, tell)
+    wait_for_recall(ready, measure, check_stop, report)
 
 
-def _found(
+def _search(
     gallery: PostgresqlGallery, info: SpaceInfo, candidates: Candidates, query: Vectors
 ) -> Neighbours:
     """Search as a query does: Milvus' candidates and pending labels, ranked in the database."""
-    # Read before Milvus is searched: labels fed meanwhile are then in both.
+    # Read before Milvus is searched: labels that are fed since are then in both.
     new = gallery.database.read(
         lambda one: journal.pending(one, gallery.schema, info.number, limits.SMALL)
     )
-    found = candidates.nearest_labels(gallery.schema, info, query, K)
-    labels = [] if found is None else [*found, *new.tolist()]
+    nearest = candidates.nearest_labels(gallery.schema, info, query, K)
+    labels = [] if nearest is None else [*nearest, *new.tolist()]
     table = SpaceTable(gallery.schema, info)
     rows = gallery.database.read(lambda one: table.rows_of(one, labels, EVERYTHING))
     return rank_rows(info.spec, query, rows, K)
@@ -139,43 +167,83 @@ class HostedInMilvus(HostedInDatabase):
     def __init__(
         self, name: str, folder: Path, store: MilvusGallery, candidates: Candidates, feeder: Feeder
     ) -> None:
+        """Host an open gallery, whose changes wake the feeder.
+
+        Args:
+            name: the gallery's name.
+            folder: its scratch folder.
+            store: the gallery.
+            candidates: the searches in Milvus.
+            feeder: sends its changes to Milvus.
+        """
         super().__init__(name, folder, store, candidates)
         self._feeder = feeder
-        self._near = candidates
+        self._candidates_of_milvus = candidates
         store.subscribe(feeder.wake)
 
-    def make_ready(self, space: str, between: Callable[[], None]) -> None:
-        """Wait until Milvus knows the space, has a graph of it, and has a high recall."""
+    def make_ready(self, space: str, check_stop: Callable[[], None]) -> None:
+        """Wait until Milvus has a space with a graph of it, and finds nearly all true neighbours.
+
+        A space of at most 5,000 vectors is ready at once.
+
+        Args:
+            space: id of the space.
+            check_stop: called repeatedly while waiting; it may raise to stop.
+
+        Raises:
+            IncompatibleSpaceError: the gallery does not have the space.
+            UnavailableError: Milvus or the database does not answer for ten minutes.
+        """
         info = self._gallery.space(space)
         self._gallery.look_ahead(space)
         if self._gallery.count(space) > limits.SMALL:
-            self._feeder.settle(self._gallery.schema, info, between)
+            self._feeder.settle(self._gallery.schema, info, check_stop)
         wait_for_milvus(
             self._gallery,
             info,
-            self._near,
+            self._candidates_of_milvus,
             lambda: self._feeder.feed(self._gallery.schema),
-            between,
+            check_stop,
         )
 
 
 class InMilvus(DatabaseHome):
-    """The home of galleries in PostgreSQL with Milvus; implements Home."""
+    """The home of galleries in PostgreSQL whose vectors Milvus searches.
+
+    Attributes:
+        feeder: sends changes to Milvus; the caller starts and closes it.
+    """
 
     def __init__(self, database: Database, scratch: Path, collections: Collections) -> None:
         super().__init__(database, scratch)
-        known = database_id(database)
-        self._candidates = Candidates(collections, known)
-        self.feeder = Feeder(database, collections, known)
+        identity = database_id(database)
+        self._candidates = Candidates(collections, identity)
+        self.feeder = Feeder(database, collections, identity)
 
     def open(self, name: str) -> Hosted:
-        found = self._galleries.open(name)
-        gallery = MilvusGallery(found.database, found.number)
+        """Open a gallery by its name; start its journal if it has none.
+
+        Raises:
+            NotFoundError: there is no such gallery.
+            UnavailableError: the database does not answer.
+        """
+        plain = self._galleries.open(name)
+        gallery = MilvusGallery(plain.database, plain.number)
         return HostedInMilvus(name, self._scratch / name, gallery, self._candidates, self.feeder)
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
-        made = self._galleries.create(name, specs, state)
-        MilvusGallery.begin_journal(made)
+        """Create an empty gallery with a journal.
+
+        Args:
+            name: its name.
+            specs: its spaces; the first one is active.
+            state: JSON values to store with it.
+
+        Raises:
+            AlreadyExistsError: the name is in use.
+            UnavailableError: the database does not answer.
+        """
+        MilvusGallery.begin_journal(self._galleries.create(name, specs, state))
 
 
 @contextmanager
@@ -188,7 +256,7 @@ def open_home(
         address: Milvus, as Collections takes it.
         database: the database of the galleries.
         scratch: the folder of DatabaseHome.
-        feeds: start a thread that feeds changes to Milvus.
+        feeds: start a thread that sends changes to Milvus; another process must do it otherwise.
 
     Raises:
         ConfigurationError: the address has another form.

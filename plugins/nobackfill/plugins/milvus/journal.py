@@ -1,4 +1,4 @@
-"""The journal of changes that Milvus does not know yet.
+"""The journal of changes that Milvus lacks.
 
     nobackfill_<number>.pending(number, label, described)
 
@@ -28,7 +28,7 @@ _TABLE = (
     "CREATE TABLE IF NOT EXISTS {0}.pending (number integer NOT NULL, label bigint NOT NULL,"
     " described boolean NOT NULL DEFAULT false)"
 )
-_TOLD = "CREATE TABLE IF NOT EXISTS {0}.told (number integer PRIMARY KEY, moment bigint NOT NULL)"
+_FED = "CREATE TABLE IF NOT EXISTS {0}.told (number integer PRIMARY KEY, moment bigint NOT NULL)"
 _INDEX = "CREATE INDEX IF NOT EXISTS pending_by_space ON {0}.pending (number, described, label)"
 _FUNCTION = """
 CREATE OR REPLACE FUNCTION {0}.note_pending() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -55,45 +55,60 @@ _TRIGGER = (
 
 
 def begin(connection: Connection, schema: str) -> None:
-    """Start the journal of a gallery, with all its vectors pending; may be called twice."""
+    """Start the journal of a gallery, with all its vectors pending.
+
+    Spaces that have a journal already stay as they are.
+
+    Args:
+        connection: in a transaction, which waits until no other one writes to the gallery.
+        schema: the gallery's schema.
+    """
     hold_gate(connection, schema)
-    if not kept(connection, schema):
-        for statement in (_TABLE, _TOLD, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
+    if not exists(connection, schema):
+        for statement in (_TABLE, _FED, _INDEX, _FUNCTION, _DESCRIBED, _DESCRIBING):
             run(connection, statement.format(schema))
     for info in read_spaces(connection, schema):
         watch(connection, schema, info)
 
 
-def kept(connection: Connection, schema: str) -> bool:
+def exists(connection: Connection, schema: str) -> bool:
     """Return whether a gallery has a journal."""
-    found = run(
+    rows = run(
         connection,
         "SELECT to_regclass(%s) IS NOT NULL AND to_regclass(%s) IS NOT NULL",
         [f"{schema}.pending", f"{schema}.told"],
     )
-    return bool(found.fetchone()[0])
+    return bool(rows.fetchone()[0])
 
 
 def complete(connection: Connection, schema: str) -> bool:
-    """Return whether the journal covers every space; a gateway without Milvus adds spaces without
-    it."""
-    return kept(connection, schema) and all(
+    """Return whether a gallery's journal covers each of its spaces.
+
+    A gateway without Milvus adds spaces that it does not cover.
+    """
+    return exists(connection, schema) and all(
         _watched(connection, table_of(schema, info.number))
         for info in read_spaces(connection, schema)
     )
 
 
 def _watched(connection: Connection, table: str) -> bool:
-    there = run(
+    triggers = run(
         connection,
         "SELECT 1 FROM pg_trigger WHERE tgrelid = to_regclass(%s) AND tgname = 'pending_insert'",
         [table],
     )
-    return there.fetchone() is not None
+    return triggers.fetchone() is not None
 
 
 def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
-    """Start the journal of one space, with all its vectors pending; may be called twice."""
+    """Start the journal of one space, with all its vectors pending, unless it has one.
+
+    Args:
+        connection: in a transaction.
+        schema: the gallery's schema, which has a journal.
+        info: the space.
+    """
     table = table_of(schema, info.number)
     if not _watched(connection, table):
         for event, which in (("insert", "NEW"), ("delete", "OLD")):
@@ -102,7 +117,13 @@ def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
 
 
 def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
-    """Mark all vectors of a space as pending, because its collection is empty."""
+    """Mark all vectors of a space as pending, and forget when it was last fed.
+
+    Args:
+        connection: in a transaction.
+        schema: the gallery's schema, which has a journal.
+        info: the space, whose collection is empty or lost.
+    """
     run(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.number])
     run(
         connection,
@@ -112,15 +133,29 @@ def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
     )
 
 
-def alone(connection: Connection, schema: str) -> bool:
-    """Lock the feeding of a gallery until the transaction ends; False if another process holds the
-    lock. Without it, an older vector could overwrite a newer one."""
+def try_lock(connection: Connection, schema: str) -> bool:
+    """Lock the feeding of a gallery until the transaction ends; do not wait.
+
+    Without the lock, an older vector could overwrite a newer one.
+
+    Returns:
+        False if another process holds the lock.
+    """
     lock = run(connection, "SELECT pg_try_advisory_xact_lock(hashtext(%s))", [f"feed {schema}"])
     return bool(lock.fetchone()[0])
 
 
 def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Labels]]:
-    """Take up to `count` pending labels, by space; the commit deletes them."""
+    """Take pending labels of a gallery out of its journal; the commit makes it durable.
+
+    Args:
+        connection: in a transaction.
+        schema: the gallery's schema.
+        count: the most rows to take.
+
+    Returns:
+        For each space its number and its labels, int64 [n], increasing, each once.
+    """
     rows = run(
         connection,
         f"DELETE FROM {schema}.pending WHERE ctid = ANY(ARRAY(SELECT ctid FROM {schema}.pending"
@@ -134,8 +169,15 @@ def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Lab
     ]
 
 
-def tell(connection: Connection, schema: str, number: int, moment: int) -> None:
-    """Record the time, by Milvus' clock, at which a space was last fed."""
+def set_fed_until(connection: Connection, schema: str, number: int, moment: int) -> None:
+    """Record the time, by Milvus' clock, until which a space was fed.
+
+    Args:
+        connection: in a transaction.
+        schema: the gallery's schema.
+        number: the number of the space.
+        moment: the timestamp of the last write.
+    """
     run(
         connection,
         f"INSERT INTO {schema}.told VALUES (%s, %s)"
@@ -144,27 +186,36 @@ def tell(connection: Connection, schema: str, number: int, moment: int) -> None:
     )
 
 
-def told(connection: Connection, schema: str, number: int) -> int | None:
-    """Return the time at which a space was last fed, by Milvus' clock; None if unknown."""
-    found = run(
+def fed_until(connection: Connection, schema: str, number: int) -> int | None:
+    """Return the time, by Milvus' clock, until which a space was fed; None if it never was."""
+    row = run(
         connection, f"SELECT moment FROM {schema}.told WHERE number = %s", [number]
     ).fetchone()
-    return None if found is None else int(found[0])
+    return None if row is None else int(row[0])
 
 
 def pending(
     connection: Connection, schema: str, number: int, most: int, *, described: bool = False
 ) -> Labels:
-    """Return pending labels of a space, at most `most` + 1 of them.
+    """Return pending labels of a space.
 
-    `described` includes labels of which only the metadata changed."""
-    some = "" if described else " AND NOT described"
-    query = f"SELECT label FROM {schema}.pending WHERE number = %s{some} LIMIT %s"
+    Args:
+        connection: a snapshot of the database.
+        schema: the gallery's schema.
+        number: the number of the space.
+        most: at most one more label than this is returned.
+        described: include labels of which only the metadata changed.
+
+    Returns:
+        int64 [n]; a label may occur several times.
+    """
+    filtering = "" if described else " AND NOT described"
+    query = f"SELECT label FROM {schema}.pending WHERE number = %s{filtering} LIMIT %s"
     return label_column(run(connection, query, [number, most + 1]))
 
 
 def waiting(connection: Connection, schemas: Sequence[str]) -> list[str]:
-    """Return the galleries that have pending labels."""
+    """Return those of the given schemas whose galleries have pending labels."""
     return [
         schema
         for schema in schemas

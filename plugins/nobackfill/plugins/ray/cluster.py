@@ -15,14 +15,15 @@ _TRIES, _TRIES_VARIABLE = "1", "RAY_gcs_server_port_wait_time_s"
 def join(address: str) -> None:
     """Make this process a driver of a Ray cluster; this machine must be a node of it.
 
-    `ray.shutdown` leaves the cluster.
+    `ray.shutdown` leaves the cluster. Ray's usage statistics are turned off, unless the environment
+    sets RAY_USAGE_STATS_ENABLED.
 
     Args:
         address: HOST:PORT of the head, or auto for a cluster that runs on this machine.
 
     Raises:
-        ConfigurationError: the address has another form.
-        UnavailableError: no cluster answers there.
+        ConfigurationError: the address has another form, or the extra `ray` is not installed.
+        UnavailableError: no cluster answers there within seconds.
     """
     # Send no usage statistics to Ray's makers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

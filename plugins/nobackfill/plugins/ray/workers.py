@@ -39,13 +39,35 @@ _PATIENCE_S = 120.0
 
 
 class RayCluster:
-    """Runs upgrade work on a Ray cluster; implements Cluster."""
+    """Runs work of a gateway in processes of a Ray cluster."""
 
     def __init__(self, address: str) -> None:
-        """Join the cluster at `address`; raises as `join`."""
+        """Join a cluster, of which this machine must be a node.
+
+        Args:
+            address: HOST:PORT of the head, or auto for a cluster that runs on this machine.
+
+        Raises:
+            ConfigurationError: the address has another form.
+            UnavailableError: no cluster answers there.
+        """
         join(address)
 
     def carry(self, work: UpgradeWork, pieces: Iterable[Piece]) -> Iterator[Labels]:
+        """Migrate pieces of a gallery; each task reads and writes the gallery's database itself.
+
+        Args:
+            work: the gallery, the route and its models, which travel with the tasks.
+            pieces: the pieces; they are taken from the iterable as tasks start.
+
+        Yields:
+            For each piece the labels that were written, int64 [n], in the order of completion.
+
+        Raises:
+            UnavailableError: the cluster lost a piece several times, or finished no task for two
+                minutes.
+            NobackfillError: an error of a piece, as if it had run in this process.
+        """
         if isinstance(work.files, Path):
             work = replace(work, files=files_of(work.files, work.route))
         return self.run(carry_piece, work, pieces)
@@ -53,6 +75,24 @@ class RayCluster:
     def run(
         self, do: Callable[[Shared, Part], Result], work: Shared, parts: Iterable[Part]
     ) -> Iterator[Result]:
+        """Call a function for each part, in processes of the cluster.
+
+        Ray repeats a task if its node dies, so `do` must allow repeated calls. If the iterator is
+        closed early, running tasks are cancelled.
+
+        Args:
+            do: gets the shared data and a part; it and its arguments are pickled.
+            work: data that all calls share; it is sent to each process once.
+            parts: the parts; they are taken from the iterable as tasks start.
+
+        Yields:
+            The results, in the order of completion.
+
+        Raises:
+            UnavailableError: the cluster lost a part several times, or finished no task for two
+                minutes.
+            Exception: any error of `do`.
+        """
         task = ray.remote(num_cpus=1, max_retries=TRIES)(_do).options(name=do.__name__)
         remaining = iter(parts)
         # In a list: Ray would resolve a bare reference, megabytes of models, for every task.
@@ -83,6 +123,7 @@ class RayCluster:
                 ray.wait(running, num_returns=len(running), timeout=_PATIENCE_S)
 
     def close(self) -> None:
+        """Leave the cluster."""
         ray.shutdown()
 
 

@@ -21,14 +21,17 @@ _READING = ("GET", "HEAD")
 
 
 def new_token() -> str:
-    """Make a secret for the address of a page: 256 random bits as text."""
+    """Generate a secret for the address of a page: 256 random bits as text for a URL."""
     return secrets.token_urlsafe(32)
 
 
 class Guard:
-    """Passes requests to `app` that name one of `hosts` and begin with /`token`.
+    """Passes a request to an application only if its host, secret and origin are right.
 
-    Attributes of the constructor:
+    Others get a sentence with the status 403, 404 or 405. Every answer gets headers that tell the
+    browser to load nothing from elsewhere.
+
+    Args:
         app: the application behind the guard.
         hosts: HOST:PORT as browsers write them; a first label `*` stands for any one label, as in
             certificates.
@@ -61,24 +64,24 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
 
-        async def guarded(message: Message) -> None:
+        async def send_protected(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._protect(MutableHeaders(scope=message))
             await send(message)
 
         refusal = self._refusal(scope)
         if refusal is not None:
-            await refusal(scope, receive, guarded)
+            await refusal(scope, receive, send_protected)
             return
         if self._token is not None:
             scope = {**scope, "root_path": f"/{self._token}"}
-        await self._app(scope, receive, guarded)
+        await self._app(scope, receive, send_protected)
 
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         headers = Headers(scope=scope)
         if [host.lower() for host in headers.getlist("host")] != [self._host(headers)]:
             return PlainTextResponse("this server does not serve the requested host\n", 403)
-        if not self._knows(scope["path"]):
+        if not self._may_enter(scope["path"]):
             return PlainTextResponse("no such page: use the complete address\n", 404)
         if scope["method"] not in (*_READING, "POST"):
             return PlainTextResponse("method not allowed\n", 405)
@@ -91,11 +94,11 @@ class Guard:
         any_first = f"*.{host.partition('.')[2]}"
         return host if host in self._hosts or any_first in self._hosts else None
 
-    def knows(self, scope: Scope) -> bool:
-        """Return whether a request names the secret; False if there is none."""
-        return self._token is not None and self._knows(scope["path"])
+    def has_secret(self, scope: Scope) -> bool:
+        """Return whether a request's path begins with the secret; False if there is no secret."""
+        return self._token is not None and self._may_enter(scope["path"])
 
-    def _knows(self, path: str) -> bool:
+    def _may_enter(self, path: str) -> bool:
         if self._token is None:
             return True
         first = path.split("/", 2)[1] if path.startswith("/") else ""

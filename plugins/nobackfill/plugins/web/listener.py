@@ -1,4 +1,4 @@
-"""Serve pages with uvicorn, on its own thread and on a socket whose port is known beforehand."""
+"""Serve pages with uvicorn, on a thread of its own and a socket that listens from the start."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ _MOST_OF_PEER, _MOST_HERE, _MOST_CONNECTIONS = 64, 256, 512
 # of one stranger.
 _MOST_AUTHENTICATED, _MOST_LOCAL, _MOST_STRANGE, _MOST_OF_STRANGER = 100, 100, 50, 16
 # Time for a connection to complete its request's head, TLS included, and how often that is checked.
-_HEAD_SECONDS, _LOOK_SECONDS = 4.0, 0.5
+_HEAD_SECONDS, _CHECK_SECONDS = 4.0, 0.5
 # Time for open streams to end when the server stops.
 _GRACE_SECONDS = 3
 # Key in each request's scope: an event that is set when the server stops.
@@ -40,7 +40,7 @@ Tls = tuple[Path, Path, Path | None]
 
 
 def ending(request: Request) -> bool:
-    """Return whether a stream must end because the server stops."""
+    """Return whether the server stops, so that a stream must end; False for other servers."""
     event = request.scope.get(ENDING)
     return event is not None and event.is_set()
 
@@ -87,7 +87,7 @@ class _LimitedSocket(socket.socket):
         # answer would wait 40 ms for the browser's acknowledgement of its head.
         super().__init__(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self.connections: dict[int, _Connection] = {}
-        self._looks = False
+        self._checks = False
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. Raises ConnectionAbortedError without room; asyncio continues."""
@@ -98,9 +98,9 @@ class _LimitedSocket(socket.socket):
             accepted.close()
             raise ConnectionAbortedError("too many connections")
         self.connections[accepted.fileno()] = accepted
-        if not self._looks:
-            self._looks = True
-            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+        if not self._checks:
+            self._checks = True
+            asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._check_silence)
         return accepted, address
 
     def _make_room(self, peer: str) -> bool:
@@ -118,14 +118,14 @@ class _LimitedSocket(socket.socket):
             min(silent, key=lambda one: one.since).disconnect()
         return bool(silent)
 
-    def _look(self) -> None:
+    def _check_silence(self) -> None:
         limit = time.monotonic() - _HEAD_SECONDS
         for accepted in list(self.connections.values()):
             if not accepted.is_busy() and accepted.since < limit:
                 accepted.disconnect()
-        self._looks = bool(self.connections)
-        if self._looks:
-            asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look)
+        self._checks = bool(self.connections)
+        if self._checks:
+            asyncio.get_running_loop().call_later(_CHECK_SECONDS, self._check_silence)
 
 
 class _Places:
@@ -135,25 +135,25 @@ class _Places:
         self._counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def reserve(self, whose: str) -> Iterator[bool]:
-        """Reserve a place for an owner: _KNOWN, _LOCAL or a peer; yields whether there is one."""
+    def reserve(self, owner: str) -> Iterator[bool]:
+        """Reserve a place for _AUTHENTICATED, _LOCAL or a peer; yield whether there is one."""
         strangers = sum(self._counts.values()) - self._counts[_AUTHENTICATED] - self._counts[_LOCAL]
-        most = _OWN.get(whose, _MOST_OF_STRANGER)
-        if self._counts[whose] >= most or (whose not in _OWN and strangers >= _MOST_STRANGE):
+        most = _LIMITS.get(owner, _MOST_OF_STRANGER)
+        if self._counts[owner] >= most or (owner not in _LIMITS and strangers >= _MOST_STRANGE):
             yield False
             return
-        self._counts[whose] += 1
+        self._counts[owner] += 1
         try:
             yield True
         finally:
-            self._counts[whose] -= 1
-            if not self._counts[whose]:
-                del self._counts[whose]
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]
 
 
 # Owners in the limits: all authenticated callers, and all others on this machine.
 _AUTHENTICATED, _LOCAL = "known", "local"
-_OWN = {_AUTHENTICATED: _MOST_AUTHENTICATED, _LOCAL: _MOST_LOCAL}
+_LIMITS = {_AUTHENTICATED: _MOST_AUTHENTICATED, _LOCAL: _MOST_LOCAL}
 _CROWDED = PlainTextResponse("too many requests at once; try again later\n", 503)
 
 
@@ -168,10 +168,24 @@ def _peer(address: str) -> str:
 
 
 class Listener:
-    """Listens from the start, so that an app can know its address; `serve` starts to answer."""
+    """A server of pages: it listens from the start, and answers after `serve`.
+
+    So an application can contain its own address. Connections and requests are limited for each
+    peer.
+
+    Attributes:
+        host: the host that it listens at.
+        port: the port that it listens at.
+    """
 
     def __init__(self, host: str, port: int, tls: Tls | None = None) -> None:
-        """Listen at an address; port 0 takes any free one.
+        """Listen at an address, and let connections wait.
+
+        Args:
+            host: an IP address or a name.
+            port: 0 takes any free one.
+            tls: PEM files of the certificate chain, its key, and the authority of client
+                certificates or None; None: serve without TLS.
 
         Raises:
             ConfigurationError: the address cannot be used.
@@ -196,9 +210,9 @@ class Listener:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Return the Host values that browsers on this machine may send."""
-        named = f"[{self.host}]" if ":" in self.host else self.host
-        names = (named, "localhost") if is_loopback(self.host) else (named,)
+        """Return the Host headers that browsers may send to reach this address."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        names = (host, "localhost") if is_loopback(self.host) else (host,)
         default = 443 if self._tls else 80
         with_port = tuple(f"{name}:{self.port}" for name in names)
         return (*names, *with_port) if self.port == default else with_port
@@ -209,12 +223,18 @@ class Listener:
         return f"{'https' if self._tls else 'http'}://{self.hosts[0]}"
 
     def serve(
-        self, app: ASGIApp, known: Callable[[Scope], bool] = lambda _scope: False
-    ) -> Self:  # fmt: skip
-        """Answer requests with `app` until `close`.
+        self, app: ASGIApp, is_authenticated: Callable[[Scope], bool] = lambda _scope: False
+    ) -> Self:
+        """Answer requests on a thread until `close`; call it once.
 
-        `known` returns whether a request is authenticated; such requests have their own limit and
-        do not wait for strangers."""
+        Args:
+            app: the application.
+            is_authenticated: tells whether a request comes from an authenticated caller. Such
+                requests have a limit of their own, so that strangers cannot crowd them out.
+
+        Returns:
+            This listener.
+        """
         certificate, key, client_ca = self._tls or (None, None, None)
         connections = self._socket.connections
 
@@ -231,7 +251,7 @@ class Listener:
 
         async def limited(scope: Scope, receive: Receive, send: Send) -> None:
             peer = _peer(scope["client"][0])
-            with places.reserve(_AUTHENTICATED if known(scope) else peer) as reserve:
+            with places.reserve(_AUTHENTICATED if is_authenticated(scope) else peer) as reserve:
                 answer = app if reserve else _CROWDED
                 await answer({**scope, ENDING: self._ending}, receive, send)
 
@@ -261,7 +281,7 @@ class Listener:
         return self
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop answering and close the socket; open streams get 3 s to end."""
         if self._server is not None and self._thread is not None:
             self._ending.set()
             self._server.should_exit = True

@@ -1,4 +1,4 @@
-"""A site of pages: routes, static files, and errors as pages."""
+"""A site of pages: routes, static files, and errors shown as pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,14 +39,14 @@ _STATUSES: tuple[tuple[type[NobackfillError], int], ...] = (
     (UnavailableError, 502),
     (CannotWriteError, 507),
 )
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 _STATIC = {
     "style.css": (SHARED, "text/css"),
-    "site.css": (_HERE, "text/css"),
-    "icon.svg": (_HERE / "static", "image/svg+xml"),
-    "pages.js": (_HERE / "static", "text/javascript"),
-    "htmx.min.js": (_HERE / "static", "text/javascript"),
-    "htmx-sse.min.js": (_HERE / "static", "text/javascript"),
+    "site.css": (_FOLDER, "text/css"),
+    "icon.svg": (_FOLDER / "static", "image/svg+xml"),
+    "pages.js": (_FOLDER / "static", "text/javascript"),
+    "htmx.min.js": (_FOLDER / "static", "text/javascript"),
+    "htmx-sse.min.js": (_FOLDER / "static", "text/javascript"),
 }
 # Largest body of a form, and how long a body may take to arrive.
 MOST_FORM_BYTES = 64 * 1024
@@ -58,7 +58,12 @@ Action = Callable[[Request, bytes], Response]
 
 
 class Site:
-    """Routes, whose pages are functions that run on threads, and the templates of the pages."""
+    """The routes of a site, and the templates of its pages.
+
+    Pages are functions, which run on threads.
+    An error of nobackfill that a page raises becomes a page of one sentence, with the status of its
+    class.
+    """
 
     def __init__(
         self, templates: Path, title: str, links: Sequence[tuple[str, str]], login: str = ""
@@ -72,12 +77,17 @@ class Site:
             login: where unauthenticated readers are redirected; empty: nowhere.
         """
         self._login = login
-        self._environment = environment(templates, _HERE)
+        self._environment = environment(templates, _FOLDER)
         self._shared: dict[str, Any] = {"site": title, "links": links}
         self._routes = [Route("/static/{name}", _static)]
 
     def get(self, path: str, page: Page) -> None:
-        """Show `page` at `path`."""
+        """Add a page that a browser reads.
+
+        Args:
+            path: the path in the site, as starlette writes routes.
+            page: makes the response, on a thread.
+        """
         self._routes.append(Route(path, _threaded(page), methods=["GET"]))
 
     def post(
@@ -85,50 +95,80 @@ class Site:
         path: str,
         page: Action,
         most: int = MOST_FORM_BYTES,
-        before: Callable[[Request], None] = lambda request: None,
+        check: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        """Run `page` for a POST to `path`, with a body of at most `most` bytes.
+        """Add an action that a browser posts to.
 
-        `before` runs first; if it raises, the body is not read."""
+        Args:
+            path: the path in the site, as starlette writes routes.
+            page: gets the request and its body, and makes the response, on a thread.
+            most: the largest body in bytes; a larger one gets the status 413. It must arrive within
+                60 s.
+            check: runs first; if it raises, the body is not read.
+        """
 
         async def endpoint(request: Request) -> Response:
-            before(request)
+            check(request)
             return await run_in_threadpool(page, request, await _body(request, most))
 
         self._routes.append(Route(path, endpoint, methods=["POST"]))
 
     def stream(self, path: str, page: Callable[[Request], Awaitable[Response]]) -> None:
-        """Add a page that streams, made by the event loop itself."""
+        """Add a page that streams its answer.
+
+        Args:
+            path: the path in the site, as starlette writes routes.
+            page: makes the response in the event loop, so it must not block.
+        """
         self._routes.append(Route(path, page, methods=["GET"]))
 
     def text(self, request: Request, template: str, **values: Any) -> str:
-        """Render a template; `base` in it is the site's address without the final slash."""
+        """Render a template.
+
+        Args:
+            request: the present request.
+            template: the name of the template.
+            values: names for the template. It also gets `base` (the site's address without the
+                final slash), `here` (the path in the site), `site` (the title) and `links`.
+        """
         base = request.scope.get("root_path", "")
-        here = request.url.path.removeprefix(base)
+        path = request.url.path.removeprefix(base)
         page = self._environment.get_template(template)
-        return page.render(base=base, here=here, **self._shared, **values)
+        return page.render(base=base, here=path, **self._shared, **values)
 
     def show(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
-        """Respond with a rendered template."""
+        """Respond with a rendered template.
+
+        Args:
+            request: the present request.
+            template: the name of the template.
+            status: the HTTP status.
+            values: names for the template, as in `text`.
+        """
         return HTMLResponse(self.text(request, template, **values), status)
 
     def go(self, request: Request, path: str) -> Response:
-        """Redirect the browser to another page of the site after an action."""
+        """Redirect the browser to another page of the site after an action.
+
+        Args:
+            request: the present request; one that htmx sent gets its own header.
+            path: the path in the site, with a leading slash.
+        """
         address = request.scope.get("root_path", "") + path
         if "hx-request" in request.headers:
             return Response(headers={"HX-Redirect": address})
         return RedirectResponse(address, 303)
 
     def app(self) -> Starlette:
-        """Build the application; errors of nobackfill become pages of one sentence."""
+        """Build the application of all routes that were added so far."""
         handlers: dict[Any, Any] = {
-            NobackfillError: self._refused,
+            NobackfillError: self._refusal,
             HTTPException: self._missing,
-            ClientDisconnect: _gone,
+            ClientDisconnect: _disconnection,
         }
         return Starlette(routes=self._routes, exception_handlers=handlers)
 
-    def _refused(self, request: Request, error: Exception) -> Response:
+    def _refusal(self, request: Request, error: Exception) -> Response:
         if self._login and isinstance(error, UnauthenticatedError) and request.method == "GET":
             return self.go(request, self._login)
         status = next((code for kind, code in _STATUSES if isinstance(error, kind)), 500)
@@ -145,7 +185,13 @@ class Site:
 
 
 def fields(body: bytes) -> dict[str, str]:
-    """Parse a form; the last of several equal names wins. Raises InvalidInputError."""
+    """Parse the body of a form; of several equal names, the last one counts.
+
+    Empty fields are left out.
+
+    Raises:
+        InvalidInputError: the body is not UTF-8, or has more than 100 fields.
+    """
     try:
         return dict(parse_qsl(body.decode("utf-8"), max_num_fields=100, errors="strict"))
     except ValueError as error:
@@ -153,8 +199,12 @@ def fields(body: bytes) -> dict[str, str]:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Read the body. Raises TooLargeError as soon as it exceeds `most` bytes, InvalidInputError if
-    it does not end in time."""
+    """Read the body of a request.
+
+    Raises:
+        TooLargeError: it exceeds `most` bytes; no more is read.
+        InvalidInputError: it does not end in time.
+    """
     body = bytearray()
     try:
         async with asyncio.timeout(_BODY_SECONDS):
@@ -171,7 +221,7 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _gone(request: Request, error: Exception) -> Response:
+def _disconnection(request: Request, error: Exception) -> Response:
     """Respond to a client that has disconnected, which reads nothing."""
     return Response(status_code=400)
 

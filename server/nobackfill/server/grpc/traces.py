@@ -25,7 +25,7 @@ class Tracing(Protocol):
     """Export the spans of calls; the plug-in of `nobackfill.telemetry` implements it."""
 
     def export(
-        self, method: str, parent: Mapping[str, str], whole: tuple[int, int],
+        self, method: str, parent: Mapping[str, str], times: tuple[int, int],
         parts: list[tuple[str, int, int]], code: grpc.StatusCode, request_id: str,
     ) -> None:  # fmt: skip
         """Export one call, without waiting.
@@ -33,7 +33,7 @@ class Tracing(Protocol):
         Args:
             method: /package.Service/Method.
             parent: headers of the caller's span.
-            whole: begin and end of the call, nanoseconds since 1970.
+            times: begin and end of the call, nanoseconds since 1970.
             parts: name, begin and end of each part.
             code: the status of the call.
             request_id: id of the request.
@@ -83,8 +83,8 @@ class CallTrace:
             request_id: id of the request.
         """
         shifted = [(n, began + self._offset, end + self._offset) for n, began, end in self._parts]
-        whole = self._began + self._offset, time.monotonic_ns() + self._offset
-        self._tracing.export(self._method, self._parent, whole, shifted, code, request_id)
+        times = self._began + self._offset, time.monotonic_ns() + self._offset
+        self._tracing.export(self._method, self._parent, times, shifted, code, request_id)
 
 
 def tracing_of(environment: Mapping[str, str]) -> Tracing | None:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -49,35 +49,48 @@ from nobackfill.plugins.web.listener import Listener, ending
 from nobackfill.plugins.web.site import Site, fields
 from nobackfill.release.models import no_vector
 
-# The most notes that are kept of one task.
+# The most notes of one task.
 _MOST_NOTES = 100
 
 
 @dataclass
 class PageTask:
-    """The progress of a task; its thread writes it, and pages read it."""
+    """The progress of a task; its thread writes it, and pages read it.
+
+    Attributes:
+        title: the name of the task.
+        start: when the present step began, in seconds of the monotonic clock.
+        step: the name of the present step; empty before the first one.
+        count: how much of the step has ended.
+        total: the size of the step; 0 if it is not known.
+        notes: remarks, at most 100.
+        outcome: empty while the task runs; then one sentence, an error if `failed`.
+        failed: whether the task ended with an error.
+    """
 
     title: str
-    began: float = field(default_factory=time.monotonic)
+    start: float = field(default_factory=time.monotonic)
     step: str = ""
-    done: int = 0
+    count: int = 0
     total: int = 0
     notes: list[str] = field(default_factory=list)
-    # Empty while the task runs; then one sentence, which reports an error if `failed`.
     outcome: str = ""
     failed: bool = False
 
     @property
     def running(self) -> bool:
-        """Whether the task has not ended."""
+        """Return whether the task has not ended."""
         return not self.outcome
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds that the present step may still take at its present rate; None if unknown."""
-        if not 0 < self.done < self.total:
+        """Return the seconds that the present step may still take at its rate so far.
+
+        None if its size is not known, or if it has not begun or has ended.
+        """
+        if not 0 < self.count < self.total:
             return None
-        return (time.monotonic() - self.began) / self.done * (self.total - self.done)
+        return (time.monotonic() - self.start) / self.count * (self.total - self.count)
 
 
 @dataclass(frozen=True)
@@ -93,23 +106,32 @@ class _TaskOutput(Output):
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
         task = self.task
-        task.step, task.done, task.total, task.began = what, 0, 0, time.monotonic()
+        task.step, task.count, task.total, task.start = what, 0, 0, time.monotonic()
 
-        def advance(done: int, total: int) -> None:
-            task.done, task.total = min(done, total), total
+        def advance(count: int, total: int) -> None:
+            task.count, task.total = min(count, total), total
 
         yield advance
 
 
 class Desk:
-    """Runs tasks, one at a time, and remembers the last one."""
+    """Runs tasks on threads, one at a time, and remembers the last one.
+
+    Attributes:
+        task: the task that runs or ran last; None before the first one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.task: PageTask | None = None
 
     def start(self, title: str, work: Callable[[Output], str]) -> PageTask:
-        """Run `work` on a thread; its result is the task's outcome, as one sentence.
+        """Start a task on a thread, and return at once.
+
+        Args:
+            title: the name of the task.
+            work: writes progress and notes to its argument, and returns the outcome as one
+                sentence. An error of nobackfill becomes the outcome of a task that failed.
 
         Raises:
             BusyError: another task runs.
@@ -146,7 +168,12 @@ class _CachedSearch:
 
 
 class View:
-    """Cached searches in the active and in the previous space; safe to use from any thread."""
+    """Cached searches in the active and in the previous space; threads may share it.
+
+    A search is read again after any commit to the gallery; during a sync, every two seconds. Every
+    method may raise VerificationError (a file is damaged) and BusyError (another process holds the
+    gallery).
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -155,7 +182,13 @@ class View:
         self._lock = threading.Lock()
 
     def active(self) -> Search:
-        """Return a search of all items in the active space."""
+        """Return a search of all items in the active space, at most two seconds old.
+
+        Raises:
+            NotFoundError: the release is not installed.
+            VerificationError: a file is damaged.
+            BusyError: another process holds the gallery file.
+        """
         while True:
             try:
                 return self._search(self._device.store.active().spec)
@@ -164,7 +197,16 @@ class View:
                 continue
 
     def previous(self) -> Search | None:
-        """Return a search in the space before the last upgrade; None if no rollback is possible."""
+        """Return a search in the space before the last upgrade.
+
+        Returns:
+            None if no rollback is possible, or the space was dropped since.
+
+        Raises:
+            NotFoundError: the release is not installed.
+            VerificationError: a file is damaged.
+            BusyError: another process holds the gallery file.
+        """
         previous = self._device.previous()
         try:
             return None if previous is None else self._search(previous.spec)
@@ -174,14 +216,28 @@ class View:
     def by_image(
         self, search: Search, image: bytes, k: int, where: All | None = None
     ) -> DeviceAnswer:
-        """Return the items nearest to an encoded image; raises InvalidInputError for others."""
+        """Return the items nearest to an image, which is not stored.
+
+        Args:
+            search: the search of one space.
+            image: encoded bytes.
+            k: the number of hits, 1 to 1000.
+            where: a filter that every hit must pass; None: all items.
+
+        Raises:
+            InvalidInputError: the bytes are no image, the image has no vector, or `k` is out of
+                range.
+            NoEncoderError: the release embeds no images.
+            VerificationError: a model file or the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
         encoder = self._encoder(search.spec)
         try:
             vector = encoder.embed([encoder.pixels(image)])[0]
         except UnusableOutputError as error:
             raise InvalidInputError(f"the picture: {no_vector(encoder.manifest)}") from error
-        among = search if where is None else search.among(where)
-        return among.by_embedding({search.spec.space: vector.tolist()}, k)
+        selection = search if where is None else search.among(where)
+        return selection.by_embedding({search.spec.space: vector.tolist()}, k)
 
     def _search(self, spec: SpaceSpec) -> Search:
         with self._lock:
@@ -226,26 +282,33 @@ _MISSING = (
 )
 _ORIGINS = {
     "native": "embedded from its file",
-    "upgraded": "carried over without its image",
-    "re-embedded": "embedded again from its file",
+    "upgraded": "migrated without its image",
+    "re-embedded": "re-embedded from its file",
     "direct": "as an older release stored it: this release searches it directly",
 }
 
 
 @dataclass(frozen=True)
 class HitTile:
-    """A thumbnail of a hit, and the text below it."""
+    """A thumbnail of a hit, and the text below it.
+
+    Attributes:
+        label: the item's label.
+        name: the text below the thumbnail.
+        score: the probability of a match, 0 to 1; None without a calibration.
+        kind: compared with another ranking, "new" or "gone"; else empty.
+        note: "new", "gone", or the change of position; empty without a change.
+    """
 
     label: int
     name: str
     score: float | None = None
-    # Compared with another ranking: "new" or "gone", or the change of position.
     kind: str = ""
     note: str = ""
 
 
 class ItemPages:
-    """Pages of items."""
+    """Pages of items: the grid, one item, and its pictures."""
 
     def __init__(self, device: Device, view: View, thumbnails: Thumbnails, site: Site) -> None:
         self._device = device
@@ -254,78 +317,102 @@ class ItemPages:
         self._site = site
 
     def photos(self, request: Request) -> Response:
-        """Show the grid of items, in the order in which they were added."""
+        """Show a grid of 60 items, in the order in which they were added.
+
+        The address may have conditions (`where`) and the place after the last page (`after`).
+
+        Raises:
+            InvalidInputError: a condition or the place is not valid.
+        """
         return self._grid(request, least_certain=False)
 
     def uncertain(self, request: Request) -> Response:
-        """Show the grid of upgraded items, the least certain first."""
+        """Show a grid of 60 migrated items, the least certain first.
+
+        The address may have conditions (`where`) and the place after the last page (`after`).
+
+        Raises:
+            InvalidInputError: a condition or the place is not valid.
+        """
         return self._grid(request, least_certain=True)
 
     def _grid(self, request: Request, *, least_certain: bool) -> Response:
         store = self._device.store
-        asked = request.query_params.getlist("where")
-        where = conditions.read(asked)
-        allowed = passing_labels(store, where) if asked else None
+        texts = request.query_params.getlist("where")
+        passing = passing_labels(store, conditions.read(texts)) if texts else None
         token = request.query_params.get("after")
-        after = None if token is None else ListingPlace.read(token, least_certain=least_certain)
-        found, last = page(
+        place = None if token is None else ListingPlace.read(token, least_certain=least_certain)
+        items, last = page(
             store, store.active().spec.space, GRID,
-            start_after=after, matches=allowed, least_certain=least_certain,
+            start_after=place, matches=passing, least_certain=least_certain,
         )  # fmt: skip
-        pairs = [("where", one) for one in asked]
+        pairs = [("where", one) for one in texts]
         more = None if last is None else urlencode([*pairs, ("after", last.token())])
-        without = [(one, urlencode([pair for pair in pairs if pair[1] != one])) for one in asked]
+        filters = [(one, urlencode([pair for pair in pairs if pair[1] != one])) for one in texts]
         return self._site.show(
             request,
             "tiles.html.j2" if "hx-request" in request.headers else "photos.html.j2",
-            items=[item for item, _ in found],
+            items=[item for item, _ in items],
             name=item_name,
             more=more,
-            asked=asked,
-            without=without,
+            filters=filters,
             least_certain=least_certain,
-            total=store.count() if allowed is None else len(allowed),
+            total=store.count() if passing is None else len(passing),
             release=store.active().spec.release,
         )
 
     def item(self, request: Request) -> Response:
-        """Show one item, similar items, and how it came into this space."""
+        """Show one item, similar items, and the origin of its vector.
+
+        Raises:
+            NotFoundError: there is no such item, or it has no vector in the active space.
+        """
         item = self._one(request)
         active, previous = self._view.active(), self._view.previous()
-        near = active.by_id(item.id, HITS)
-        before = None
+        answer = active.by_id(item.id, HITS)
+        old_answer = None
         if previous is not None:
-            try:
-                before = previous.by_id(item.id, COMPARED)
-            except NotFoundError:
-                # Added after the upgrade, when the old model could not embed it.
-                before = None
-        carried = self._device.state("carried", {}).get(str(active.spec.release), {})
+            # The old model may have been unable to embed an item that was added after the upgrade.
+            with suppress(NotFoundError):
+                old_answer = previous.by_id(item.id, COMPARED)
+        migration = self._device.state("carried", {}).get(str(active.spec.release), {})
         return self._site.show(
             request,
             "item.html.j2",
             item=item,
             name=item_name(item),
             missing=local_image(item) is None,
-            hits=self.tiles(near),
-            changed=None if before is None else self.compared(before, near),
+            hits=self.tiles(answer),
+            changed=None if old_answer is None else self.compare(old_answer, answer),
             release=active.spec.release,
             before=None if previous is None else previous.spec.release,
             how=_ORIGINS.get(item.origin or "", "not searchable in this release's space"),
-            carried=_moment(carried.get("at")) if item.origin in ("upgraded", "direct") else None,
-            routes=carried.get("routes", []),
+            migrated=_moment(migration.get("at"))
+            if item.origin in ("upgraded", "direct")
+            else None,
+            routes=migration.get("routes", []),
         )
 
     def thumbnail(self, request: Request) -> Response:
-        """Send a thumbnail, or a placeholder if there is none."""
+        """Send an item's thumbnail, or a placeholder if its original is missing.
+
+        Raises:
+            NotFoundError: there is no such item.
+        """
         return self._jpeg(self._thumbnails.of(self._one(request)))
 
     def picture(self, request: Request) -> Response:
-        """Send a copy of at most LARGE_SIDE pixels, without the camera's metadata."""
+        """Send a copy of an item's image, at most 1280 pixels long, without the camera's metadata.
+
+        A placeholder is sent if the original is missing.
+
+        Raises:
+            NotFoundError: there is no such item.
+        """
         return self._jpeg(self._thumbnails.large(self._one(request)))
 
     def tiles(self, answer: DeviceAnswer) -> list[HitTile]:
-        """Convert the hits of an answer to tiles."""
+        """Convert the hits of an answer to tiles; items that were deleted since are left out."""
         items = [(hit, self._device.store.get(hit.id)) for hit in answer.hits]
         return [
             HitTile(item.label, item_name(item), hit.score)
@@ -333,11 +420,16 @@ class ItemPages:
             if item is not None
         ]
 
-    def compared(
-        self, before: DeviceAnswer, after: DeviceAnswer
+    def compare(
+        self, old_answer: DeviceAnswer, new_answer: DeviceAnswer
     ) -> tuple[list[HitTile], list[HitTile]]:
-        """Return the first COMPARED tiles of both, with notes on what changed between them."""
-        old, new = (self.tiles(answer)[:COMPARED] for answer in (before, after))
+        """Compare the first ten hits of two rankings of one query.
+
+        Returns:
+            The tiles of the old answer, with those that the new one lacks marked as gone; and the
+            tiles of the new answer, with new ones and changes of position noted.
+        """
+        old, new = (self.tiles(answer)[:COMPARED] for answer in (old_answer, new_answer))
         position = {tile.label: at for at, tile in enumerate(old)}
         new_labels = {tile.label for tile in new}
         old_tiles = [
@@ -378,17 +470,21 @@ class ItemPages:
     def _jpeg(self, content: bytes | None) -> Response:
         if content is None:
             return Response(_MISSING, media_type="image/svg+xml")
-        kept = {"Cache-Control": "private, max-age=86400"}
-        return Response(content, media_type="image/jpeg", headers=kept)
+        headers = {"Cache-Control": "private, max-age=86400"}
+        return Response(content, media_type="image/jpeg", headers=headers)
 
 
 def item_name(item: StoredItem) -> str:
-    """Return the name that people know: the file's name, else the id."""
+    """Return the name of an item for people: its file's name, else its id."""
     return str(item.metadata.get("name") or item.id)
 
 
 def read_where(request: Request) -> All:
-    """Parse the conditions in a page's address."""
+    """Parse the conditions `where` in a page's address; without any, every item passes.
+
+    Raises:
+        InvalidInputError: a condition is not valid.
+    """
     return conditions.read(request.query_params.getlist("where"))
 
 
@@ -408,17 +504,26 @@ class SearchPages:
         self._site = site
 
     def by_picture(self, request: Request, picture: bytes) -> Response:
-        """Show the items nearest to a picture, and how the last upgrade changed them."""
+        """Show the items nearest to a picture, and how the last upgrade changed them.
+
+        Args:
+            request: its address may have conditions (`where`).
+            picture: the encoded image; it is not stored.
+
+        Raises:
+            InvalidInputError: the bytes are no image, or a condition is not valid.
+            NoEncoderError: the release embeds no images.
+        """
         where = read_where(request)
         active, previous = self._view.active(), self._view.previous()
         answer = self._view.by_image(active, picture, HITS, where)
         changed = None
         if previous is not None:
-            before = self._view.by_image(previous, picture, COMPARED, where)
-            changed = self._items.compared(before, answer)
+            old_answer = self._view.by_image(previous, picture, COMPARED, where)
+            changed = self._items.compare(old_answer, answer)
         return self._site.show(
             request,
-            "found.html.j2",
+            "hits_of_picture.html.j2",
             hits=self._items.tiles(answer),
             beyond=answer.beyond_calibration,
             changed=changed,
@@ -429,8 +534,8 @@ class SearchPages:
 
 # Seconds between two reports of a task.
 _REPORT_SECONDS = 0.25
-# The most items that one request embeds again.
-_MOST_AGAIN = 10_000
+# The most items that one request re-embeds.
+_MOST_ITEMS = 10_000
 
 
 class ReleasePages:
@@ -442,15 +547,22 @@ class ReleasePages:
         self._site = site
 
     def release(self, request: Request) -> Response:
-        """Show the release, its spaces, and possible actions."""
-        found = status(self._device)
+        """Show the active release, the gallery's spaces, and possible actions.
+
+        Raises:
+            NotFoundError: the release is not installed.
+            VerificationError: a file is damaged.
+        """
         return self._site.show(
-            request, "release.html.j2", found=found, size=size, task=self._desk.task,
-            manifest=self._device.active(),
+            request, "release.html.j2", gallery=status(self._device), size=size,
+            task=self._desk.task, manifest=self._device.active(),
         )  # fmt: skip
 
     def preview(self, request: Request) -> Response:
-        """Show what a sync would do; this calls the source and changes nothing."""
+        """Show what a sync would do, or the error that it would meet.
+
+        Calls the source, and changes nothing but the downloaded metadata.
+        """
         try:
             report = sync(self._device, SyncOptions(dry_run=True), Output(bars=False))
         except NobackfillError as error:
@@ -459,7 +571,12 @@ class ReleasePages:
         return self._site.show(request, "preview.html.j2", report=report, sentence=sentence(report))
 
     def sync(self, request: Request, body: bytes) -> Response:
-        """Start a sync."""
+        """Start a sync on a thread; the form's `retry` = "yes" also tries releases held back.
+
+        Raises:
+            BusyError: another task runs.
+            InvalidInputError: the body is no form.
+        """
         options = SyncOptions(retry=fields(body).get("retry") == "yes")
 
         def work(output: Output) -> str:
@@ -473,12 +590,26 @@ class ReleasePages:
         return self._site.go(request, "/release")
 
     def rollback(self, request: Request, body: bytes) -> Response:
-        """Return to the previous release."""
+        """Return to the previous release, and hold the present one back.
+
+        Raises:
+            NotFoundError: there is no previous release.
+            PreconditionError: some items have no vector in the previous space.
+            BusyError: a sync is writing vectors.
+        """
         roll_back(self._device)
         return self._site.go(request, "/release")
 
-    def again(self, request: Request, body: bytes) -> Response:
-        """Embed one item again from its file, or a number of the least certain items."""
+    def re_embed(self, request: Request, body: bytes) -> Response:
+        """Start to re-embed one item from its file, or a number of the least certain items.
+
+        The form has either `label`, of an item, or `count`, from 1 to 10,000.
+
+        Raises:
+            NotFoundError: there is no such item.
+            InvalidInputError: `label` or `count` is no such number.
+            BusyError: another task runs.
+        """
         form = fields(body)
         if "label" in form:
             label = _number(form["label"], 2**63 - 1)
@@ -489,32 +620,32 @@ class ReleasePages:
 
             def one(output: Output) -> str:
                 count = re_embed_items(self._device, self._device.active(), items, output)
-                return "Embedded again from its file." if count else (
-                    "Not embedded: its file is gone or was changed, and the vault has no copy."
+                return "Re-embedded from its file." if count else (
+                    "Not re-embedded: its file is gone or was changed, and the vault has no copy."
                 )  # fmt: skip
 
-            self._desk.start("Embedding again", one)
+            self._desk.start("Re-embedding", one)
             return self._site.go(request, f"/item/{label}")
-        count = _number(form.get("count", ""), _MOST_AGAIN)
+        most = _number(form.get("count", ""), _MOST_ITEMS)
 
         def work(output: Output) -> str:
-            done = re_embed(self._device, self._device.active(), count, output)
-            return f"{done} of the least certain items were embedded again from their files."
+            count = re_embed(self._device, self._device.active(), most, output)
+            return f"{count} of the least certain items were re-embedded from their files."
 
-        self._desk.start("Embedding again", work)
+        self._desk.start("Re-embedding", work)
         return self._site.go(request, "/uncertain")
 
     async def progress(self, request: Request) -> Response:
-        """Send the task's progress as server-sent events, until it has ended."""
+        """Send the progress of the last task as server-sent events, until it has ended."""
         return EventSourceResponse(self._reports(request))
 
     async def _reports(self, request: Request) -> AsyncIterator[ServerSentEvent]:
-        sent = ""
+        last_text = ""
         while (task := self._desk.task) is not None and not ending(request):
             running = task.running
             text = self._site.text(request, "progress.html.j2", task=task)
-            if text != sent:
-                sent = text
+            if text != last_text:
+                last_text = text
                 yield ServerSentEvent(text, event="progress")
             if not running:
                 break
@@ -535,6 +666,8 @@ _LINKS = (("/", "Photos"), ("/uncertain", "Least certain"), ("/release", "Releas
 def serve_pages(device: Device, port: int) -> Iterator[str]:
     """Serve the pages of an open gallery to browsers on this machine, until the block ends.
 
+    Anybody who knows the address sees the gallery and can change it.
+
     Args:
         device: the gallery.
         port: the port on 127.0.0.1; 0: any free one.
@@ -548,12 +681,18 @@ def serve_pages(device: Device, port: int) -> Iterator[str]:
     token = new_token()
     with Listener("127.0.0.1", port) as listener:
         guard = pages(device, listener.hosts, token)
-        listener.serve(guard, guard.knows)
+        listener.serve(guard, guard.has_secret)
         yield f"{listener.address}/{token}/"
 
 
 def pages(device: Device, hosts: Iterable[str], token: str) -> Guard:
-    """Make the site of an open gallery, for callers that know the `token` in its address."""
+    """Make the guarded site of an open gallery.
+
+    Args:
+        device: the gallery.
+        hosts: HOST:PORT as browsers may write it.
+        token: the secret that the path of every request must begin with.
+    """
     site = Site(Path(__file__).parent / "templates", device.path.stem, _LINKS)
     view, desk = View(device), Desk()
     items = ItemPages(device, view, Thumbnails(device.path), site)
@@ -569,6 +708,6 @@ def pages(device: Device, hosts: Iterable[str], token: str) -> Guard:
     site.get("/release/preview", releases.preview)
     site.post("/sync", releases.sync)
     site.post("/rollback", releases.rollback)
-    site.post("/again", releases.again)
+    site.post("/again", releases.re_embed)
     site.stream("/progress", releases.progress)
     return Guard(site.app(), hosts, token)

@@ -12,7 +12,7 @@ from starlette.responses import RedirectResponse, Response
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.plugins.web.console.operations import Operations, Rollouts
 from nobackfill.plugins.web.console.playground import Embed, Playground
-from nobackfill.plugins.web.console.sessions import BelowSessions, ConsoleSessions
+from nobackfill.plugins.web.console.sessions import ConsoleSessions, SessionPaths
 from nobackfill.plugins.web.guard import Guard, new_token
 from nobackfill.plugins.web.listener import Listener
 from nobackfill.plugins.web.site import Site, fields
@@ -23,23 +23,27 @@ _LINKS = (("/", "Overview"), ("/playground", "Playground"), ("/rollback", "Rollb
 
 
 class Console:
-    """Serves the console until `close`, at `address`.
+    """The operators' console of a gateway: a server of pages that runs until `close`.
 
     Without tokens the address contains a new secret at each start. With tokens, people log in with
     their own.
+
+    Attributes:
+        address: the address of the pages.
     """
 
     def __init__(self, settings: Settings, socket: str, metrics: Metrics, embed: Embed) -> None:
-        """Start to serve.
+        """Start to serve the console on a thread.
 
         Args:
-            settings: the gateway's settings.
+            settings: the gateway's settings: the console's address, tokens and TLS.
             socket: the gateway's own socket, as gRPC names it.
             metrics: the gateway's metrics.
-            embed: embeds queries for the playground.
+            embed: embeds queries for the playground: (release, image or text) -> float32 [1, dim].
 
         Raises:
             ConfigurationError: the address cannot be used.
+            OSError, ValueError: the certificate cannot be read.
         """
         host, port = split_address(settings.console_address, "console_address")
         host = "127.0.0.1" if host == "localhost" else host
@@ -54,15 +58,15 @@ class Console:
             site = _site(sessions, metrics, embed)
             names = () if settings.tls_cert is None else _names(settings.tls_cert, listener.port)
             # Browsers fetch the pictures of hits from the operator's own hosts.
-            pages = BelowSessions(site.app()) if guarded else site.app()
+            pages = SessionPaths(site.app()) if guarded else site.app()
             app = Guard(pages, (*listener.hosts, *names), token, secure=tls is not None,
                         images="http: https:")  # fmt: skip
-            listener.serve(app, sessions.knows if guarded else app.knows)
+            listener.serve(app, sessions.has_session if guarded else app.has_secret)
             self.address = f"{listener.address}/{token}/" if token else f"{listener.address}/"
             self._closing = closing.pop_all()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving; open streams get 3 s to end. A second call does nothing."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -99,11 +103,11 @@ def _site(sessions: ConsoleSessions, metrics: Metrics, embed: Embed) -> Site:
     site.get("/release/{number}/estimate", operations.estimate)
     site.post("/release/{number}/activate", operations.activate)
     site.get("/gallery/{name}", operations.gallery)
-    site.get("/rollback", operations.before_rollback)
+    site.get("/rollback", operations.rollback_target)
     site.post("/rollback", operations.rollback)
     site.stream("/live", operations.live)
     site.get("/playground", playground.show)
-    site.post("/playground/search", playground.search, LARGEST_BYTES, before=sessions.check)
+    site.post("/playground/search", playground.search, LARGEST_BYTES, check=sessions.check)
     if sessions.guarded:
         site.get("/login", login)
         site.post("/login", enter)

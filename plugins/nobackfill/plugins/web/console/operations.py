@@ -38,14 +38,21 @@ from nobackfill.wire.gateway import ROLLOUTS
 from nobackfill.wire.values import from_value
 
 QUERIES, GALLERIES = ("old", "new"), ("old", "served", "new")
-TITLES = {"old": "stored by the old model", "served": "after the upgrade", "new": "embedded again"}
+TITLES = {"old": "stored by the old model", "served": "after the upgrade", "new": "re-embedded"}
 BOUNDS = {("old", "old"): "lower bound", ("new", "new"): "upper bound"}
 MARKS = BOUNDS | {("new", "old"): "naive swap", ("new", "served"): "what you get"}
 
 
 @dataclass(frozen=True)
 class MatrixCellView:
-    """A cell in percent, with its shade: 0 to 1, relative to the best cell."""
+    """A cell of a compatibility matrix for a page.
+
+    Attributes:
+        map: mean average precision in percent.
+        cmc1: share of queries whose first hit is right, in percent.
+        cmc5: share of queries with a right hit among the first five, in percent.
+        shade: `map` relative to the best cell, 0 to 1.
+    """
 
     map: float
     cmc1: float
@@ -56,8 +63,15 @@ class MatrixCellView:
 def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellView]:
     """Return the published compatibility matrix of a release against an older one.
 
-    Cells that were not measured are missing. The cell of upgraded vectors uses the shortest route
-    that was measured."""
+    Args:
+        manifest: the release.
+        old: the number of the older release.
+
+    Returns:
+        Cells by (query model, gallery vectors): "old" or "new", and "old", "served" (migrated) or
+        "new". Cells that were not measured are missing. The cell of migrated vectors belongs to the
+        shortest route that was measured.
+    """
     new = manifest.release
     routes = sorted(
         (route.releases for route in manifest.routes if route.releases[0] == old), key=len
@@ -76,7 +90,18 @@ def matrix(manifest: Manifest, old: int) -> Mapping[tuple[str, str], MatrixCellV
 
 @dataclass(frozen=True)
 class CanaryView:
-    """A canary for a page. `rows`: label, old pair, new pair. `against`: bounds with evidence."""
+    """A canary for a page.
+
+    Attributes:
+        release: the new release.
+        state: the state in lower case, such as "running".
+        canary: its settings.
+        message: why it stopped; empty otherwise.
+        rows: for each figure its name, and its texts for the old and the new pair.
+        alike: figures of both pairs together: names and texts.
+        against: bounds with the evidence that each is exceeded, by name.
+        stops_at: the evidence at which the canary stops.
+    """
 
     release: int
     state: str
@@ -88,12 +113,15 @@ class CanaryView:
     stops_at: float
 
 
-def look(gateway: Gateway) -> CanaryView | None:
-    """Return the last canary since the gateway started; None without one, or if the gateway cannot
-    take another watcher, so that the rest of the page is shown.
+def canary_view(gateway: Gateway) -> CanaryView | None:
+    """Read the last canary since the gateway started, for a page.
+
+    Returns:
+        None if there was no canary, or if the gateway accepts no further watcher now.
 
     Raises:
         NotPermittedError: the role may not watch canaries.
+        UnavailableError: the gateway does not answer.
     """
     try:
         report = next(gateway.watch_canary())
@@ -103,7 +131,7 @@ def look(gateway: Gateway) -> CanaryView | None:
 
 
 def view_of(report: pb.WatchCanaryResponse) -> CanaryView:
-    """Convert a report to the texts of a page."""
+    """Convert a report of a canary to the texts of a page."""
     old, new = report.old_pair, report.new_pair
     return CanaryView(
         release=report.release,
@@ -146,35 +174,60 @@ _FIGURES: Sequence[tuple[str, Callable[[pb.CanaryPair], str]]] = (
 
 @dataclass
 class RolloutView:
-    """The state of an activation, from its last report."""
+    """The state of an activation for a page, from its last report.
+
+    Attributes:
+        release: the release.
+        rollout: cutover, dual, direct, or unspecified (as the release declares).
+        phase: the phase in lower case.
+        count: items migrated so far.
+        total: items to migrate; 0 if it is not known.
+        message: the gateway's last message.
+        ended: whether no more reports will come.
+        failed: whether it failed.
+        migration_start: when the first item was migrated, in seconds of the monotonic clock; None
+            before.
+    """
 
     release: int
     rollout: str
     phase: str = "begins"
-    done: int = 0
+    count: int = 0
     total: int = 0
     message: str = ""
     ended: bool = False
     failed: bool = False
-    # When the first item was carried over, on the monotonic clock.
-    carrying_since: float | None = None
+    migration_start: float | None = None
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds that carrying may still take at its present rate; None if unknown."""
-        if self.carrying_since is None or not 0 < self.done < self.total:
+        """Return the seconds that migrating may still take at its rate so far.
+
+        None before the first item, after the last one, and while the total is not known.
+        """
+        if self.migration_start is None or not 0 < self.count < self.total:
             return None
-        return (time.monotonic() - self.carrying_since) / self.done * (self.total - self.done)
+        return (time.monotonic() - self.migration_start) / self.count * (self.total - self.count)
 
 
 class Rollouts:
-    """Activations begun at the console; they continue in the gateway when nobody watches."""
+    """The activations that were started at the console.
+
+    They continue in the gateway if the page is closed. Only the last one is remembered.
+    """
 
     def __init__(self) -> None:
         self._run: RolloutView | None = None
 
     def current(self, load: Load) -> RolloutView | None:
-        """Return the last activation, unless a later change outside the console replaced it."""
+        """Return the last activation, unless a later change outside the console replaced it.
+
+        Args:
+            load: the present load, which names the active release.
+
+        Returns:
+            None without one, or if another release is active or another upgrade runs since.
+        """
         run = self._run
         if run is None or not run.ended:
             return run
@@ -183,16 +236,20 @@ class Rollouts:
         return None if other_upgrade or undone else run
 
     def begin(self, caller: Callable[[], ConsoleCaller], release: int, rollout: str) -> None:
-        """Activate a release.
+        """Start the activation of a release, and follow it on a thread.
+
+        Returns after the gateway's first report.
 
         Args:
-            caller: opens a connection to the gateway with the operator's rights.
+            caller: opens a client of the gateway with the operator's rights.
             release: the release's number.
-            rollout: cutover, dual or direct.
+            rollout: cutover, dual, direct, or unspecified (as the release declares).
 
         Raises:
-            BusyError: another activation runs.
-            NotPermittedError: the role may not activate. Other errors of the call pass through.
+            BusyError: another activation runs, or the gateway sent no report.
+            NotPermittedError: the role may not activate.
+            NotFoundError: there is no such release.
+            NobackfillError: any other refusal of the gateway.
         """
         with ExitStack() as closing:
             gateway = closing.enter_context(caller())
@@ -223,12 +280,12 @@ class Rollouts:
 def _take(run: RolloutView, report: pb.ActivateReleaseResponse) -> None:
     run.phase = pb.Phase.Name(report.phase).removeprefix("PHASE_").lower()
     if report.total:
-        # Only reports of the carrying phase contain counts.
-        run.done, run.total = report.done, report.total
+        # Only reports of the upgrading phase contain counts.
+        run.count, run.total = report.done, report.total
     run.message = report.message
     run.failed = report.phase == pb.PHASE_FAILED
-    if report.phase == pb.PHASE_UPGRADING and run.carrying_since is None:
-        run.carrying_since = time.monotonic()
+    if report.phase == pb.PHASE_UPGRADING and run.migration_start is None:
+        run.migration_start = time.monotonic()
 
 
 _REPORT_SECONDS = 1.0
@@ -237,7 +294,11 @@ _SOON = timedelta(days=14)
 
 
 class Operations:
-    """All pages of the console except the playground."""
+    """All pages of the console except the playground.
+
+    Every page raises UnauthenticatedError without a session, NotPermittedError if the role may not
+    make its calls, and UnavailableError if the gateway does not answer.
+    """
 
     def __init__(
         self, sessions: ConsoleSessions, rollouts: Rollouts, metrics: Metrics, site: Site
@@ -249,7 +310,10 @@ class Operations:
         self._site = site
 
     def overview(self, request: Request) -> Response:
-        """Show releases, galleries, the load, and what expires soon."""
+        """Show releases, galleries, the load, and certificates, tokens and metadata that expire.
+
+        If the role may not list galleries, the page says so in their place.
+        """
         with self._sessions.calling(request) as gateway:
             releases = gateway.list_releases()
             galleries, why = None, ""
@@ -267,7 +331,11 @@ class Operations:
         )  # fmt: skip
 
     def release(self, request: Request) -> Response:
-        """Show one release, its evidence, and the way to its estimate."""
+        """Show one release, its compatibility matrix, and a link to the estimate of its activation.
+
+        Raises:
+            NotFoundError: there is no such release.
+        """
         number = _number(request)
         with self._sessions.calling(request) as gateway:
             release = gateway.get_release(number)
@@ -280,7 +348,13 @@ class Operations:
         )  # fmt: skip
 
     def estimate(self, request: Request) -> Response:
-        """Measure what activating a release would take, per gallery; then show the form."""
+        """Show the estimated cost of activating a release, for each gallery, and the form.
+
+        The gateway measures the release's models for it. A gallery's error is shown in its row.
+
+        Raises:
+            NotFoundError: the address contains no release number.
+        """
         number = _number(request)
         rows: list[tuple[str, Any, str]] = []
         with self._sessions.calling(request) as gateway:
@@ -294,21 +368,36 @@ class Operations:
         )
 
     def activate(self, request: Request, body: bytes) -> Response:
-        """Begin an activation."""
+        """Start an activation, and redirect to the overview.
+
+        Raises:
+            InvalidInputError: the form's `rollout` is not known.
+            NotFoundError: there is no such release.
+            BusyError: another activation runs.
+        """
         rollout = fields(body).get("rollout", "")
         if rollout not in ROLLOUTS:
             raise InvalidInputError(f"rollout: expected one of {', '.join(ROLLOUTS)}")
         self._rollouts.begin(self._sessions.caller(request), _number(request), rollout)
         return self._site.go(request, "/")
 
-    def before_rollback(self, request: Request) -> Response:
-        """Show the target of a rollback, and the items that it would lose."""
+    def rollback_target(self, request: Request) -> Response:
+        """Show the release that a rollback returns to, and the items without a vector there.
+
+        Raises:
+            NotFoundError: there is no release to return to.
+        """
         with self._sessions.calling(request) as gateway:
-            found = gateway.rollback()
-        return self._site.show(request, "rollback.html.j2", found=found)
+            target = gateway.rollback()
+        return self._site.show(request, "rollback.html.j2", target=target)
 
     def rollback(self, request: Request, body: bytes) -> Response:
-        """Return to the release that the page showed, and to no other."""
+        """Roll the gateway back to the release that the page showed.
+
+        Raises:
+            InvalidInputError: the form's `to` is no release number.
+            PreconditionError: a rollback would return to another release now.
+        """
         to = fields(body).get("to", "")
         if not _is_number(to):
             raise InvalidInputError("expected the release that the page named; load it again")
@@ -317,7 +406,13 @@ class Operations:
         return self._site.go(request, "/")
 
     def gallery(self, request: Request) -> Response:
-        """Show one gallery, its upgrade, and its quality by the values of a metadata key."""
+        """Show one gallery, its upgrade, and its quality by the values of a metadata key.
+
+        The key is `by` in the address; if it is missing, no quality is measured.
+
+        Raises:
+            NotFoundError: there is no such gallery.
+        """
         name, by = request.path_params["name"], request.query_params.get("by", "")
         progress, why = None, ""
         with self._sessions.calling(request) as gateway:
@@ -331,14 +426,17 @@ class Operations:
                 reports.close()  # type: ignore[attr-defined]
         return self._site.show(
             request, "gallery.html.j2", gallery=gallery, by=by, progress=progress, why=why,
-            space_state=_space_state, moment=_moment, said=lambda value: from_value(value, by),
+            space_state=_space_state, moment=_moment, text_of=lambda value: from_value(value, by),
             index=_index,
         )  # fmt: skip
 
     async def live(self, request: Request) -> Response:
-        """Send the load, the activation and the canary as server-sent events, until the page is
-        closed."""
-        first = await run_in_threadpool(self._now, request)
+        """Send the load, the activation and the canary as server-sent events, once a second.
+
+        Ends when the page is closed, the server stops, or a call fails. A token's eleventh live
+        page gets no event.
+        """
+        first = await run_in_threadpool(self._live_text, request)
         return EventSourceResponse(self._reports(request, first))
 
     async def _reports(self, request: Request, text: str) -> AsyncIterator[ServerSentEvent]:
@@ -347,42 +445,44 @@ class Operations:
                 yield ServerSentEvent(text, event="live")
                 await asyncio.sleep(_REPORT_SECONDS)
                 try:
-                    text = await run_in_threadpool(self._now, request)
+                    text = await run_in_threadpool(self._live_text, request)
                 except NobackfillError:
                     # The browser connects again, and then a page explains, for example that the
                     # token was revoked.
                     return
 
-    def _now(self, request: Request) -> str:
+    def _live_text(self, request: Request) -> str:
         with self._sessions.calling(request) as gateway:
             live = self._live(gateway)
         return self._site.text(request, "live.html.j2", **live)
 
     def _live(self, gateway: ConsoleCaller) -> dict[str, Any]:
-        """Return what changes every second: the load, and, if the role may watch canaries, the
-        canary and the activation, whose messages name galleries."""
-        load = self._load.now()
+        """Return the figures that change every second: load, activation and canary.
+
+        The last two are None if the role may not watch canaries: their messages name galleries.
+        """
+        load = self._load.measure()
         try:
-            canary = look(gateway)
+            canary = canary_view(gateway)
         except NotPermittedError:
             return {"load": load, "run": None, "canary": None}
         return {"load": load, "run": self._rollouts.current(load), "canary": canary}
 
     def _expiries(self) -> list[tuple[str, str, bool]]:
-        """Return what expires, when, and whether that is soon; ordered by time."""
+        """Return names with their ends, ordered by time, and whether each is within 14 days."""
         expiries = self._metrics.expiries
         ends = {f"metadata {role}": end for role, end in expiries.metadata().items()}
         ends |= {f"certificate {name}": end for name, end in expiries.certificates().items()}
         token = expiries.tokens()
         if token is not None:
             ends["the first of the tokens"] = token
-        now = datetime.now(UTC)
+        soon = datetime.now(UTC) + _SOON
         order = sorted(ends.items(), key=lambda pair: pair[1])
-        return [(name, f"{end:%d %B %Y}", end - now < _SOON) for name, end in order]
+        return [(name, f"{end:%d %B %Y}", end < soon) for name, end in order]
 
 
 def _number(request: Request) -> int:
-    """Return the release number in an address. Raises NotFoundError."""
+    """Return the release number in an address; raise NotFoundError for another text."""
     text: str = request.path_params["number"]
     if not _is_number(text):
         raise NotFoundError(f"there is no release {text[:20]!r}")
@@ -406,9 +506,9 @@ def _index(space: gallery_pb2.SpaceInfo) -> str:
     index = space.index
     if not space.HasField("index"):
         return "not in memory"
-    ways = ((index.in_graph, "in a graph"), (index.compared, "compared one by one"),
+    parts = ((index.in_graph, "in a graph"), (index.compared, "compared one by one"),
             (index.delta, "in the delta"))  # fmt: skip
-    text = ", ".join(f"{count} {way}" for count, way in ways if count) or "empty"
+    text = ", ".join(f"{count} {part}" for count, part in parts if count) or "empty"
     return f"{text}; a graph is being made" if index.due else text
 
 

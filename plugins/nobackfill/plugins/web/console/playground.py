@@ -25,7 +25,13 @@ Embed = Callable[[int, bytes | str], Vectors]
 
 @dataclass(frozen=True)
 class ResultColumn:
-    """The answer of one pair, or the reason why there is none."""
+    """The answer of one pair of query model and gallery vectors.
+
+    Attributes:
+        title: the heading of the column.
+        hits: nearest first.
+        why: the reason why there is no answer; empty if there is one.
+    """
 
     title: str
     hits: Sequence[Hit] = ()
@@ -33,8 +39,10 @@ class ResultColumn:
 
 
 class Playground:
-    """Searches as an app would make them. The gateway stores neither pictures nor texts, and never
-    fetches a hit's picture."""
+    """The pages of the playground, which search as an app would.
+
+    The gateway stores neither pictures nor texts, and never fetches a hit's picture.
+    """
 
     def __init__(self, sessions: ConsoleSessions, embed: Embed, site: Site) -> None:
         self._sessions = sessions
@@ -42,7 +50,13 @@ class Playground:
         self._site = site
 
     def show(self, request: Request) -> Response:
-        """Show the form: a gallery, a picture or, if the release embeds texts, a text."""
+        """Show the form: a gallery, and a picture or a text, as the active release embeds them.
+
+        Raises:
+            UnauthenticatedError: the request belongs to no session.
+            NotPermittedError: the role may not list galleries or releases.
+            UnavailableError: the gateway does not answer.
+        """
         with self._sessions.calling(request) as gateway:
             galleries = [gallery.name for gallery in gateway.list_galleries()]
             active = [one for one in gateway.list_releases() if one.state == _ACTIVE]
@@ -53,7 +67,19 @@ class Playground:
         )  # fmt: skip
 
     def search(self, request: Request, body: bytes) -> Response:
-        """Show the columns for a picture, or for a text if the content type is text/plain."""
+        """Show the hits of a query by each pair of query model and gallery vectors.
+
+        Args:
+            request: its address has `gallery`, and may have `template`, the address of a hit's
+                picture.
+            body: a text if the content type is text/plain, else an encoded image.
+
+        Raises:
+            InvalidInputError: there is no `gallery`, or the body is no image or text in UTF-8.
+            NotFoundError: there is no such gallery.
+            UnauthenticatedError, NotPermittedError: the role may not search.
+            NobackfillError: any other error of the gateway for the first search.
+        """
         query = _query(request, body)
         parameters = request.query_params
         name, template = (
@@ -112,7 +138,11 @@ class Playground:
 
 
 def _query(request: Request, body: bytes) -> bytes | str:
-    """Return the body as an image, or as text. Raises InvalidInputError for bad UTF-8."""
+    """Return the body as an image, or as a text.
+
+    Raises:
+        InvalidInputError: a text is not UTF-8.
+    """
     if not request.headers.get("content-type", "").startswith("text/plain"):
         return body
     try:
@@ -132,7 +162,8 @@ def _never_meet(release: release_pb2.Release, old: int) -> str:
 def _url(hit: Hit, template: str) -> str:
     """Return the address of a hit's picture; empty if it is not an http(s) address.
 
-    The address is the metadata `image_url`, else the template with {id} or {KEY} replaced."""
+    The address is the metadata `image_url`, else the template with {id} or {KEY} replaced.
+    """
     url = str(hit.metadata.get("image_url", ""))
     if not url and template:
         url = template.replace("{id}", quote(hit.id, safe=""))

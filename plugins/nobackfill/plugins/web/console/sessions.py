@@ -30,13 +30,19 @@ _CALL_SECONDS = 60.0
 
 
 class ConsoleCaller(Gateway):
-    """Calls the gateway with the token of the person who looks at a page.
+    """A client of the gateway that calls with the token of the person who looks at a page.
 
     The console therefore decides nothing about rights. It uses the gateway's socket file, which no
-    other user of this machine can open."""
+    other user of this machine can open. Each call has a deadline of 60 s.
+    """
 
     def __init__(self, socket: str, token: str | None) -> None:
-        """Connect to `socket` (unix:PATH); `token` None: the gateway has no tokens."""
+        """Make a channel to the gateway; nothing is sent yet.
+
+        Args:
+            socket: the gateway's socket, unix:PATH.
+            token: the token of the calls; None: the gateway has no tokens.
+        """
         # Connection's own constructor would read tokens and authorities from the environment, which
         # is the gateway's here.
         self.address = "the gateway"
@@ -95,15 +101,22 @@ class _ConsoleSession:
 
 
 class ConsoleSessions:
-    """Sessions by path, each with its token. A revoked token is refused at its next call."""
+    """The sessions of people who logged in, by path, each with its token; threads may share it.
+
+    A session ends after 12 hours, with the process, or when 20 newer ones of its token exist. A
+    revoked token is refused at its next call.
+
+    Attributes:
+        guarded: whether the gateway has tokens. Without tokens every request passes.
+    """
 
     def __init__(self, socket: str, *, guarded: bool, secure: bool) -> None:
-        """Start without sessions.
+        """Make an empty set of sessions.
 
         Args:
             socket: the gateway's socket, unix:PATH.
             guarded: the gateway has tokens.
-            secure: the pages are served with TLS.
+            secure: the pages are served with TLS, so browsers send the cookie only by TLS.
         """
         self._socket = socket
         self.guarded = guarded
@@ -113,10 +126,18 @@ class ConsoleSessions:
         self._live: Counter[str | None] = Counter()
 
     def begin(self, token: str, answer: Callable[[str], Response]) -> Response:
-        """Start a session; `answer` makes the response from the session's path.
+        """Start a session for a token that the gateway accepts.
+
+        Args:
+            token: the token that somebody entered.
+            answer: makes the response from the path of the new session.
+
+        Returns:
+            The response, with the session's cookie.
 
         Raises:
-            UnauthenticatedError: the gateway does not know the token.
+            UnauthenticatedError: the token is malformed, or the gateway does not know it.
+            UnavailableError: the gateway does not answer.
         """
         if not (token.isascii() and token.isprintable() and 0 < len(token) <= 4096):
             raise UnauthenticatedError("expected a token that the gateway's operator issued")
@@ -124,13 +145,13 @@ class ConsoleSessions:
             # A call that every role may make.
             caller.list_releases()
         path, cookie = f"/{secrets.token_urlsafe(_BYTES)}", secrets.token_urlsafe(_BYTES)
-        now = time.monotonic()
+        start = time.monotonic()
         with self._lock:
-            self._by_path = {at: one for at, one in self._by_path.items() if one.end > now}
+            self._by_path = {at: one for at, one in self._by_path.items() if one.end > start}
             own = [at for at, one in self._by_path.items() if one.token == token]
             for at in (*own[: 1 - _MOST_OF_ONE], *list(self._by_path)[: 1 - _MOST]):
                 self._by_path.pop(at, None)
-            self._by_path[path] = _ConsoleSession(cookie, token, now + _SECONDS)
+            self._by_path[path] = _ConsoleSession(cookie, token, start + _SECONDS)
         response = answer(path)
         response.set_cookie(
             COOKIE, cookie, max_age=int(_SECONDS), path=f"{path}/", httponly=True,
@@ -139,15 +160,22 @@ class ConsoleSessions:
         return response
 
     def end(self, request: Request, response: Response) -> None:
-        """End a session and delete its cookie."""
+        """End the session of a request, and delete its cookie by the response.
+
+        Raises:
+            UnauthenticatedError: the request belongs to no session.
+        """
         self.check(request)
         path = request.scope["root_path"]
         with self._lock:
             self._by_path.pop(path, None)
         response.delete_cookie(COOKIE, path=f"{path}/")
 
-    def knows(self, scope: Scope) -> bool:
-        """Return whether a request belongs to a session, before the app sees it."""
+    def has_session(self, scope: Scope) -> bool:
+        """Return whether a request belongs to a session, before the application sees it.
+
+        False if the gateway has no tokens.
+        """
         path = f"/{scope['path'].removeprefix('/').split('/', 1)[0]}"
         try:
             self._token(Request({**scope, "root_path": path}))
@@ -156,24 +184,40 @@ class ConsoleSessions:
         return self.guarded
 
     def check(self, request: Request) -> None:
-        """Raise UnauthenticatedError unless the request belongs to a session."""
+        """Check that a request belongs to a session; without tokens every request passes.
+
+        Raises:
+            UnauthenticatedError: it belongs to none.
+        """
         self._token(request)
 
     @contextmanager
     def calling(self, request: Request) -> Iterator[ConsoleCaller]:
-        """Open the gateway's calls with the session's token. Raises UnauthenticatedError without a
-        session."""
+        """Open a client of the gateway with the session's token, for the block.
+
+        Raises:
+            UnauthenticatedError: the request belongs to no session.
+        """
         with ConsoleCaller(self._socket, self._token(request)) as caller:
             yield caller
 
     def caller(self, request: Request) -> Callable[[], ConsoleCaller]:
-        """Return a function that opens such calls after the response was sent."""
+        """Return a function that opens a client with the session's token, for later use.
+
+        The request need not exist any more when it is called. Its caller closes the client.
+
+        Raises:
+            UnauthenticatedError: the request belongs to no session.
+        """
         token = self._token(request)
         return lambda: ConsoleCaller(self._socket, token)
 
     @contextmanager
     def watching(self, request: Request) -> Iterator[bool]:
-        """Reserve a live page; yields whether the token may have one more.
+        """Count a live page of the session's token, for the block.
+
+        Yields:
+            Whether the token has at most ten live pages, this one included.
 
         Raises:
             UnauthenticatedError: the request belongs to no session.
@@ -205,8 +249,12 @@ class ConsoleSessions:
         return session.token
 
 
-class BelowSessions:
-    """Serves the app at the root, for the login, and below each session's path."""
+class SessionPaths:
+    """Serve an application at the root, for the login, and below the path of each session.
+
+    Any first part of a path that looks like a session's becomes the `root_path` of the request.
+    Whether that session exists is checked later.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -230,20 +278,27 @@ _CALLERS = ("INVALID_ARGUMENT", "NOT_FOUND", "UNAUTHENTICATED", "PERMISSION_DENI
 
 @dataclass(frozen=True)
 class Load:
-    """The load of the last seconds: searches per second, failures, latency in ms (None: none)."""
+    """The load of a gateway during the last seconds.
+
+    Attributes:
+        rate: searches per second.
+        failed: searches that failed by a fault of the server.
+        p50_ms: median latency of searches in ms; None without any.
+        p99_ms: 99th percentile of the latency in ms; None without any.
+        ratio: share of the running upgrade that is complete, 0 to 1.
+        release: the active release; 0 without one.
+    """
 
     rate: float
     failed: int
     p50_ms: float | None
     p99_ms: float | None
-    # Share of the running upgrade that is done, 0 to 1.
     ratio: float
-    # The active release; 0 without one.
     release: int
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Sample:
     at: float
     # Cumulative counts of searches, by the upper bound of their duration in seconds.
     buckets: Mapping[float, float]
@@ -253,52 +308,61 @@ class _Look:
 
 
 class LoadMeter:
-    """Computes the load from the metrics that Prometheus also reads, over the last seconds."""
+    """Computes the load of the last ten seconds from the gateway's metrics; threads may share it.
+
+    Args:
+        registry: the metrics that Prometheus also reads.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._lock = threading.Lock()
-        self._looks: deque[_Look] = deque()
+        self._samples: deque[_Sample] = deque()
 
-    def now(self) -> Load:
-        """Return the load between the oldest sample of the window and now."""
-        look = self._look()
+    def measure(self) -> Load:
+        """Take a sample, and return the load since the oldest sample of the last ten seconds.
+
+        The rate is 0 at the first call, and after a pause without calls.
+        """
+        sample = self._sample()
         with self._lock:
             # After a pause without samples, the window starts again.
-            while self._looks and look.at - self._looks[0].at > _WINDOW_SECONDS + _LATE_SECONDS:
-                self._looks.popleft()
-            self._looks.append(look)
-            first = self._looks[0]
-        counts = {end: look.buckets[end] - first.buckets.get(end, 0.0) for end in look.buckets}
+            while (
+                self._samples and sample.at - self._samples[0].at > _WINDOW_SECONDS + _LATE_SECONDS
+            ):
+                self._samples.popleft()
+            self._samples.append(sample)
+            first = self._samples[0]
+        counts = {end: sample.buckets[end] - first.buckets.get(end, 0.0) for end in sample.buckets}
         total = max(counts.values(), default=0.0)
-        seconds = max(look.at - first.at, 1e-9)
+        seconds = max(sample.at - first.at, 1e-9)
         return Load(
-            rate=total / seconds if look.at > first.at else 0.0,
-            failed=round(look.failed - first.failed),
+            rate=total / seconds if sample.at > first.at else 0.0,
+            failed=round(sample.failed - first.failed),
             p50_ms=_quantile(sorted(counts.items()), 0.5),
             p99_ms=_quantile(sorted(counts.items()), 0.99),
-            ratio=look.ratio,
-            release=look.release,
+            ratio=sample.ratio,
+            release=sample.release,
         )
 
-    def _look(self) -> _Look:
+    def _sample(self) -> _Sample:
         buckets: dict[float, float] = {}
         failed = ratio = release = 0.0
         for family in self._registry.collect():
-            for sample in family.samples:
-                if sample.name == "nobackfill_upgrade_ratio":
-                    ratio = sample.value
-                elif sample.name == "nobackfill_active_release":
-                    release = sample.value
-                elif sample.labels.get("grpc_method") not in _SEARCHES:
+            for one in family.samples:
+                if one.name == "nobackfill_upgrade_ratio":
+                    ratio = one.value
+                elif one.name == "nobackfill_active_release":
+                    release = one.value
+                elif one.labels.get("grpc_method") not in _SEARCHES:
                     continue
-                elif sample.name == "grpc_server_handling_seconds_bucket":
-                    end = float(sample.labels["le"])
-                    buckets[end] = buckets.get(end, 0.0) + sample.value
-                elif sample.name == "grpc_server_handled_total":
-                    ours = sample.labels["grpc_code"] not in ("OK", *_CALLERS)
-                    failed += sample.value if ours else 0.0
-        return _Look(time.monotonic(), buckets, failed, ratio, int(release))
+                elif one.name == "grpc_server_handling_seconds_bucket":
+                    end = float(one.labels["le"])
+                    buckets[end] = buckets.get(end, 0.0) + one.value
+                elif one.name == "grpc_server_handled_total":
+                    ours = one.labels["grpc_code"] not in ("OK", *_CALLERS)
+                    failed += one.value if ours else 0.0
+        return _Sample(time.monotonic(), buckets, failed, ratio, int(release))
 
 
 def _quantile(counts: Sequence[tuple[float, float]], share: float) -> float | None:
@@ -306,12 +370,12 @@ def _quantile(counts: Sequence[tuple[float, float]], share: float) -> float | No
     total = counts[-1][1] if counts else 0.0
     if total <= 0:
         return None
-    below, start = 0.0, 0.0
+    lower_count, start = 0.0, 0.0
     for end, count in counts:
         if count >= share * total:
             if end == float("inf"):
                 return 1000 * start
-            inside = (share * total - below) / max(count - below, 1e-9)
+            inside = (share * total - lower_count) / max(count - lower_count, 1e-9)
             return 1000 * (start + (end - start) * inside)
-        below, start = count, end
+        lower_count, start = count, end
     return None
