@@ -57,7 +57,7 @@ ALLOWED = {
     "adopt": (3, 27),
     "server": (38, 16),
     "client": (0, 0),
-    "plugins": (26, 0),
+    "plugins": (0, 0),
     "training": (25, 2),
     "research": (38, 1),
     "protos": (0, 0),

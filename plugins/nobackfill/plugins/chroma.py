@@ -42,10 +42,17 @@ _STATUSES = STATUSES | {409: AlreadyExistsError}
 
 
 class ChromaServer:
-    """The HTTP API of a Chroma server, in one tenant and database.
+    """A client of the HTTP API of a Chroma server, in one tenant and database.
 
-    The constructor takes https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless
-    they are the defaults. It raises ConfigurationError or InvalidInputError for another form.
+    It sends the token of NOBACKFILL_CHROMA_TOKEN, if that is set. Nothing is sent before the first
+    request.
+
+    Args:
+        place: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
+            the defaults.
+
+    Raises:
+        ConfigurationError, InvalidInputError: `place` has another form.
     """
 
     def __init__(self, place: str) -> None:
@@ -72,24 +79,49 @@ class ChromaServer:
         """Do nothing: requests of other threads continue in the parent."""
 
     def after_fork(self, child: bool) -> None:
+        """Open new connections in a child process, because connections must not be shared."""
         if child:
             self._http = _pool()
 
     def collection(self, name: str) -> dict[str, Any]:
-        """Return the server's description of a collection. Raises NotFoundError."""
+        """Return the server's description of a collection: name, id, dimension, metadata and more.
+
+        Args:
+            name: the collection's name.
+
+        Raises:
+            NotFoundError: there is no such collection; the error lists up to four others.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: as `send`.
+        """
         try:
-            found: dict[str, Any] = self.send("GET", f"/{_part(name)}", name)
+            description: dict[str, Any] = self.send("GET", f"/{_part(name)}", name)
         except NotFoundError as error:
-            there = [one["name"] for one in self.send("GET", "?limit=4", name)]
+            names = [one["name"] for one in self.send("GET", "?limit=4", name)]
             raise NotFoundError(
-                f"{name}: no such collection; there are {', '.join(there) or 'none'}"
+                f"{name}: no such collection; there are {', '.join(names) or 'none'}"
             ) from error
-        return found
+        return description
 
     def make(self, body: Mapping[str, Any], name: str) -> None:
+        """Create a collection.
+
+        Args:
+            body: the JSON body of the request.
+            name: the collection's name in error messages.
+
+        Raises:
+            AlreadyExistsError: the name is in use.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: as `send`.
+        """
         self.send("POST", "", name, body)
 
     def drop(self, name: str) -> None:
+        """Delete a collection with its items.
+
+        Raises:
+            NotFoundError: there is no such collection.
+            UnavailableError, NotPermittedError, BusyError, InvalidInputError: as `send`.
+        """
         self.send("DELETE", f"/{_part(name)}", name)
 
     def send(self, method: str, path: str, name: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -102,7 +134,8 @@ class ChromaServer:
             body: the JSON body; None: none.
 
         Raises:
-            UnavailableError: the server does not answer.
+            UnavailableError: the server does not answer within a minute, or answers with a status
+                that means so.
             NotFoundError, NotPermittedError, BusyError, AlreadyExistsError: by the HTTP status.
             InvalidInputError: any other refusal, or an answer that is not JSON.
         """
@@ -126,6 +159,7 @@ class ChromaServer:
             raise InvalidInputError(f"{name}: the answer is not JSON; is it Chroma?") from error
 
     def close(self) -> None:
+        """Close idle connections; a later request opens new ones."""
         self._http.clear()
 
 
@@ -146,10 +180,11 @@ _MARK = "nobackfill_"
 
 
 def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
-    """Open a collection as a source.
+    """Open a collection of a Chroma server as a source of vectors.
 
     Args:
-        place: the server, as ChromaServer takes it.
+        place: https://HOST:PORT (http:// on this machine), with /TENANT/DATABASE unless they are
+            the defaults.
         collection: the collection's name.
         vector: must be None, because a collection has one vector per item.
 
@@ -158,6 +193,7 @@ def open_collection(place: str, collection: str, vector: str | None) -> CopiedSo
         NotFoundError: there is no such collection.
         ConfigurationError: the address has another form.
         UnavailableError: the server does not answer.
+        NotPermittedError: the server refuses the token.
     """
     if vector is not None:
         raise InvalidInputError(
@@ -167,15 +203,28 @@ def open_collection(place: str, collection: str, vector: str | None) -> CopiedSo
 
 
 class ChromaStore:
-    """The collections of a Chroma server; implements Store."""
+    """The collections of a Chroma server.
+
+    Every method may raise UnavailableError, NotPermittedError, BusyError and InvalidInputError, by
+    the server's answer.
+
+    Args:
+        place: the server, as ChromaServer takes it.
+    """
 
     def __init__(self, place: str) -> None:
         self._server = ChromaServer(place)
 
     def open_collection(self, name: str) -> "ChromaCollection":
+        """Open a collection.
+
+        Raises:
+            NotFoundError: there is no such collection.
+        """
         return ChromaCollection(self._server, self._server.collection(name))
 
     def exists(self, name: str) -> bool:
+        """Return whether there is a collection of this name."""
         try:
             self._server.collection(name)
         except NotFoundError:
@@ -183,19 +232,36 @@ class ChromaStore:
         return True
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
+        """Create an empty collection for other vectors of the items of an existing one.
+
+        Args:
+            target: name of the new collection; its dimension comes with the first items.
+            like: the existing collection, whose metadata and index settings are copied.
+            facts: facts to record in the same step.
+
+        Raises:
+            AlreadyExistsError: the name is in use.
+            TypeError: `like` is no ChromaCollection.
+        """
         if not isinstance(like, ChromaCollection):
             raise TypeError(like)
         body = {
             "name": target.name,
-            "metadata": like.noted | {_MARK + name: value for name, value in facts.items()},
+            "metadata": like.metadata | {_MARK + name: value for name, value in facts.items()},
             "configuration": like.index,
         }
         self._server.make(body, target.name)
 
     def drop(self, name: str) -> None:
+        """Delete a collection with its items.
+
+        Raises:
+            NotFoundError: there is no such collection.
+        """
         self._server.drop(name)
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
+        """Return the steps by which the owner flips, as sentences and Python calls."""
         return [
             "stop all writers, or let every writer put to both collections, to the new one by the "
             "new model; then carry once more, because items of the last sweep are missing",
@@ -206,29 +272,40 @@ class ChromaStore:
         ]
 
     def close(self) -> None:
+        """Close idle connections; a later call opens new ones."""
         self._server.close()
 
 
 class ChromaCollection:
-    """A collection of Chroma; implements Collection. The API has no ranges of ids, so ids are
-    listed at the start of a sweep."""
+    """A collection of a Chroma server; its items have one vector each.
 
-    def __init__(self, server: ChromaServer, found: Mapping[str, Any]) -> None:
+    The API has no ranges of ids, so all ids are listed at the start of a sweep. Every method may
+    raise UnavailableError, NotPermittedError, BusyError, NotFoundError (the collection was
+    dropped) and InvalidInputError, by the server's answer.
+
+    Attributes:
+        name: the collection's name.
+        metadata: the owner's metadata, without what nobackfill or old clients wrote.
+        copy_facts: the facts that were recorded when it was created as a copy.
+        index: its index settings by kind.
+    """
+
+    def __init__(self, server: ChromaServer, description: Mapping[str, Any]) -> None:
         self._server = server
-        self.name = str(found["name"])
-        self._path = f"/{found['id']}"
-        self._dim: int | None = found.get("dimension")
-        noted = found.get("metadata") or {}
-        # The owner's metadata, without index settings of clients before 1.0, which "hnsw:" marks.
-        self.noted = {
-            name: value for name, value in noted.items() if not name.startswith((_MARK, "hnsw:"))
+        self.name = str(description["name"])
+        self._path = f"/{description['id']}"
+        self._dim: int | None = description.get("dimension")
+        metadata = description.get("metadata") or {}
+        # Clients before 1.0 wrote index settings into the metadata, with the prefix "hnsw:".
+        self.metadata = {
+            name: value for name, value in metadata.items() if not name.startswith((_MARK, "hnsw:"))
         }
         self.copy_facts = {
             name.removeprefix(_MARK): str(value)
-            for name, value in noted.items()
+            for name, value in metadata.items()
             if name.startswith(_MARK)
         }
-        configuration = found.get("configuration_json") or {}
+        configuration = description.get("configuration_json") or {}
         # Only the index settings: the embedding function belongs to the old model.
         self.index = {
             kind: {name: value for name, value in settings.items() if value is not None}
@@ -238,6 +315,13 @@ class ChromaCollection:
         self._ids: list[str] | None = None
 
     def facts(self) -> Facts:
+        """Return the collection's name, dimension, metric and model, and the names of other values.
+
+        The names are those of the first item; none if the collection is empty.
+
+        Raises:
+            InvalidInputError: searches use a metric that nobackfill does not support.
+        """
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
         columns = tuple(some[0].values) if some else ()
@@ -245,34 +329,52 @@ class ChromaCollection:
         return Facts(self.name, self._dim, metric, self.copy_facts.get("model"), columns)
 
     def count(self) -> int:
+        """Count the items."""
         return int(self._request("GET", "/count"))
 
     def windows(self, rows: int) -> Iterator[Window]:
-        ids = self._listed()
-        after = None
-        for last in ids[rows - 1 : -1 : rows]:
-            yield Window(after, last)
-            after = last
+        """Divide all ids into windows of `rows` items, and list the ids again.
+
+        The last window has no upper end, so that it includes later items.
+        """
+        ids = self._list_ids()
+        lower = None
+        for upper in ids[rows - 1 : -1 : rows]:
+            yield Window(lower, upper)
+            lower = upper
         # Open at the end, so that it includes items added after the listing.
-        yield Window(after)
+        yield Window(lower)
 
     def records(self, window: Window) -> list[Record]:
-        return self._found(self._within(window), ["embeddings", "documents", "metadatas", "uris"])
+        """Read the items of a window, ordered by id.
+
+        Raises:
+            InvalidInputError: an item has a metadata key called document or uri.
+        """
+        return self._read(self._ids_in(window), ["embeddings", "documents", "metadatas", "uris"])
 
     def digests(self, window: Window) -> dict[Any, str]:
-        ids = self._within(window)
-        found: dict[Any, str] = {}
+        """Read the digests of a copy's items by id; "" for an item that a writer put."""
+        ids = self._ids_in(window)
+        digests: dict[Any, str] = {}
         for first in range(0, len(ids), _PAGE):
             page = {"ids": ids[first : first + _PAGE], "include": ["metadatas"]}
             response = self._request("POST", "/get", page)
             for one, metadata in zip(response["ids"], response["metadatas"], strict=True):
-                found[one] = str((metadata or {}).get(OF, ""))
-        return found
+                digests[one] = str((metadata or {}).get(OF, ""))
+        return digests
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
-        return {one.key for one in self._found(list(keys), [])}
+        """Return those of the given ids that exist."""
+        return {one.key for one in self._read(list(keys), [])}
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
+        """Insert or replace items with new vectors, in requests of 500.
+
+        Args:
+            records: n items; their documents, URIs, metadata and digests are stored.
+            vectors: float32 [n, dim], in place of their own.
+        """
         for first in range(0, len(records), _PAGE):
             some = records[first : first + _PAGE]
             body = {
@@ -290,13 +392,24 @@ class ChromaCollection:
             self._note(str(one.key) for one in some)
 
     def remove(self, keys: Sequence[Any]) -> None:
+        """Delete items by id; unknown ids are ignored."""
         for first in range(0, len(keys), _PAGE):
             self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
-        return self._found(ids, ["embeddings", "documents", "metadatas", "uris"])
+        """Read items by id, ordered by id; unknown ids are left out."""
+        return self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
+        """Search the ids nearest to a vector, nearest first.
+
+        Args:
+            vector: float32 [dim].
+            count: the most ids to return.
+
+        Returns:
+            Ids; empty if the collection never had an item.
+        """
         if self._dim is None:
             return []
         body = {
@@ -306,33 +419,35 @@ class ChromaCollection:
         }
         return [str(one) for one in self._request("POST", "/query", body)["ids"][0]]
 
-    def _within(self, window: Window) -> list[str]:
+    def _ids_in(self, window: Window) -> list[str]:
         """Return the ids of a window; the first window lists all ids again."""
-        ids = self._listed() if window.lower is None or self._ids is None else self._ids
+        ids = self._list_ids() if window.lower is None or self._ids is None else self._ids
         first = 0 if window.lower is None else bisect_right(ids, str(window.lower))
         last = len(ids) if window.upper is None else bisect_right(ids, str(window.upper))
         return ids[first:last]
 
-    def _note(self, written: Iterable[str]) -> None:
-        """Insert written ids into the listing, which later windows use. Ids come in order, so they
-        go near its end."""
+    def _note(self, ids: Iterable[str]) -> None:
+        """Insert ids that were put into the listing, which later windows use.
+
+        Ids come in order, so they go near its end.
+        """
         if self._ids is None:
             return
-        for one in written:
+        for one in ids:
             at = bisect_left(self._ids, one)
             if self._ids[at : at + 1] != [one]:
                 self._ids.insert(at, one)
 
-    def _listed(self) -> list[str]:
+    def _list_ids(self) -> list[str]:
         """List all ids in order, in one request: pages would shift when others delete items."""
         self._ids = sorted(self._request("POST", "/get", {"include": []})["ids"])
         return self._ids
 
-    def _found(self, ids: Sequence[str], include: list[str]) -> list[Record]:
-        found = []
+    def _read(self, ids: Sequence[str], include: list[str]) -> list[Record]:
+        records = []
         for first in range(0, len(ids), _PAGE):
-            found += self._get({"ids": list(ids[first : first + _PAGE]), "include": include})
-        return sorted(found, key=lambda one: str(one.key))
+            records += self._get({"ids": list(ids[first : first + _PAGE]), "include": include})
+        return sorted(records, key=lambda one: str(one.key))
 
     def _get(self, body: Mapping[str, Any]) -> list[Record]:
         response = self._request("POST", "/get", body)
@@ -346,18 +461,18 @@ class ChromaCollection:
             response.get("uris") or none,
             strict=True,
         )
-        found = []
+        records = []
         for key, vector, document, metadata, uri in parts:
-            kept = {n: v for n, v in (metadata or {}).items() if n != OF}
-            if {"document", "uri"} & set(kept):
+            others = {n: v for n, v in (metadata or {}).items() if n != OF}
+            if {"document", "uri"} & set(others):
                 raise InvalidInputError(
                     f"{self.name}: item {key!r} has a metadata key called 'document' or 'uri', "
                     "which hides the item's own; rename that key"
                 )
-            rest = {"document": document, "uri": uri} | kept
-            values = np.asarray(() if vector is None else vector, np.float32)
-            found.append(Record(key, values, {n: v for n, v in rest.items() if v is not None}))
-        return found
+            values = {"document": document, "uri": uri} | others
+            array = np.asarray(() if vector is None else vector, np.float32)
+            records.append(Record(key, array, {n: v for n, v in values.items() if v is not None}))
+        return records
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return self._server.send(method, self._path + path, self.name, body)

@@ -63,14 +63,20 @@ class Clients:
 
     @property
     def own(self) -> QdrantClient:
-        """The client of this process. Raises as `open_client`."""
+        """Return the client of this process; open it at the first use.
+
+        Raises:
+            NotFoundError: the folder does not exist.
+            ConfigurationError: the address has another form.
+            BusyError: another process has opened the folder.
+        """
         process = os.getpid()
         if process not in self._by_process:
             self._by_process[process] = open_client(self._place)
         return self._by_process[process]
 
 
-def _forked() -> None:
+def _forget_clients() -> None:
     """Forget the parent's clients: closing them in a child would release the parent's lock."""
     for client in _FOLDERS.values():
         # A client that tests replace has no lock.
@@ -79,13 +85,15 @@ def _forked() -> None:
     _FOLDERS.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forget_clients)
 
 
 def open_client(place: str) -> QdrantClient:
-    """Open a client of a server or of a folder.
+    """Open a client of a Qdrant server or of a folder of its local mode.
 
-    Vectors are private, so a server on another machine must be addressed by https://.
+    Vectors are private, so a server on another machine must be addressed by https://. A server is
+    not called yet, and gets the key of NOBACKFILL_QDRANT_KEY if that is set. A folder is locked
+    while its client, the only one of this process, is in use.
 
     Args:
         place: https://HOST:PORT (http:// on this machine), or a folder.
@@ -94,6 +102,7 @@ def open_client(place: str) -> QdrantClient:
         NotFoundError: the folder does not exist.
         ConfigurationError: the address has another form.
         BusyError: another process has opened the folder.
+        InvalidInputError: the folder cannot be read.
     """
     if "://" not in place:
         if not (Path(place) / "meta.json").is_file():
@@ -107,17 +116,22 @@ def open_client(place: str) -> QdrantClient:
 
 def _folder(path: Path) -> QdrantClient:
     """Return the one client of a folder in this process; the folder is locked while it is used."""
-    found = _FOLDERS.get(path)
-    if found is None:
-        with refused(str(path)):
-            found = QdrantClient(path=str(path), force_disable_check_same_thread=True)
-        _FOLDERS[path] = found
-        weakref.finalize(found, found._client.close)
-    return found
+    client = _FOLDERS.get(path)
+    if client is None:
+        with translated_errors(str(path)):
+            client = QdrantClient(path=str(path), force_disable_check_same_thread=True)
+        _FOLDERS[path] = client
+        weakref.finalize(client, client._client.close)
+    return client
 
 
 def id_of(name: str) -> int | str | None:
-    """Convert a text to a point's id; None if no point can have this id."""
+    """Convert a text to a point's id.
+
+    Returns:
+        An integer for decimal digits without leading zeros, or a UUID in its usual lower-case form;
+        None if no point can have this id.
+    """
     if name.isascii() and name.isdecimal() and str(int(name)) == name:
         return int(name)
     try:
@@ -127,13 +141,27 @@ def id_of(name: str) -> int | str | None:
 
 
 def key_order(key: Any) -> tuple[bool, Any]:
-    """Return a sort key of ids: numbers come before UUIDs."""
+    """Return a key that sorts points' ids as Qdrant does: numbers come before UUIDs.
+
+    Args:
+        key: an id, an integer or a UUID.
+    """
     return (False, key) if isinstance(key, int) else (True, uuid.UUID(str(key)).int)
 
 
 @contextmanager
-def refused(name: str) -> Iterator[None]:
-    """Convert errors of Qdrant in the block to errors of nobackfill."""
+def translated_errors(name: str) -> Iterator[None]:
+    """Convert errors of Qdrant's client in the block to errors of nobackfill.
+
+    Args:
+        name: the collection or folder, for the messages.
+
+    Raises:
+        UnavailableError: the server does not answer.
+        NotFoundError, NotPermittedError, BusyError: by the HTTP status; BusyError also if another
+            process has opened the folder.
+        InvalidInputError: any other refusal.
+    """
     try:
         yield
     except UnexpectedResponse as error:
@@ -151,28 +179,41 @@ def refused(name: str) -> Iterator[None]:
 
 _PAGE = 500
 # Vectors that differ by less are equal: a collection may store half precision.
-_ALIKE = 2e-3
+_TOLERANCE = 2e-3
 _METRICS: Mapping[str, SearchMetric] = {
     "Cosine": "cosine", "Euclid": "squared_l2", "Dot": "inner_product", "Manhattan": "l1",
 }  # fmt: skip
 
 
 class QdrantSource:
-    """A collection whose dense vector can be migrated.
+    """A collection of Qdrant, one dense vector of which can be migrated.
 
-    The constructor takes a place as `open_client`, a collection's name, and the name of a vector.
-    None means the only dense vector that no map made. It raises NotFoundError for a missing
-    collection, and InvalidInputError for a missing, ambiguous or multi-vector one.
+    Every method may raise UnavailableError, NotPermittedError, BusyError, NotFoundError (the
+    collection was dropped) and InvalidInputError, by the server's answer.
+
+    Args:
+        place: https://HOST:PORT (http:// on this machine), or a folder of the local mode.
+        collection: the collection's name.
+        vector: the name of the vector; None: the only dense vector that no map computed.
+
+    Attributes:
+        vector: the name of the vector; empty for an unnamed one.
+
+    Raises:
+        NotFoundError: there is no such folder or collection.
+        InvalidInputError: the vector is missing or ambiguous, or a point may have several.
+        ConfigurationError: the address has another form.
+        UnavailableError: the server does not answer.
     """
 
     def __init__(self, place: str, collection: str, vector: str | None = None) -> None:
         self._name = collection
         self._clients = Clients(place)
-        with refused(collection):
+        with translated_errors(collection):
             if not self._client.collection_exists(collection):
-                there = few(one.name for one in self._client.get_collections().collections)
+                others = few(one.name for one in self._client.get_collections().collections)
                 raise NotFoundError(
-                    f"{collection}: no such collection; there are {there or 'none'}"
+                    f"{collection}: no such collection; there are {others or 'none'}"
                 )
         vectors, marks = self._config()
         self._model = marks.get(vector or "", {}).get("model")
@@ -197,81 +238,121 @@ class QdrantSource:
     def _config(self) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
         """Return the parameters of dense vectors by name ("" for an unnamed one), and the marks of
         migrated ones: digest of the map, fingerprint of the model, and whether they are flipped."""
-        with refused(self._name):
+        with translated_errors(self._name):
             config = self._client.get_collection(self._name).config
         vectors = config.params.vectors or {}
         if not isinstance(vectors, dict):
             vectors = {"": vectors}
-        said = (config.metadata or {}).get("nobackfill") or {}
-        return dict(vectors), {n: m for n, m in said.items() if n in vectors}
+        marks = (config.metadata or {}).get("nobackfill") or {}
+        return dict(vectors), {n: m for n, m in marks.items() if n in vectors}
 
     def facts(self) -> Facts:
+        """Return the name, dimension, metric and model of the vectors.
+
+        Raises:
+            InvalidInputError: searches use a metric that nobackfill does not support.
+        """
         metric = metric_of(self._params.distance.value, _METRICS, self._name)
         name, size = f"{self._name}#{self.vector}", self._params.size
         return Facts(name, size, metric, self._model, directions=metric == "cosine")
 
     def count(self) -> int:
+        """Count the points that have the vector."""
         return self.count_vectors(self.vector)
 
     def windows(self, rows: int) -> Iterator[Window]:
-        after = None
+        """Divide all ids into windows of `rows` points.
+
+        The last window has no upper end, so that it includes new points.
+        """
+        lower = None
         while True:
-            with refused(self._name):
-                _, last = self._client.scroll(
-                    self._name, limit=rows, offset=after, with_payload=False, with_vectors=False
+            with translated_errors(self._name):
+                _, upper = self._client.scroll(
+                    self._name, limit=rows, offset=lower, with_payload=False, with_vectors=False
                 )
-            # `last` begins the next window. The last window is open, to include new points.
-            yield Window(after, last)
-            if last is None:
+            # `upper` begins the next window. The last window is open, to include new points.
+            yield Window(lower, upper)
+            if upper is None:
                 return
-            after = last
+            lower = upper
 
     def read(self, window: Window) -> Rows:
+        """Read the vectors of a window, by increasing id."""
         return self.rows(self.vector, window)
 
     def column(self, window: Window, name: str) -> ColumnValues:
-        found = [(p.id, (p.payload or {}).get(name)) for p in self._points(window, payload=[name])]
-        pairs = [(str(key), str(value)) for key, value in found if value not in (None, "")]
+        """Read a payload field of a window as text, without the points where it is empty."""
+        points = self._points(window, payload=[name])
+        values = [(point.id, (point.payload or {}).get(name)) for point in points]
+        pairs = [(str(key), str(value)) for key, value in values if value not in (None, "")]
         return ColumnValues([key for key, _ in pairs], [value for _, value in pairs])
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
-        with refused(self._name):
-            found = self._client.query_points(
+        """Search the ids nearest to a vector, nearest first.
+
+        Args:
+            vector: float32 [dim].
+            count: the most ids to return.
+            new_name: the name of new vectors to search; None: the old ones.
+        """
+        with translated_errors(self._name):
+            response = self._client.query_points(
                 self._name, np.asarray(vector, np.float32).tolist(), limit=count,
                 using=(new_name or self.vector) or None, with_payload=False,
             )  # fmt: skip
-        return [str(point.id) for point in found.points]
+        return [str(point.id) for point in response.points]
 
     def lookup(self, ids: Sequence[str], vector: str | None = None) -> Rows:
-        """Look points up by id; `vector` names another vector than the old one."""
-        wanted = self.vector if vector is None else vector
-        with refused(self._name):
-            found = self._client.retrieve(
+        """Read vectors by id.
+
+        Args:
+            ids: ids as text; unknown ones, and points without the vector, are left out.
+            vector: the name of the vector; None: the old one.
+
+        Returns:
+            Points in any order, each once, with float32 [n, dim].
+        """
+        name = self.vector if vector is None else vector
+        with translated_errors(self._name):
+            points = self._client.retrieve(
                 self._name, [key for n in dict.fromkeys(ids) if (key := id_of(n)) is not None],
-                with_payload=False, with_vectors=self._wanted(wanted),
+                with_payload=False, with_vectors=[name] if name else True,
             )  # fmt: skip
-        return self._rows(found, wanted)
+        return self._rows(points, name)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
-        with refused(self._name):
-            found = self._client.retrieve(
+        """Read a payload field by id as text, without the points where it is empty."""
+        with translated_errors(self._name):
+            points = self._client.retrieve(
                 self._name, [k for n in ids if (k := id_of(n)) is not None], with_payload=[column]
             )
-        values = {str(point.id): (point.payload or {}).get(column) for point in found}
+        values = {str(point.id): (point.payload or {}).get(column) for point in points}
         return {name: str(value) for name, value in values.items() if value not in (None, "")}
 
     def close(self) -> None:
         """Do nothing: the client is closed when no object uses it."""
 
     def open_target(self, target: Target) -> "NewNamedVectors":
+        """Create the new named vector, or open it if this map created it before.
+
+        It gets the storage and index settings of the old one.
+
+        Args:
+            target: its name and dimension, and the digest of the map.
+
+        Raises:
+            AlreadyExistsError: another vector has the name.
+            InvalidInputError: the old vector has no name; Qdrant then refuses named ones.
+        """
         vectors, marks = self._config()
         if self.vector == "":
             raise InvalidInputError(
                 f"{self._name}: its vector has no name, and Qdrant refuses unnamed vectors once a "
                 "collection has named ones; copy it into a collection with a named vector first"
             )
-        made = marks.get(target.name, {}).get("map")
-        if not target.name or (target.name in vectors and made != target.mark):
+        mark = marks.get(target.name, {})
+        if not target.name or (target.name in vectors and mark.get("map") != target.mark):
             raise AlreadyExistsError(
                 f"{self._name}: vector {target.name!r} exists already and was not made by this map;"
                 " choose another --to, or remove it with --rollback"
@@ -287,48 +368,65 @@ class QdrantSource:
                 hnsw_config=like.hnsw_config, quantization_config=like.quantization_config,
                 on_disk=like.on_disk, memory=like.memory,
             )  # fmt: skip
-            with refused(self._name):
+            with translated_errors(self._name):
                 # Write the mark first: after a kill in between, the name is still free.
-                said = {"map": target.mark} | ({"model": target.model} if target.model else {})
-                self._set_mark(target.name, said)
+                model = {"model": target.model} if target.model else {}
+                self._set_mark(target.name, {"map": target.mark} | model)
                 self._client.create_vector_name(
                     self._name, target.name, models.DenseVectorNameConfig(dense=dense)
                 )
                 if any(value is not None for _, value in diff):
                     self._client.update_collection(self._name, vectors_config={target.name: diff})
-        flipped = marks.get(target.name, {}).get("flipped") == "true"
+        flipped = mark.get("flipped") == "true"
         return NewNamedVectors(self, self._clients, self._name, target, flipped)
 
     def rollback(self, name: str) -> bool:
+        """Remove the new vectors of a name.
+
+        Returns:
+            False if no map created them, or if the collection has flipped to them.
+        """
         marks = self._config()[1]
         # A flipped collection searches these vectors, so they must stay.
         if name not in marks or "flipped" in marks[name]:
             return False
-        with refused(self._name):
+        with translated_errors(self._name):
             self._client.delete_vector_name(self._name, name)
             self._set_mark(name, None)
         return True
 
     def note_flip(self, name: str) -> None:
-        """Record that writers put vectors of this name from now on."""
-        with refused(self._name):
+        """Record the flip to new vectors: from now on, writers put vectors of this name.
+
+        Args:
+            name: the name of the new vectors, which `open_target` has created.
+        """
+        with translated_errors(self._name):
             self._set_mark(name, {**self._config()[1][name], "flipped": "true"})
 
     def _set_mark(self, name: str, mark: dict[str, str] | None) -> None:
         config = self._client.get_collection(self._name).config
-        said = dict((config.metadata or {}).get("nobackfill") or {})
-        said[name] = mark
-        kept = {one: value for one, value in said.items() if value is not None}
-        self._client.update_collection(self._name, metadata={"nobackfill": kept})
+        marks = {**((config.metadata or {}).get("nobackfill") or {}), name: mark}
+        present = {one: value for one, value in marks.items() if value is not None}
+        self._client.update_collection(self._name, metadata={"nobackfill": present})
 
     def count_vectors(self, vector: str) -> int:
-        """Count the points that have this vector."""
+        """Count the points that have a vector of this name, exactly."""
         has = models.Filter(must=[models.HasVectorCondition(has_vector=vector)])
-        with refused(self._name):
+        with translated_errors(self._name):
             return int(self._client.count(self._name, count_filter=has, exact=True).count)
 
     def rows(self, vector: str, window: Window, missing: str | None = None) -> Rows:
-        """Read the points of a window that have `vector` and lack the vector `missing`."""
+        """Read the vectors of one name in a window.
+
+        Args:
+            vector: the name of the vectors.
+            window: the range of ids.
+            missing: leave out points that have a vector of this name; None: read all.
+
+        Returns:
+            Points by increasing id, with float32 [n, dim].
+        """
         none = None
         if missing is not None:
             none = models.Filter(must_not=[models.HasVectorCondition(has_vector=missing)])
@@ -340,11 +438,11 @@ class QdrantSource:
     ) -> Iterator[Any]:  # fmt: skip
         offset: Any = window.lower
         while True:
-            with refused(self._name):
+            with translated_errors(self._name):
                 points, offset = self._client.scroll(
                     self._name, scroll_filter=where, limit=_PAGE, offset=offset,
                     with_payload=payload or False,
-                    with_vectors=False if vector is None else self._wanted(vector),
+                    with_vectors=False if vector is None else [vector] if vector else True,
                 )  # fmt: skip
             for point in points:
                 if window.upper is not None and key_order(point.id) >= key_order(window.upper):
@@ -353,27 +451,27 @@ class QdrantSource:
             if offset is None:
                 return
 
-    def _wanted(self, vector: str) -> bool | list[str]:
-        return [vector] if vector else True
-
     def _rows(self, points: Sequence[Any], vector: str) -> Rows:
-        named = [
+        values = (
             (p.id, p.vector.get(vector) if isinstance(p.vector, dict) else p.vector) for p in points
-        ]
-        found = [(key, value) for key, value in named if value is not None]
-        ids = [str(key) for key, _ in found]
-        vectors = even([value for _, value in found], ids, self._name)
+        )
+        pairs = [(key, value) for key, value in values if value is not None]
+        ids = [str(key) for key, _ in pairs]
+        vectors = even([value for _, value in pairs], ids, self._name)
         if self._params.distance == models.Distance.COSINE:
             # A server stores normalised vectors; a folder may not, after it is opened again.
             vectors = normalise(vectors)
-        return Rows(ids, vectors, [key for key, _ in found])
+        return Rows(ids, vectors, [key for key, _ in pairs])
 
 
 class NewNamedVectors:
-    """The named vector that migration fills; implements Flippable.
+    """The new named vector of a collection's points, which a migration fills.
 
-    After the flip, writers put it together with the old vector, and `carry` fills the points that
-    have none.
+    After the flip, writers put it together with the old vector, and a migration only fills the
+    points that have none. Every method may raise the errors of QdrantSource.
+
+    Attributes:
+        flipped: whether the flip was recorded.
     """
 
     at_once = 1
@@ -391,15 +489,23 @@ class NewNamedVectors:
         self._collection, self._target, self.flipped = collection, target, flipped
 
     def pending(self, window: Window) -> Rows:
+        """Read the old vectors of the points in a window that have no new one."""
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
-        """Write vectors, then delete those of points whose old vector changed meanwhile."""
+        """Write new vectors of points, except of those whose old vector has changed.
+
+        A vector that a writer put in the meantime stays. A point that was deleted is left out.
+
+        Args:
+            rows: n points, as `pending` returned them.
+            vectors: float32 [n, dim].
+        """
         for first in range(0, len(rows), _PAGE):
-            here = slice(first, first + _PAGE)
-            read = dict(zip(rows.ids[here], rows.vectors[here], strict=True))
-            new = dict(zip(rows.ids[here], vectors[here], strict=True))
-            keys = dict(zip(rows.ids[here], rows.keys[here], strict=True))
+            part = slice(first, first + _PAGE)
+            read = dict(zip(rows.ids[part], rows.vectors[part], strict=True))
+            new = dict(zip(rows.ids[part], vectors[part], strict=True))
+            keys = dict(zip(rows.ids[part], rows.keys[part], strict=True))
             self._write(read, new, keys)
 
     def _write(
@@ -417,26 +523,26 @@ class NewNamedVectors:
         # Vectors that a writer has put meanwhile stay.
         none = models.Filter(must_not=[models.HasVectorCondition(has_vector=name)])
         # Qdrant reports points that were deleted meanwhile, and writes the others.
-        with suppress(NotFoundError), refused(self._collection):
+        with suppress(NotFoundError), translated_errors(self._collection):
             client.update_vectors(self._collection, points, update_filter=none)
-        stale = [one for one, still in self._same(read).items() if not still]
+        stale = [one for one, is_same in self._same(read).items() if not is_same]
         if not stale:
             return
-        there = self._source.lookup(stale, name)
+        present = self._source.lookup(stale, name)
         ours = [
             keys[one]
-            for one, vector in zip(there.ids, there.vectors, strict=True)
-            if np.allclose(vector, new[one], atol=_ALIKE)
+            for one, vector in zip(present.ids, present.vectors, strict=True)
+            if np.allclose(vector, new[one], atol=_TOLERANCE)
         ]
         if ours:
-            with suppress(NotFoundError), refused(self._collection):
+            with suppress(NotFoundError), translated_errors(self._collection):
                 client.delete_vectors(self._collection, [name], ours)
 
     def _same(self, read: Mapping[str, Vectors]) -> dict[str, bool]:
         """Return, for each point that still exists, whether its old vector is unchanged."""
-        found = self._source.lookup(list(read))
-        now = zip(found.ids, found.vectors, strict=True)
-        return {name: np.array_equal(read[name], vector) for name, vector in now}
+        rows = self._source.lookup(list(read))
+        pairs = zip(rows.ids, rows.vectors, strict=True)
+        return {name: np.array_equal(read[name], vector) for name, vector in pairs}
 
     def prepare_flip(self) -> AbstractContextManager[None]:
         """Do nothing: Qdrant builds indexes by itself, and two flips do the same."""
@@ -444,24 +550,31 @@ class NewNamedVectors:
 
     @contextmanager
     def flip(self) -> Iterator[None]:
-        """Record the flip: from now on, a vector that the map does not give is its writer's."""
+        """Record the flip at the start of the block; Qdrant has no lock.
+
+        From now on, a new vector that the map does not compute counts as its writer's.
+        """
         self._source.note_flip(self._target.name)
         self.flipped = True
         yield
 
     def owner_tasks(self) -> list[str]:
+        """Return the owner's tasks after the flip, as sentences."""
         return [
             f"search with using={self._target.name!r} as soon as queries come from the new model",
             "run carry once more after the last writer that puts only the old vector has stopped",
         ]
 
     def read(self, window: Window) -> Rows:
+        """Read the new vectors of a window, by increasing id."""
         return self._source.rows(self._target.name, window)
 
     def count(self) -> int:
+        """Count the points that have a new vector."""
         return self._source.count_vectors(self._target.name)
 
     def finish(self) -> list[str]:
+        """Return the owner's steps to the flip, as sentences; empty after the flip."""
         if self.flipped:
             return []
         return [

@@ -59,14 +59,20 @@ _OPENERS: list[int] = []
 def open_client(place: str) -> Any:
     """Open a client of a Milvus server or of a file of milvus-lite.
 
+    A server gets the token of NOBACKFILL_MILVUS_TOKEN, if that is set. Open it after a fork, in
+    each process.
+
     Args:
         place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
             one; or a file.
 
     Raises:
         NotFoundError: the file does not exist.
-        ConfigurationError: the address has another form.
+        ConfigurationError: the address has another form, or the process was forked after another
+            client was opened.
         UnavailableError: the server does not answer.
+        NotPermittedError: the server refuses the token.
+        InvalidInputError: Milvus refuses the file or the address.
     """
     # pymilvus would log every failed call with the address.
     logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
@@ -89,10 +95,20 @@ def open_client(place: str) -> Any:
 
 
 def call_milvus(name: str, work: Callable[[], Result]) -> Result:
-    """Run `work` and return its result; converts errors of Milvus to errors of nobackfill.
+    """Call a function that uses a client of Milvus, and convert Milvus' errors to nobackfill's.
+
+    Args:
+        name: the collection or host, for the messages.
+        work: the function.
+
+    Returns:
+        The result of `work`.
 
     Raises:
-        ConfigurationError: the process was forked after Milvus was opened.
+        ConfigurationError: the process was forked after the first client was opened.
+        UnavailableError: the server does not answer.
+        NotFoundError, NotPermittedError: by Milvus' code.
+        InvalidInputError: any other refusal.
     """
     if os.getpid() != _OPENERS[0]:
         raise ConfigurationError(
@@ -103,13 +119,13 @@ def call_milvus(name: str, work: Callable[[], Result]) -> Result:
         return work()
     except MilvusException as error:
         kind = _CODES.get(error.code, InvalidInputError)
-        said = str(error.message).strip().splitlines() or [type(error).__name__]
-        raise kind(f"{name}: Milvus says: {said[0][:200]}") from error
+        lines = str(error.message).strip().splitlines() or [type(error).__name__]
+        raise kind(f"{name}: Milvus says: {lines[0][:200]}") from error
     except grpc.RpcError as error:
         raise UnavailableError(f"{name}: Milvus does not answer") from error
 
 
-_KEPT = (
+_FIELD_OPTIONS = (
     "is_primary", "is_partition_key", "nullable", "default_value", "element_type", "max_capacity",
 )  # fmt: skip
 # Parameters of an index, apart from its kind.
@@ -117,41 +133,59 @@ _PARAMS = ("M", "efConstruction", "nlist", "nbits", "m")
 
 
 def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mapping[str, int]) -> Any:
-    """Copy a schema, with other dimensions for the fields in `dims`.
+    """Copy the schema of a collection for a second one with other dimensions.
 
-    Keys must be given by writers. Undeclared fields are allowed, because carrying stores digests in
-    items."""
-    made = client.create_schema(auto_id=False, enable_dynamic_field=True)
+    Keys must be given by writers. Undeclared fields are allowed, because a migration stores digests
+    in items.
+
+    Args:
+        client: the client of Milvus; nothing is sent.
+        fields: descriptions of the fields by name.
+        dims: dimensions of vector fields by name; other fields stay as they are.
+    """
+    schema = client.create_schema(auto_id=False, enable_dynamic_field=True)
     for name, one in fields.items():
         params = dict(one.get("params") or {})
         if name in dims:
             params["dim"] = dims[name]
-        kept = {what: one[what] for what in _KEPT if one.get(what)}
-        made.add_field(name, one["type"], **(kept | params))
-    return made
+        options = {what: one[what] for what in _FIELD_OPTIONS if one.get(what)}
+        schema.add_field(name, one["type"], **(options | params))
+    return schema
 
 
 def make_partition(client: Any, collection: str, name: str) -> None:
-    """Create a partition unless it exists."""
+    """Create a partition of a collection, unless it exists.
+
+    Raises:
+        UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
+    """
     if not call_milvus(collection, lambda: client.has_partition(collection, name)):
         call_milvus(collection, lambda: client.create_partition(collection, name))
 
 
 def indexes_of(client: Any, collection: str) -> Any:
-    """Copy the index definitions of all fields."""
-    made = client.prepare_index_params()
+    """Copy the index definitions of all fields of a collection, for the creation of another one.
+
+    Raises:
+        UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
+    """
+    indexes = client.prepare_index_params()
     for one in _indexes(client, collection):
         params = dict(one.get("params") or {})
         params |= {what: one[what] for what in _PARAMS if what in one}
-        made.add_index(
+        indexes.add_index(
             one["field_name"], index_type=one.get("index_type") or "AUTOINDEX",
             metric_type=one.get("metric_type") or "", params=params,
         )  # fmt: skip
-    return made
+    return indexes
 
 
 def index_of(client: Any, collection: str, field: str) -> Mapping[str, Any]:
-    """Return the description of a field's index; empty if it has none."""
+    """Return Milvus' description of a field's index; empty if the field has none.
+
+    Raises:
+        UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
+    """
     results = _indexes(client, collection)
     return next((one for one in results if one.get("field_name") == field), {})
 
@@ -180,33 +214,56 @@ _DEFAULT = "_default"
 
 
 def open_collection(place: str, collection: str, vector: str | None) -> CopiedSource:
-    """Open a collection as a source.
+    """Open a collection of Milvus as a source of vectors, and load it into Milvus' memory.
 
     Args:
-        place: the server or file, as `open_client` takes it.
+        place: https://HOST:PORT (http:// on this machine), with /DATABASE unless it is the default
+            one; or a file of milvus-lite.
         collection: the collection's name or alias.
         vector: the name of a float32 field; None: the only one.
 
     Raises:
-        NotFoundError: there is no such collection.
-        ConfigurationError: the address has another form.
+        NotFoundError: there is no such file or collection.
+        ConfigurationError: the address has another form, or the process was forked since the first
+            client was opened.
         UnavailableError: the server does not answer.
-        InvalidInputError: the vector field is missing or ambiguous.
+        NotPermittedError: the server refuses the token.
+        InvalidInputError: the vector field is missing or ambiguous, or functions compute fields.
     """
     return CopiedSource(MilvusStore(place, vector), collection)
 
 
 class MilvusStore:
-    """The collections of a Milvus; implements Store. `vector` None: the only float32 field."""
+    """The collections of a Milvus server, or of a file of milvus-lite.
+
+    Every method may raise UnavailableError, NotPermittedError, NotFoundError and InvalidInputError,
+    by Milvus' answer.
+
+    Args:
+        place: the server or file, as `open_client` takes it.
+        vector: the name of the vector field; None: the only float32 field.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        ConfigurationError: the address has another form.
+        UnavailableError: the server does not answer.
+    """
 
     def __init__(self, place: str, vector: str | None = None) -> None:
         self._client = open_client(place)
         self._vector = vector
 
     def open_collection(self, name: str) -> "MilvusCollection":
+        """Open a collection by its name or alias, and load it into Milvus' memory.
+
+        Raises:
+            NotFoundError: there is no such collection.
+            InvalidInputError: the vector field is missing or ambiguous, or functions compute
+                fields.
+        """
         if not self.exists(name):
-            there = few(call_milvus(name, self._client.list_collections))
-            raise NotFoundError(f"{name}: no such collection; there are {there or 'none'}")
+            names = few(call_milvus(name, self._client.list_collections))
+            raise NotFoundError(f"{name}: no such collection; there are {names or 'none'}")
         return MilvusCollection(self._client, name, self._vector)
 
     def exists(self, name: str) -> bool:
@@ -214,6 +271,17 @@ class MilvusStore:
         return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
+        """Create an empty collection for other vectors of the items of an existing one.
+
+        Args:
+            target: name and dimension of the new collection.
+            like: the existing collection, whose fields, indexes and partitions are copied.
+            facts: facts to record in the same step.
+
+        Raises:
+            TypeError: `like` is no MilvusCollection.
+            InvalidInputError: the name is in use, or is not valid.
+        """
         if not isinstance(like, MilvusCollection):
             raise TypeError(like)
         schema = like.schema(target.dim)
@@ -230,6 +298,11 @@ class MilvusStore:
             make_partition(self._client, target.name, name)
 
     def drop(self, name: str) -> None:
+        """Delete a collection with its items.
+
+        Raises:
+            InvalidInputError: an alias leads to it.
+        """
         if aliases := call_milvus(name, lambda: self._client.list_aliases(name))["aliases"]:
             raise InvalidInputError(
                 f"{name}: cannot be dropped while the alias {few(aliases)} leads to it; let the "
@@ -238,6 +311,7 @@ class MilvusStore:
         call_milvus(name, lambda: self._client.drop_collection(name))
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
+        """Return the steps by which the owner flips, as sentences and Python calls."""
         steps = [
             "stop all writers, or let every writer put to both collections, to the new one by the "
             "new model; then carry once more, because items of the last sweep are missing",
@@ -255,11 +329,22 @@ class MilvusStore:
         return steps
 
     def close(self) -> None:
+        """Close the client."""
         self._client.close()
 
 
 class MilvusCollection:
-    """A collection of Milvus; implements Collection. Reads are Strong: they see earlier writes."""
+    """A collection of Milvus; reads see all earlier writes.
+
+    Every method may raise UnavailableError, NotPermittedError, NotFoundError and InvalidInputError,
+    by Milvus' answer.
+
+    Attributes:
+        name: the collection's name, also if it was opened by an alias.
+        copy_facts: the facts that were recorded when it was created as a copy.
+        numbers_itself: whether Milvus generates the keys.
+        own_partitions: options of the creation call, if Milvus chooses the partition of an item.
+    """
 
     def __init__(self, client: Any, name: str, vector: str | None) -> None:
         self._client = client
@@ -298,29 +383,38 @@ class MilvusCollection:
         call_milvus(self.name, lambda: self._client.load_collection(self.name))
 
     def facts(self) -> Facts:
+        """Return name, dimension, metric and model of the vectors, and names of other fields.
+
+        Raises:
+            InvalidInputError: searches use a metric that nobackfill does not support.
+        """
         kind = str(index_of(self._client, self.name, self._vector).get("metric_type") or "")
         others = tuple(name for name in self._fields if name not in (self._key, self._vector))
         metric, model = metric_of(kind, _METRICS, self.name), self.copy_facts.get("model")
         return Facts(f"{self.name}.{self._vector}", self._dim, metric, model, others)
 
     def count(self) -> int:
+        """Count the items."""
         return int(self._query("", ["count(*)"])[0]["count(*)"])
 
     def windows(self, rows: int) -> Iterator[Window]:
-        """Yield windows. Each is exact; a key that the listing missed makes one window larger."""
+        """Divide all keys into windows of at most `rows` items that fit into one answer.
+
+        Keys are listed once, at the start. A key that is added later makes a window larger.
+        """
         each = min(rows, self._at_once)
         keys = sorted(self._keys())
-        after = None
-        for last in keys[each - 1 : -1 : each]:
-            yield Window(after, last)
-            after = last
-        yield Window(after)
+        lower = None
+        for upper in keys[each - 1 : -1 : each]:
+            yield Window(lower, upper)
+            lower = upper
+        yield Window(lower)
 
     def _keys(self) -> list[Any]:
         pages = call_milvus(
             self.name,
             lambda: self._client.query_iterator(
-                self.name, batch_size=_PAGE * 10, filter=self._within(Window()),
+                self.name, batch_size=_PAGE * 10, filter=self._range(Window()),
                 output_fields=[self._key], consistency_level=_STRONG,
             ),
         )  # fmt: skip
@@ -332,37 +426,43 @@ class MilvusCollection:
 
     @property
     def _at_once(self) -> int:
-        """Items whose vectors fit into one answer; a copy's vectors may be longer than these."""
+        """Return the number of items whose vectors fit into one answer."""
         return max(1, _MOST_BYTES // (4 * self._dim))
 
     def records(self, window: Window) -> list[Record]:
-        results = self._query(self._within(window), [self._key])
+        """Read the items of a window by increasing key, with all fields and their partition."""
+        results = self._query(self._range(window), [self._key])
         keys = sorted(one[self._key] for one in results)
         records: list[Record] = []
-        after = window.lower
+        lower = window.lower
         partitions = self.partitions()
-        for last in (*keys[self._at_once - 1 : -1 : self._at_once], window.upper):
-            within = self._within(Window(after, last))
+        for upper in (*keys[self._at_once - 1 : -1 : self._at_once], window.upper):
+            condition = self._range(Window(lower, upper))
             some: list[Record] = []
             for partition in partitions or [""]:
-                results = self._query(within, ["*", self._vector], partition)
+                results = self._query(condition, ["*", self._vector], partition)
                 some += self._records(results, "" if partition == _DEFAULT else partition)
             records += sorted(some, key=lambda one: one.key)
-            after = last
+            lower = upper
         return records
 
     def partitions(self) -> list[str]:
-        """Return the partitions that items are put into; empty if there is only the default."""
+        """Return the partitions that items are put into.
+
+        Empty if there is only the default one, or if Milvus chooses the partition of an item.
+        """
         if self.own_partitions:
             return []
         results = call_milvus(self.name, lambda: self._client.list_partitions(self.name))
         return [] if list(results) == [_DEFAULT] else list(results)
 
     def digests(self, window: Window) -> dict[Any, str]:
-        results = self._query(self._within(window), [self._key, OF])
+        """Read the digests of a copy's items by key; "" for an item that a writer put."""
+        results = self._query(self._range(window), [self._key, OF])
         return {one[self._key]: str(one.get(OF, "")) for one in results}
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
+        """Return those of the given keys that exist."""
         results: set[Any] = set()
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
@@ -370,6 +470,14 @@ class MilvusCollection:
         return results
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
+        """Insert or replace items with new vectors, in requests of 1,000.
+
+        Missing partitions are created.
+
+        Args:
+            records: n items; their fields, partitions and digests are stored.
+            vectors: float32 [n, dim], in place of their own.
+        """
         parts = dict.fromkeys(one.partition for one in records)
         for partition in parts:
             if partition:
@@ -389,11 +497,13 @@ class MilvusCollection:
                 )
 
     def remove(self, keys: Sequence[Any]) -> None:
+        """Delete items by key; unknown keys are ignored."""
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
             call_milvus(self.name, lambda some=some: self._client.delete(self.name, ids=some))  # type: ignore[misc]
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
+        """Read items by id as text; unknown ids are left out."""
         keys = [key for one in ids if (key := self._key_of(one)) is not None]
         results: list[Record] = []
         for first in range(0, len(keys), _PAGE):
@@ -402,6 +512,12 @@ class MilvusCollection:
         return results
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
+        """Search the ids nearest to a vector, nearest first.
+
+        Args:
+            vector: float32 [dim].
+            count: the most ids to return.
+        """
         results = call_milvus(
             self.name,
             lambda: self._client.search(
@@ -413,7 +529,7 @@ class MilvusCollection:
         return [str(hit["id"] if "id" in hit else hit[self._key]) for hit in results[0]]
 
     def schema(self, dim: int) -> Any:
-        """Return the schema of a copy: these fields, with vectors of dimension `dim`."""
+        """Return the schema of a copy: the same fields, with vectors of dimension `dim`."""
         return schema_of(self._client, self._fields, {self._vector: dim})
 
     def indexes(self) -> Any:
@@ -431,14 +547,14 @@ class MilvusCollection:
         return list(results)
 
     def _records(self, results: Sequence[Mapping[str, Any]], partition: str = "") -> list[Record]:
-        made = []
+        records = []
         for one in results:
-            rest = {n: v for n, v in one.items() if n not in (self._key, self._vector, OF)}
+            values = {n: v for n, v in one.items() if n not in (self._key, self._vector, OF)}
             vector = np.asarray(one[self._vector], np.float32)
-            made.append(Record(one[self._key], vector, rest, partition))
-        return made
+            records.append(Record(one[self._key], vector, values, partition))
+        return records
 
-    def _within(self, window: Window) -> str:
+    def _range(self, window: Window) -> str:
         least = "" if self._texts else _LEAST
         if window.lower is None:
             parts = [f"{self._key} >= {_literal(least)}"]
