@@ -44,6 +44,7 @@ from nobackfill.research.rows import ComparisonPlace
 from nobackfill.research.serve import costs
 from nobackfill.research.summary import MeasuredRow, summarise
 from nobackfill.research.tasks import Planned, cells_path, do, images_of
+from nobackfill.research.vector_bench import compare_vectors, page_of, read_vectors, write_bench
 from nobackfill.training.cli.command import command_app
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -73,11 +74,17 @@ Select methods and options with it, and fill a table with the selection.
 
 --page writes the tables of a page, such as docs/methods.md, from existing results.
 
+--vectors compares maps on frozen vectors of your own, in minutes and without images: an .npz with
+old, new, test_old and test_new, and side, labels, test_side and test_labels if you have them.
+--methods then names rivals (research/nobackfill/research/rivals); all run by default.
+
 Examples:
 
 python training/compare.py --data digits --seeds 1 --methods core
 
 python training/compare.py --data cifar100 --images cifar100 --jobs 2
+
+python training/compare.py --vectors features.npz --pairs 10000 --seeds 1
 
 python training/compare.py --page docs/methods.md
 
@@ -117,8 +124,24 @@ def main(
         list[Path] | None,
         typer.Option(help="Write this page's tables, or those of this JSON; train no model."),
     ] = None,
+    vectors: Annotated[
+        list[Path] | None,
+        typer.Option(help="Compare maps on the frozen vectors of this .npz; may be repeated."),
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        typer.Option(min=10, help="Training pairs of --vectors.", show_default="all"),
+    ] = None,
 ) -> None:
     """Train and evaluate methods on the same splits; print the table and the claims."""
+    if pairs is not None and not vectors:
+        raise ConfigurationError("--pairs needs --vectors FILE.npz, whose pairs it counts")
+    if vectors:
+        others = {"--data": data, "--page": page, "--images": images, "--once": once}
+        if ignored := [name for name, value in others.items() if value is not None]:
+            raise ConfigurationError(f"--vectors trains no image model; leave out {ignored[0]}")
+        _compare_vectors(vectors, out, seeds, methods, pairs)
+        return
     if page:
         for one in page:
             for file in refresh(one):
@@ -149,6 +172,24 @@ def main(
         cluster=ray,
     )
     _write(out, preset, results)
+
+
+def _compare_vectors(
+    files: Sequence[Path], out: Path, seeds: int, methods: str | None, pairs: int | None
+) -> None:
+    words = ["python training/compare.py", *(f"--vectors {file.name}" for file in files)]
+    words += [f"--seeds {seeds}"] + ([f"--methods {methods}"] if methods else [])
+    words += [f"--pairs {pairs}"] if pairs else []
+    results = compare_vectors(
+        read_vectors(files),
+        names=methods.split(",") if methods else None,
+        pairs=pairs,
+        seeds=seeds,
+        command=" ".join(words),
+        machine=machine(),
+    )
+    write_bench(out, files[0].stem, results)
+    print(page_of(results))
 
 
 def _write(out: Path, preset: Preset, results: Results) -> None:

@@ -1,0 +1,34 @@
+"""Query Drift Compensation (2025): move queries of the new model by the mean drift."""
+
+from typing import Literal
+
+import numpy as np
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.research.rivals.rival import Floats, TrainingVectors, unit_rows
+
+
+class QueryDrift:
+    """Subtract the mean difference between new and old vectors from each query."""
+
+    maps: Literal["items", "queries"] = "queries"
+
+    def fit(self, train: TrainingVectors, seed: int) -> None:
+        """Compute the mean drift. Raises ConfigurationError for spaces of other dimensions."""
+        if train.old.shape[1] != train.new.shape[1]:
+            raise ConfigurationError(
+                f"query_drift needs spaces of one dimension, got {train.old.shape[1]} and "
+                f"{train.new.shape[1]}"
+            )
+        self._drift = (train.new.mean(axis=0) - train.old.mean(axis=0)).astype(np.float32)
+        self._unit = train.unit
+
+    def transform(self, vectors: Floats, side: Floats | None) -> Floats:
+        """Map queries [m, d] to [m, d]."""
+        moved = vectors - self._drift
+        return unit_rows(moved) if self._unit else moved
+
+    @property
+    def parameters(self) -> int:
+        """The number of fitted values."""
+        return len(self._drift)

@@ -1,0 +1,65 @@
+"""The interface of rivals, and the vectors that they are fitted on."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TrainingVectors:
+    """Vectors of the same items by both models.
+
+    Attributes:
+        old: [n, a] by the old model.
+        new: [n, b] by the new model.
+        side: [n, s] side-information that was stored with the old vectors; None without one.
+        labels: int64 [n], the class of each item; None without classes.
+        unit: the new vectors have length 1.
+    """
+
+    old: Floats
+    new: Floats
+    side: Floats | None
+    labels: NDArray[np.int64] | None
+    unit: bool
+
+
+class Rival(Protocol):
+    """A transform that is fitted on pairs.
+
+    Attributes:
+        maps: "items": it maps stored vectors into the new space. "queries": it maps queries of the
+            new model into the old space, so that no stored vector changes.
+    """
+
+    maps: Literal["items", "queries"]
+
+    def fit(self, train: TrainingVectors, seed: int) -> None:
+        """Fit the transform; `seed` sets all random numbers.
+
+        Raises:
+            ConfigurationError: this transform needs labels, equal dimensions or a package that is
+                not there. The comparison then lists the row as not run, with the sentence.
+        """
+
+    def transform(self, vectors: Floats, side: Floats | None) -> Floats:
+        """Map vectors: old [m, a] to [m, b] for "items", new [m, b] to [m, a] for "queries".
+
+        Args:
+            vectors: the vectors.
+            side: side-information [m, s] of items; None for queries, or without one.
+        """
+
+    @property
+    def parameters(self) -> int:
+        """The number of fitted values of the transform."""
+
+
+def unit_rows(vectors: Floats) -> Floats:
+    """Divide rows [n, d] by their lengths; a row of zeros stays."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.asarray(vectors / np.where(lengths > 0, lengths, 1), np.float32)

@@ -1,0 +1,94 @@
+"""The upgrade methods of this project, trained on frozen vectors."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nobackfill.errors import ConfigurationError
+from nobackfill.research.rivals.rival import Floats, TrainingVectors
+from nobackfill.training.config import UpgradeConfig
+from nobackfill.training.loop.loop import ProgressBars
+from nobackfill.training.loop.upgrade import fit_upgrade, load_upgrade, shape_of
+from nobackfill.training.method import UpgradeInputs
+from nobackfill.training.methods import upgrade_method
+
+_BATCH = 512
+
+
+class TrainedMap:
+    """Map stored vectors by h of an upgrade method."""
+
+    maps: Literal["items", "queries"] = "items"
+
+    def __init__(
+        self, method: str, *, reads_side: bool, options: Mapping[str, float | bool],
+        epochs: int, inner_dim: int,
+    ) -> None:  # fmt: skip
+        """Choose a method.
+
+        Args:
+            method: a name of the upgrade methods of nobackfill.training.
+            reads_side: it reads side-information beside the old vectors.
+            options: options of the method.
+            epochs: passes over the training vectors.
+            inner_dim: width of the inner layers.
+        """
+        self._method, self._reads_side = method, reads_side
+        self._options, self._epochs, self._inner_dim = dict(options), epochs, inner_dim
+
+    def fit(self, train: TrainingVectors, seed: int) -> None:
+        """Train h.
+
+        Raises:
+            ConfigurationError: side-information or labels that the method reads are missing.
+            DivergedError: a loss is not finite.
+        """
+        method = upgrade_method(self._method)
+        if self._reads_side and train.side is None:
+            raise ConfigurationError("this row reads side-information; the file has no array side")
+        with tempfile.TemporaryDirectory() as folder:
+            # The optimizer of configs/cifar100.
+            config = UpgradeConfig(
+                kind="upgrade", run_dir=Path(folder) / "run", images=Path(folder),
+                old=Path(folder), new=Path(folder), method=self._method, options=self._options,
+                reads_side=self._reads_side, epochs=self._epochs,
+                warmup_epochs=min(2.0, self._epochs / 4), batch_size=min(_BATCH, len(train.old)),
+                optimizer="adam", lr=5e-4, weight_decay=3e-5, seed=seed,
+                checkpoint_every=self._epochs, inner_dim=self._inner_dim,
+            )  # fmt: skip
+            if train.labels is None and method.reads_labels(config):
+                raise ConfigurationError("this row reads labels; the file has no array labels")
+            rows = {"old": _one_view(train.old), "new": _one_view(train.new)}
+            if self._reads_side and train.side is not None:
+                rows["side"] = _one_view(train.side)
+            names, labels = np.unique(
+                np.zeros(len(train.old), np.int64) if train.labels is None else train.labels,
+                return_inverse=True,
+            )
+            rows["labels"] = torch.from_numpy(labels.astype(np.int64))
+            class_names = tuple(map(str, names))
+            inputs = UpgradeInputs(
+                config, shape_of(rows, train.unit), class_names, rows, {}, None, class_names
+            )
+            self._upgrade = load_upgrade(fit_upgrade(inputs, ProgressBars(visible=False), {}))
+
+    def transform(self, vectors: Floats, side: Floats | None) -> Floats:
+        """Map old vectors [m, a], with their side-information [m, s], to [m, b]."""
+        read = torch.from_numpy(side) if self._reads_side and side is not None else None
+        with torch.no_grad():
+            mapped = self._upgrade(torch.from_numpy(vectors), read).embedding
+        return np.asarray(mapped.numpy(), np.float32)
+
+    @property
+    def parameters(self) -> int:
+        """The number of values of h, without the variance head."""
+        return sum(part.numel() for part in self._upgrade.h.parameters())
+
+
+def _one_view(vectors: Floats) -> Tensor:
+    return torch.from_numpy(vectors)[:, None]

@@ -1,0 +1,397 @@
+"""Compare rivals on frozen vectors: `compare.py --vectors FILE.npz`.
+
+A file of numpy arrays holds the vectors of the same items by an old and by a new model, divided
+into training items and test items:
+
+    old, new             [n, a] and [n, b]: training items
+    side                 [n, s]: side-information stored with old vectors (may be absent)
+    labels               [n]: classes (may be absent)
+    test_old, test_new, test_side, test_labels: the same of test items
+
+Any of them may be int8 with an array NAME_scale [d] that multiplies it. `side_NAME` is read as
+`side`. Several files are read as one.
+
+Each test item queries all others: with labels, items of its class are right (CMC-1 and mAP). In
+addition, for every way, agreement@10 is the share of the ten items that the new model finds among
+its own vectors. known-item is the share of items that are the nearest item to their own new vector.
+
+Every difference is measured against the old model (old/old), paired by query, over all seeds. Its
+95 % interval draws classes where there are at least ten, and queries otherwise.
+"""
+
+import time
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+from nobackfill.durable import write_file
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.metrics.bootstrap import FEWEST_CLASSES, paired_bootstrap
+from nobackfill.metrics.neighbours import nearest
+from nobackfill.metrics.ranking import rank, same_label
+from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc
+from nobackfill.research.rivals.rival import Floats, Rival, TrainingVectors
+from nobackfill.research.rivals.rows import rivals
+
+_AGREEMENT = 10
+# Rows without a transform: the search of the old model, and of the new model after a re-embedding.
+STAY, REEMBED = "old/old", "new/new"
+# Names of the figures in tables.
+_TITLES = {"cmc1": "CMC-1", "map": "mAP", "agreement": "agreement@10", "known_item": "known-item"}
+
+
+@dataclass(frozen=True)
+class FrozenVectors:
+    """The arrays of a file.
+
+    Attributes:
+        train: the training items.
+        old: [m, a], the test items by the old model.
+        new: [m, b], the same by the new model.
+        side: [m, s], their side-information; None without one.
+        labels: int64 [m], their classes; None without classes.
+    """
+
+    train: TrainingVectors
+    old: Floats
+    new: Floats
+    side: Floats | None
+    labels: NDArray[np.int64] | None
+
+    def parts(self) -> dict[str, NDArray[np.bool_]]:
+        """Return the test queries [m] by part: seen and unseen classes, or all."""
+        if self.labels is None or self.train.labels is None:
+            return {"all": np.ones(len(self.old), bool)}
+        known = np.isin(self.labels, self.train.labels)
+        parts = {"seen classes": known, "unseen classes": ~known}
+        return {name: part for name, part in parts.items() if part.any()}
+
+    def take_pairs(self, count: int, seed: int) -> "FrozenVectors":
+        """Keep `count` training items, drawn by a seed; all if there are not more."""
+        train = self.train
+        if count >= len(train.old):
+            return self
+        drawn = np.sort(np.random.default_rng(seed).permutation(len(train.old))[:count])
+        fewer = replace(
+            train,
+            old=train.old[drawn],
+            new=train.new[drawn],
+            side=None if train.side is None else train.side[drawn],
+            labels=None if train.labels is None else train.labels[drawn],
+        )
+        return replace(self, train=fewer)
+
+
+def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
+    """Read the arrays of one or more files.
+
+    Raises:
+        NotFoundError: a file does not exist.
+        InvalidInputError: a file is no .npz without pickled objects, or its arrays do not fit.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    for path in paths:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays |= {name: file[name] for name in file.files}
+        except FileNotFoundError as error:
+            raise NotFoundError(f"there is no file {path}") from error
+        except (ValueError, OSError, zipfile.BadZipFile, AttributeError) as error:
+            raise InvalidInputError(f"{path}: expected a file of np.savez ({error})") from error
+
+    def vectors(prefix: str, name: str, rows: int | None = None) -> Floats | None:
+        stored = _named(arrays, prefix, name)
+        if stored is None:
+            return None
+        values, scale = arrays[stored].astype(np.float32), None
+        for scaled in (f"{stored}_scale", f"{stored.removeprefix('test_')}_scale"):
+            if arrays[stored].dtype == np.int8 and scaled in arrays:
+                scale = arrays[scaled]
+                break
+        values = values if scale is None else values * scale.astype(np.float32)
+        if values.ndim != 2 or not np.isfinite(values).all():
+            raise InvalidInputError(
+                f"{stored}: expected finite vectors [n, d], got an array of shape {values.shape}"
+            )
+        if rows is not None and len(values) != rows:
+            raise InvalidInputError(f"{stored}: expected {rows} rows as in old, got {len(values)}")
+        return values
+
+    sides = []
+    for prefix in ("", "test_"):
+        old = vectors(prefix, "old")
+        if old is None or (new := vectors(prefix, "new", len(old))) is None:
+            raise InvalidInputError(
+                f"expected the arrays {prefix}old and {prefix}new; the files hold "
+                f"{', '.join(sorted(arrays)) or 'none'}"
+            )
+        labels = arrays.get(f"{prefix}labels")
+        if labels is not None and labels.shape != (len(old),):
+            raise InvalidInputError(
+                f"{prefix}labels: expected {len(old)} labels, got shape {labels.shape}"
+            )
+        sides.append((old, new, vectors(prefix, "side", len(old)), labels))
+    (old, new, side, labels), (test_old, test_new, test_side, test_labels) = sides
+    for name, one, other in (("old", old, test_old), ("new", new, test_new)):
+        if one.shape[1] != other.shape[1]:
+            raise InvalidInputError(
+                f"test_{name}: expected dimension {one.shape[1]} as {name}, got {other.shape[1]}"
+            )
+    unit = bool(np.abs(np.linalg.norm(test_new, axis=1) - 1).max() < 0.02)
+    if test_side is None:
+        side = None
+    train = TrainingVectors(old, new, side, None if labels is None else labels.astype(int), unit)
+    tested = None if test_labels is None else test_labels.astype(int)
+    return FrozenVectors(train, test_old, test_new, test_side if side is not None else None, tested)
+
+
+def _named(arrays: Mapping[str, NDArray[Any]], prefix: str, name: str) -> str | None:
+    if prefix + name in arrays:
+        return prefix + name
+    starts = f"{prefix}{name}_"
+    found = [one for one in arrays if one.startswith(starts) and not one.endswith("_scale")]
+    if len(found) > 1:
+        raise InvalidInputError(f"expected one array {prefix}{name}, got {', '.join(found)}")
+    return found[0] if found else None
+
+
+class _BenchPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class BenchDifference(_BenchPart):
+    """A row's figure minus that of old/old: mean and 95 % interval.
+
+    Attributes:
+        classes: how many classes the interval draws; None: it draws queries.
+    """
+
+    mean: float
+    low: float
+    high: float
+    classes: int | None
+
+
+class BenchRow(_BenchPart):
+    """One row.
+
+    Attributes:
+        maps: which vectors it maps: items, queries or none.
+        figures: mean over queries and seeds, 0 to 1, by part of the test and name.
+        differences: the same against old/old.
+        seconds: mean time to fit, in seconds.
+        parameters: the number of fitted values.
+        refusal: why the row was not run; the other fields are then empty.
+    """
+
+    maps: str
+    figures: dict[str, dict[str, float]] = {}
+    differences: dict[str, dict[str, BenchDifference]] = {}
+    seconds: float = 0.0
+    parameters: int = 0
+    refusal: str = ""
+
+
+class BenchResults(_BenchPart):
+    """The results of one comparison, as they are written to a JSON file."""
+
+    command: str
+    machine: str
+    pairs: int
+    seeds: int
+    queries: dict[str, int]
+    classes: dict[str, int]
+    rows: dict[str, BenchRow]
+
+
+PerRow = dict[str, PerQuery]
+
+
+def compare_vectors(
+    vectors: FrozenVectors,
+    *,
+    names: Sequence[str] | None = None,
+    pairs: int | None = None,
+    seeds: int = 1,
+    command: str = "compare_vectors()",
+    machine: str = "",
+    registry: Mapping[str, Callable[[], Rival]] | None = None,
+) -> BenchResults:
+    """Fit and measure rivals.
+
+    Args:
+        vectors: the vectors.
+        names: rivals to run; None: all.
+        pairs: training pairs, drawn anew for each seed; None: all.
+        seeds: how many seeds; each fits every rival again.
+        command, machine: recorded.
+        registry: constructors of rivals by name; None: those of rivals/rows.py.
+
+    Raises:
+        ConfigurationError: an unknown name.
+        DivergedError: a loss is not finite.
+    """
+    known = rivals() if registry is None else registry
+    wanted = list(known) if names is None else list(names)
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigurationError(
+            f"there is no rival {', '.join(unknown)}; there are {', '.join(known)}"
+        )
+    runs_of: dict[str, list[PerRow]] = {}
+    maps = {STAY: "none", REEMBED: "none"}
+    parameters, seconds, refused = dict[str, int](), dict[str, list[float]](), dict[str, str]()
+    for seed in range(seeds):
+        now = vectors if pairs is None else vectors.take_pairs(pairs, seed)
+        own = _neighbours(vectors.new, vectors.new)
+        runs_of.setdefault(STAY, []).append(_measure(vectors.old, vectors.old, vectors, own))
+        runs_of.setdefault(REEMBED, []).append(_measure(vectors.new, vectors.new, vectors, own))
+        for name in wanted:
+            rival = known[name]()
+            maps[name] = rival.maps
+            started = time.perf_counter()
+            try:
+                rival.fit(now.train, seed)
+            except ConfigurationError as error:
+                refused[name] = str(error)
+                continue
+            seconds.setdefault(name, []).append(time.perf_counter() - started)
+            parameters[name] = rival.parameters
+            if rival.maps == "items":
+                gallery, queries = rival.transform(vectors.old, vectors.side), vectors.new
+            else:
+                gallery, queries = vectors.old, rival.transform(vectors.new, None)
+            runs_of.setdefault(name, []).append(_measure(queries, gallery, vectors, own))
+    parts = vectors.parts()
+    rows = {}
+    for name in (STAY, REEMBED, *wanted):
+        if name in refused:
+            rows[name] = BenchRow(maps=maps[name], refusal=refused[name])
+            continue
+        runs, times = runs_of[name], seconds.get(name, [0.0])
+        rows[name] = BenchRow(
+            maps=maps[name],
+            figures={part: _means(runs, mask) for part, mask in parts.items()},
+            differences={
+                part: _differences(runs, runs_of[STAY], mask, vectors.labels)
+                for part, mask in parts.items()
+            },
+            seconds=sum(times) / len(times),
+            parameters=parameters.get(name, 0),
+        )
+    labels = vectors.labels
+    return BenchResults(
+        command=command,
+        machine=machine,
+        pairs=len(vectors.train.old) if pairs is None else min(pairs, len(vectors.train.old)),
+        seeds=seeds,
+        queries={part: int(mask.sum()) for part, mask in parts.items()},
+        classes={
+            part: 0 if labels is None else len(np.unique(labels[mask]))
+            for part, mask in parts.items()
+        },
+        rows=rows,
+    )
+
+
+def _neighbours(queries: Floats, gallery: Floats) -> NDArray[np.int64]:
+    """Return the ten nearest other items [m, 10] of each query."""
+    found, _ = nearest(queries, gallery, min(_AGREEMENT + 1, len(gallery)))
+    others = found != np.arange(len(queries))[:, None]
+    return np.stack([row[keep][:_AGREEMENT] for row, keep in zip(found, others, strict=True)])
+
+
+def _measure(
+    queries: Floats, gallery: Floats, vectors: FrozenVectors, own: NDArray[np.int64]
+) -> PerRow:
+    """Return the figures of each test query [m] by name."""
+    found = _neighbours(queries, gallery)
+    shared = [len(np.intersect1d(one, other)) for one, other in zip(found, own, strict=True)]
+    figures: PerRow = {"agreement": np.array(shared, np.float64) / own.shape[1]}
+    if queries is not gallery:
+        first, _ = nearest(queries, gallery, 1)
+        figures["known_item"] = (first[:, 0] == np.arange(len(queries))).astype(np.float64)
+    if vectors.labels is not None:
+        places = np.arange(len(queries))
+        relevance = same_label(vectors.labels, vectors.labels, places, places)
+        ranking = rank(queries, gallery, relevance)
+        figures = {"cmc1": cmc(ranking, 1), "map": average_precision(ranking)} | figures
+    return figures
+
+
+def _means(runs: Sequence[PerRow], mask: NDArray[np.bool_]) -> dict[str, float]:
+    return {name: float(np.mean([np.nanmean(run[name][mask]) for run in runs])) for name in runs[0]}
+
+
+def _differences(
+    runs: Sequence[PerRow],
+    stay: Sequence[PerRow],
+    mask: NDArray[np.bool_],
+    labels: NDArray[np.int64] | None,
+) -> dict[str, BenchDifference]:
+    by_class = labels is not None and len(np.unique(labels[mask])) >= FEWEST_CLASSES
+    classes = None if labels is None or not by_class else [labels[mask]] * len(runs)
+    made = {}
+    for name in runs[0]:
+        if name not in stay[0]:
+            continue
+        found = paired_bootstrap(
+            [run[name][mask] for run in runs], [run[name][mask] for run in stay], classes=classes
+        )
+        made[name] = BenchDifference(
+            mean=found.mean, low=found.low, high=found.high, classes=found.classes
+        )
+    return made
+
+
+def page_of(results: BenchResults) -> str:
+    """Format results as a page of Markdown: one table for each part of the test."""
+    lines = [
+        "# Maps compared on frozen vectors", "",
+        f"`{results.command}`", "",
+        f"{results.pairs} training pairs, {results.seeds} seeds, {results.machine}. Figures in "
+        "percent. In brackets: the difference to old/old and its 95 % interval, over classes where "
+        f"there are at least {FEWEST_CLASSES}, else over queries.",
+    ]  # fmt: skip
+    for part, count in results.queries.items():
+        classes = f" of {results.classes[part]} classes" if results.classes[part] else ""
+        lines += ["", f"## {part.capitalize()}: {count} queries{classes}", ""]
+        named = [name for name in _TITLES if name in results.rows[STAY].figures[part]]
+        named += [] if "known_item" in named else ["known_item"]
+        titles = ["row", "maps", *(_TITLES[name] for name in named), "fit", "parameters"]
+        lines += [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+        for name, row in results.rows.items():
+            if row.refusal:
+                continue
+            cells = [_cell(row, part, figure) for figure in named]
+            time_told = f"{row.seconds:.1f} s" if row.parameters else "-"
+            size = f"{row.parameters:,}" if row.parameters else "-"
+            lines.append(f"| {' | '.join((name, row.maps, *cells, time_told, size))} |")
+    missing = {name: row.refusal for name, row in results.rows.items() if row.refusal}
+    if missing:
+        lines += ["", "Not run:", ""]
+        lines += [f"- {name}: {sentence}" for name, sentence in missing.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: BenchRow, part: str, figure: str) -> str:
+    value = row.figures[part].get(figure)
+    if value is None:
+        return "-"
+    difference = row.differences[part].get(figure)
+    if difference is None or difference.low == difference.high == 0:
+        return f"{100 * value:.1f}"
+    low, high = 100 * difference.low, 100 * difference.high
+    return f"{100 * value:.1f} ({100 * difference.mean:+.1f}, {low:+.1f} to {high:+.1f})"
+
+
+def write_bench(out: Path, name: str, results: BenchResults) -> None:
+    """Write OUT/NAME.json and OUT/NAME.md."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_file(out / f"{name}.json", (results.model_dump_json(indent=1) + "\n").encode(), 0o644)
+    write_file(out / f"{name}.md", page_of(results).encode(), 0o644)

@@ -1,0 +1,213 @@
+"""`compare.py --vectors`: maps between frozen vectors, measured against brute force."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
+from nobackfill.research.compare import app
+from nobackfill.research.rivals.rival import Floats, unit_rows
+from nobackfill.research.rivals.rows import rivals
+from nobackfill.research.vector_bench import (
+    REEMBED,
+    STAY,
+    BenchResults,
+    FrozenVectors,
+    compare_vectors,
+    read_vectors,
+)
+from tests.support.commands import run_here
+
+CLASSES, DIM = 24, 12
+# Trained in seconds.
+SMALL = rivals(epochs=6, inner_dim=64)
+
+
+def arrays(dim_new: int = DIM, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Two models of the same classes: the new one is a rotation of a better view of them."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(CLASSES, 2 * DIM))
+    to_new = np.linalg.qr(rng.normal(size=(2 * DIM, dim_new)))[0]
+    to_old = to_new[:, :DIM] if dim_new >= DIM else rng.normal(size=(2 * DIM, DIM))
+    turn = np.linalg.qr(rng.normal(size=(DIM, DIM)))[0]
+    made: dict[str, NDArray[Any]] = {}
+    for prefix, count, low in (("", 500, 0), ("test_", 240, 4)):
+        labels = rng.integers(low, CLASSES if prefix else CLASSES - 8, size=count)
+        items = centres[labels] + 0.8 * rng.normal(size=(count, 2 * DIM))
+        noisy = items + 0.7 * rng.normal(size=items.shape)
+        made[f"{prefix}new"] = unit_rows((items @ to_new).astype(np.float32))
+        made[f"{prefix}old"] = unit_rows((noisy @ to_old @ turn).astype(np.float32))
+        made[f"{prefix}side"] = (noisy[:, :5]).astype(np.float32)
+        made[f"{prefix}labels"] = labels.astype(np.uint8)
+    return made
+
+
+def save(path: Path, named: Mapping[str, NDArray[Any]]) -> None:
+    np.savez(path, **{str(name): values for name, values in named.items()})  # type: ignore[arg-type]
+
+
+def frozen(path: Path, **changed: NDArray[Any]) -> FrozenVectors:
+    save(path / "v.npz", arrays() | changed)
+    return read_vectors([path / "v.npz"])
+
+
+def brute_force(queries: Floats, gallery: Floats, labels: NDArray[np.int64]) -> tuple[float, float]:
+    """CMC-1 and mAP by a full sort of each query's distances, without the query itself."""
+    firsts, precisions = [], []
+    for place, query in enumerate(queries.astype(np.float64)):
+        order = np.argsort(((gallery - query) ** 2).sum(axis=1), kind="stable")
+        right = labels[order[order != place]] == labels[place]
+        if right.any():
+            firsts.append(right[0])
+            ranks = np.flatnonzero(right) + 1
+            precisions.append(np.mean(np.arange(1, len(ranks) + 1) / ranks))
+    return float(np.mean(firsts)), float(np.mean(precisions))
+
+
+def test_figures_are_those_of_a_full_sort(tmp_path: Path) -> None:
+    vectors = frozen(tmp_path)
+    result = compare_vectors(vectors, names=["procrustes", "query_drift"])
+    assert vectors.labels is not None
+    seen = vectors.parts()["seen classes"]
+    assert 0 < seen.sum() < len(seen)
+    rotation = SMALL["procrustes"]()
+    rotation.fit(vectors.train, 0)
+    for name, queries, gallery in (
+        (STAY, vectors.old, vectors.old),
+        (REEMBED, vectors.new, vectors.new),
+        ("procrustes", vectors.new, rotation.transform(vectors.old, None)),
+    ):
+        total = [0.0, 0.0]
+        for part, mask in vectors.parts().items():
+            figures = result.rows[name].figures[part]
+            total[0] += figures["cmc1"] * mask.sum() / len(mask)
+            total[1] += figures["map"] * mask.sum() / len(mask)
+        assert total == pytest.approx(brute_force(queries, gallery, vectors.labels), abs=1e-6)
+
+
+def test_agreement_and_known_items_are_counted(tmp_path: Path) -> None:
+    vectors = frozen(tmp_path)
+    rows = compare_vectors(vectors, names=["affine"]).rows
+    for figures in rows[REEMBED].figures.values():
+        assert figures["agreement"] == 1 and "known_item" not in figures
+    mapped = SMALL["affine"]()
+    mapped.fit(vectors.train, 0)
+    gallery = mapped.transform(vectors.old, None)
+    distances = ((vectors.new[:, None].astype(float) - gallery[None]) ** 2).sum(axis=2)
+    own = distances.argmin(axis=1) == np.arange(len(gallery))
+    for part, mask in vectors.parts().items():
+        assert rows["affine"].figures[part]["known_item"] == pytest.approx(own[mask].mean())
+
+
+def test_every_rival_runs_and_reports_its_size(tmp_path: Path) -> None:
+    vectors = frozen(tmp_path)
+    result = compare_vectors(vectors, seeds=2, pairs=400, registry=SMALL)
+    assert list(result.rows) == [STAY, REEMBED, *SMALL]
+    assert (result.pairs, result.seeds) == (400, 2)
+    for name, row in result.rows.items():
+        assert not row.refusal, (name, row.refusal)
+        for part, figures in row.figures.items():
+            assert all(0 <= value <= 1 for value in figures.values()), (name, part)
+    for name in SMALL:
+        assert result.rows[name].parameters > 0, name
+    # Each map is worth more than chance. A mean drift is no map between two rotated spaces.
+    cmc1 = {name: row.figures["seen classes"]["cmc1"] for name, row in result.rows.items()}
+    assert min(value for name, value in cmc1.items() if name != "query_drift") > 4 / CLASSES, cmc1
+    assert cmc1["residual_side"] > cmc1["query_drift"]
+    # The new view is better, and a difference over classes says over how many.
+    better = result.rows[REEMBED].differences["seen classes"]["map"]
+    assert 0 < better.low < better.mean < better.high
+    assert better.classes == result.classes["seen classes"] >= 10
+    assert result.rows[REEMBED].differences["unseen classes"]["map"].classes is None
+
+
+@pytest.mark.parametrize("dim_new", [7, 20])
+def test_spaces_of_different_dimensions(tmp_path: Path, dim_new: int) -> None:
+    save(tmp_path / "v.npz", arrays(dim_new))
+    rows = compare_vectors(read_vectors([tmp_path / "v.npz"]), registry=SMALL).rows
+    refused = {name: row.refusal for name, row in rows.items() if row.refusal}
+    assert list(refused) == ["drift_adapter_procrustes", "query_drift"]
+    assert refused["query_drift"].startswith("query_drift needs spaces of one dimension")
+
+
+def test_without_labels_and_side(tmp_path: Path) -> None:
+    kept = {name: values for name, values in arrays().items() if name.endswith(("old", "new"))}
+    save(tmp_path / "v.npz", kept)
+    names = ["residual", "residual_side", "fastfill_joint_side", "affine", "local_adapters"]
+    result = compare_vectors(read_vectors([tmp_path / "v.npz"]), names=names, registry=SMALL)
+    assert list(result.queries) == ["all"] and result.classes == {"all": 0}
+    assert "reads side-information" in result.rows["residual_side"].refusal
+    figures = result.rows["affine"].figures["all"]
+    assert set(figures) == {"agreement", "known_item"}
+    assert figures["known_item"] > 10 / 240
+
+
+def test_int8_with_scales_and_several_files(tmp_path: Path) -> None:
+    whole = arrays()
+    scale = np.abs(whole["old"]).max(axis=0) / 127
+    packed = np.round(whole["old"] / scale).astype(np.int8)
+    first = whole | {"old": packed, "old_scale": scale.astype(np.float32)}
+    side = {name: first.pop(name) for name in ("side", "test_side")}
+    save(tmp_path / "a.npz", first)
+    np.savez(tmp_path / "b.npz", side_simclr=side["side"], test_side_simclr=side["test_side"])
+    vectors = read_vectors([tmp_path / "a.npz", tmp_path / "b.npz"])
+    assert np.abs(vectors.train.old - whole["old"]).max() <= scale.max() / 2 + 1e-6
+    assert vectors.side is not None and np.array_equal(vectors.side, side["test_side"])
+    assert np.array_equal(vectors.old, whole["test_old"])
+
+
+def test_wrong_files_are_refused_by_name(tmp_path: Path) -> None:
+    def refuses(words: str, **changed: NDArray[Any] | None) -> None:
+        merged = {**arrays(), **changed}
+        kept = {name: values for name, values in merged.items() if values is not None}
+        save(tmp_path / "v.npz", kept)
+        with pytest.raises(InvalidInputError, match=words):
+            read_vectors([tmp_path / "v.npz"])
+
+    good = arrays()
+    refuses("expected the arrays old and new", new=None)
+    refuses("expected the arrays test_old and test_new", test_old=None)
+    refuses("new: expected 500 rows as in old, got 499", new=good["new"][1:])
+    refuses("labels: expected 500 labels", labels=good["labels"][1:])
+    refuses("test_new: expected dimension 12 as new, got 11", test_new=good["test_new"][:, :11])
+    refuses("old: expected finite vectors", old=good["old"] * np.float32(np.nan))
+    refuses("old: expected finite vectors", old=good["old"][:, 0])
+    np.savez(tmp_path / "o.npz", old=np.array([{}], dtype=object))
+    with pytest.raises(InvalidInputError, match=r"o\.npz: expected a file of np\.savez"):
+        read_vectors([tmp_path / "o.npz"])
+    (tmp_path / "t.npz").write_text("no archive")
+    with pytest.raises(InvalidInputError, match=r"t\.npz: expected a file of np\.savez"):
+        read_vectors([tmp_path / "t.npz"])
+    with pytest.raises(NotFoundError):
+        read_vectors([tmp_path / "none.npz"])
+    with pytest.raises(ConfigurationError, match="there is no rival residuall; there are resid"):
+        compare_vectors(frozen(tmp_path), names=["residuall"])
+
+
+def test_the_command_writes_a_page_and_its_figures(tmp_path: Path) -> None:
+    save(tmp_path / "features.npz", arrays())
+    command = ("compare.py", "--vectors", tmp_path / "features.npz", "--out", tmp_path / "out")
+    done = run_here(app, *command, "--methods", "affine,procrustes", "--seeds", "1")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "out" / "features.md").read_text()
+    assert done.stdout.strip() == page.strip()
+    told = BenchResults.model_validate_json((tmp_path / "out" / "features.json").read_text())
+    assert told.command == (
+        "python training/compare.py --vectors features.npz --seeds 1 --methods affine,procrustes"
+    )
+    seen = told.rows["affine"].figures["seen classes"]["cmc1"]
+    assert f"| affine | items | {100 * seen:.1f} (" in page
+    assert json.loads((tmp_path / "out" / "features.json").read_text())["pairs"] == 500
+    for words, sentence in (
+        (("--data", "digits"), "leave out --data"),
+        (("--methods", "afine"), "there is no rival afine"),
+    ):
+        refused = run_here(app, *command, *words)
+        assert refused.returncode == 78 and sentence in refused.stderr
+    alone = run_here(app, "compare.py", "--pairs", "100")
+    assert alone.returncode == 78 and "--pairs needs --vectors" in alone.stderr
