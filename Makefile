@@ -43,7 +43,7 @@ PROCESSOR := $(shell grep -E -m 1 'flags|Features' /proc/cpuinfo 2>/dev/null | s
 INSTALL = $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt --config-settings-package hnswlib:processor=$(PROCESSOR) --editable
 $(READY): pyproject.toml constraints.txt core/native_build.py $(wildcard core/nobackfill/gallery/search/native/*.hpp core/nobackfill/gallery/search/native/*.cpp core/nobackfill/gallery/search/native/hnswlib/*.h) $(VENV)/bin/uv
 	@echo 'This installs 6.5 GB into .venv, 5.2 GB of it torch with CUDA. `make setup-light` leaves torch, training and tests out: 0.6 GB.'
-	$(INSTALL) '.[server,postgres,otel,training,adopt,qdrant,web,docs,dev]'
+	$(INSTALL) '.[server,postgres,otel,training,adopt,qdrant,lancedb,sqlite-vec,web,docs,dev]'
 	touch $@
 
 $(LIGHT_READY): pyproject.toml constraints.txt $(VENV)/bin/uv

@@ -56,10 +56,12 @@ BASE = {
 # Rooms that each plug-in may import, beside the base. Research alone imports one: `ray`.
 PLUGINS: Mapping[str, set[str]] = {
     "chroma": {"adopt"},
+    "lancedb": {"adopt"},
     "milvus": {"server", "gallery", "adopt"},
     "otel": set(),
     "qdrant": {"adopt"},
     "ray": {"server", "gallery"},
+    "sqlite_vec": {"adopt"},
     "web": {"server", "client", "pages", "wire", "gallery", "release", "v1"},
 }
 # Rooms that each may import, beside the base.

@@ -3,13 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import LiteralString, Protocol
 
+import apsw
+import lancedb
 import numpy as np
 import psycopg
+import pyarrow as pa
 import pytest
+import sqlite_vec
 from qdrant_client import QdrantClient, models
 
 from nobackfill.adopt.sources.opening import open_searchable, open_source
@@ -187,6 +192,81 @@ class Qdrant:
         return open_searchable(f"qdrant:{self.folder}#docs")
 
 
+class Lance:
+    """A table of LanceDB that an application writes to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.database = lancedb.connect(folder, read_consistency_interval=timedelta(0))
+        self.table = self.database.create_table("docs", self._rows(MADE.ids, MADE.old))
+
+    def _rows(self, names: list[str], vectors: Vectors) -> pa.Table:
+        column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), vectors.shape[1])
+        texts = [f"on {name}" for name in names]
+        return pa.table({"id": names, "vector": column, "text": texts})
+
+    def put(self, name: str, vector: Vectors) -> None:
+        upsert = self.table.merge_insert("id").when_matched_update_all()
+        upsert.when_not_matched_insert_all().execute(self._rows([name], vector[None]))
+
+    def delete(self, name: str) -> None:
+        self.table.delete(f"id = '{name}'")
+
+    def names(self) -> list[str]:
+        return sorted(self.table.search().select(["id"]).to_arrow()["id"].to_pylist())
+
+    def touch(self, name: str) -> None:
+        self.table.update(where=f"id = '{name}'", values={"text": "changed"})
+
+    def open(self, vector: str | None = None) -> Source:
+        return open_source(f"lancedb:{self.folder}#docs", vector=vector)
+
+    def search(self) -> Searchable:
+        return open_searchable(f"lancedb:{self.folder}#docs")
+
+
+class SqliteVec:
+    """A virtual table of sqlite-vec that an application writes to, with columns of all kinds."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.connection = apsw.Connection(str(path))
+        self.connection.set_busy_timeout(10_000)
+        self.connection.enable_load_extension(True)
+        sqlite_vec.load(self.connection)
+        self.connection.execute(
+            "CREATE VIRTUAL TABLE docs USING vec0(id text primary key, kind text partition key, "
+            "vector float[24] distance_metric=cosine, bits bit[8], number integer, +text text)"
+        )
+        self.connection.execute("BEGIN")
+        for row in zip(MADE.ids, MADE.old, strict=True):
+            self.put(*row)
+        self.connection.execute("COMMIT")
+
+    def put(self, name: str, vector: Vectors, table: str = "docs") -> None:
+        self.connection.execute(f"DELETE FROM {table} WHERE id = ?", (name,))
+        self.connection.execute(
+            f"INSERT INTO {table} (id, kind, vector, bits, number, text) "
+            "VALUES (?, ?, ?, vec_bit(x'0f'), ?, ?)",
+            (name, name[-1], vector.astype("<f4").tobytes(), len(name), f"on {name}"),
+        )
+
+    def delete(self, name: str) -> None:
+        self.connection.execute("DELETE FROM docs WHERE id = ?", (name,))
+
+    def names(self) -> list[str]:
+        return sorted(name for (name,) in self.connection.execute("SELECT id FROM docs"))
+
+    def touch(self, name: str) -> None:
+        self.connection.execute("UPDATE docs SET text = 'changed' WHERE id = ?", (name,))
+
+    def open(self, vector: str | None = None) -> Source:
+        return open_source(f"sqlite:{self.path}#{vector or 'docs'}")
+
+    def search(self) -> Searchable:
+        return open_searchable(f"sqlite:{self.path}#docs")
+
+
 @contextmanager
 def opened(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[Store]:
     """The store of a kind, filled."""
@@ -202,6 +282,12 @@ def opened(kind: str, request: pytest.FixtureRequest, folder: Path) -> Iterator[
             made = Qdrant(Path(short))
             yield made
             made.client.close()
+    elif kind == "lancedb":
+        yield Lance(folder)
+    elif kind == "sqlite-vec":
+        made_here = SqliteVec(folder.with_suffix(".db"))
+        yield made_here
+        made_here.connection.close()
     elif kind in ("chroma", "milvus-lite", "milvus"):
         yield from _copied(kind, request, folder)
     else:

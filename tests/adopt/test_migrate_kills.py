@@ -5,11 +5,17 @@ import json
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
+import apsw
+import lancedb
 import numpy as np
+import pyarrow as pa
 import pytest
+import sqlite_vec
 
 from tests.adopt.table_beside import Connection
 from tests.support.postgres import Server
@@ -41,29 +47,35 @@ def made(text: str, scale: list[float]) -> np.ndarray:
     return np.asarray(vector / np.linalg.norm(vector))
 
 
-class Table:
+class Migrated(ABC):
     """A table `t` of texts, its writers, and the command that migrates it."""
 
-    def __init__(self, address: str, connection: Connection, folder: Path) -> None:
-        self.address, self.connection, self.folder = address, connection, folder
+    address: str
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.bodies = {number: f"text {number}" for number in range(COUNT)}
         for name, scale, seconds in (("oldmodel", OLD_SCALE, 0), ("newmodel", NEW_SCALE, 0.002)):
             text = MODELS.format(name=name, scale=scale, seconds=seconds)
             (folder / f"{name}.py").write_text(text)
-        connection.execute("CREATE EXTENSION vector")
-        connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text, v vector(16))")
-        for number in range(COUNT):
-            self.put(number, self.bodies[number])
-        connection.execute("CREATE INDEX t_v ON t USING hnsw (v vector_cosine_ops)")
 
-    def put(self, number: int, body: str) -> None:
-        self.bodies[number] = body
-        vector = str(made(body, OLD_SCALE).tolist())
-        self.connection.execute(
-            "INSERT INTO t VALUES (%s, %s, %s) ON CONFLICT (id) DO UPDATE "
-            "SET body = EXCLUDED.body, v = EXCLUDED.v",
-            (number, body, vector),
-        )
+    @abstractmethod
+    def put(self, number: int, body: str) -> None: ...
+
+    @abstractmethod
+    def delete(self, number: int) -> None: ...
+
+    @property
+    @abstractmethod
+    def flipped(self) -> bool: ...
+
+    @abstractmethod
+    def found(self, column: str) -> list[tuple[int, str, list[float] | None]]:
+        """Read key, text and vector of each row; `column` is v or v_before."""
+
+    @abstractmethod
+    def check_objects(self, finished: bool) -> None:
+        """Check that nothing else is left."""
 
     def write(self, rng: np.random.Generator) -> None:
         """As an application that knows the old model alone: change, add and delete a row."""
@@ -71,7 +83,7 @@ class Table:
         changed, gone = (known[one] for one in rng.choice(len(known), 2, replace=False))
         self.put(int(changed), f"changed {rng.integers(1 << 30)}")
         self.put(max(known) + 1, f"added {rng.integers(1 << 30)}")
-        self.connection.execute("DELETE FROM t WHERE id = %s", [int(gone)])
+        self.delete(int(gone))
         del self.bodies[int(gone)]
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
@@ -93,6 +105,39 @@ class Table:
                 break
         assert process.returncode == 0, error
 
+    def check(self, column: str, scale: list[float]) -> None:
+        """Each row has the vector that a model makes of its text; none is lost."""
+        found = {key: (body, vector) for key, body, vector in self.found(column)}
+        assert {key: body for key, (body, _) in found.items()} == self.bodies
+        for body, vector in found.values():
+            assert vector is not None
+            np.testing.assert_allclose(vector, made(body, scale), atol=1e-5)
+
+
+class Table(Migrated):
+    """A table of PostgreSQL."""
+
+    def __init__(self, address: str, connection: Connection, folder: Path) -> None:
+        super().__init__(folder)
+        self.address, self.connection = address, connection
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute("CREATE TABLE t (id int PRIMARY KEY, body text, v vector(16))")
+        for number in range(COUNT):
+            self.put(number, self.bodies[number])
+        connection.execute("CREATE INDEX t_v ON t USING hnsw (v vector_cosine_ops)")
+
+    def put(self, number: int, body: str) -> None:
+        self.bodies[number] = body
+        vector = str(made(body, OLD_SCALE).tolist())
+        self.connection.execute(
+            "INSERT INTO t VALUES (%s, %s, %s) ON CONFLICT (id) DO UPDATE "
+            "SET body = EXCLUDED.body, v = EXCLUDED.v",
+            (number, body, vector),
+        )
+
+    def delete(self, number: int) -> None:
+        self.connection.execute("DELETE FROM t WHERE id = %s", [number])
+
     @property
     def flipped(self) -> bool:
         found = self.connection.execute(
@@ -101,34 +146,119 @@ class Table:
         ).fetchall()
         return bool(found)
 
-    def check(self, column: str, scale: list[float]) -> None:
-        """Each row has the vector that a model makes of its text; none is lost."""
-        rows = self.connection.execute(f"SELECT id, body, {column}::real[] FROM t".encode())
-        found = {key: (body, vector) for key, body, vector in rows.fetchall()}
-        assert {key: body for key, (body, _) in found.items()} == self.bodies
-        for body, vector in found.values():
-            np.testing.assert_allclose(vector, made(body, scale), atol=1e-5)
+    def found(self, column: str) -> list[tuple[int, str, list[float] | None]]:
+        query = f"SELECT id, body, {column}::real[] FROM t".encode()
+        return self.connection.execute(query).fetchall()
 
-    def check_objects(self, columns: set[str], indexed: int) -> None:
+    def check_objects(self, finished: bool) -> None:
         rows = self.connection.execute(
             "SELECT attname FROM pg_attribute WHERE attrelid = 't'::regclass AND attnum > 0 "
             "AND NOT attisdropped"
         ).fetchall()
-        assert {name for (name,) in rows} == columns
+        assert {name for (name,) in rows} == {"id", "body", "v"} | (
+            set() if finished else {"v_before"}
+        )
         valid = self.connection.execute(
             "SELECT indisvalid FROM pg_index JOIN pg_class c ON c.oid = indexrelid "
             "JOIN pg_am m ON m.oid = relam WHERE indrelid = 't'::regclass AND amname = 'hnsw'"
         ).fetchall()
-        assert valid == [(True,)] * indexed
+        assert valid == [(True,)] * (1 if finished else 2)
 
 
-@pytest.fixture
-def table(postgres: Server, tmp_path: Path) -> Iterator[Table]:
-    with postgres.connected() as (address, connection):
-        yield Table(address, connection, tmp_path)
+class LanceTable(Migrated):
+    """A table of LanceDB."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.address = f"lancedb:{folder / 'lance'}"
+        database = lancedb.connect(folder / "lance", read_consistency_interval=timedelta(0))
+        self.table = database.create_table("t", self._rows(self.bodies))
+
+    def _rows(self, bodies: dict[int, str]) -> pa.Table:
+        vectors = np.array([made(body, OLD_SCALE) for body in bodies.values()], np.float32)
+        column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 16)
+        return pa.table({"id": list(bodies), "body": list(bodies.values()), "v": column})
+
+    def put(self, number: int, body: str) -> None:
+        self.bodies[number] = body
+        upsert = self.table.merge_insert("id").when_matched_update_all()
+        upsert.when_not_matched_insert_all().execute(self._rows({number: body}))
+
+    def delete(self, number: int) -> None:
+        self.table.delete(f"id = {number}")
+
+    @property
+    def flipped(self) -> bool:
+        return "v_before" in self.table.schema.names
+
+    def found(self, column: str) -> list[tuple[int, str, list[float] | None]]:
+        rows = self.table.search().select(["id", "body", column]).to_arrow().to_pylist()
+        return [(row["id"], row["body"], row[column]) for row in rows]
+
+    def check_objects(self, finished: bool) -> None:
+        old = set() if finished else {"v_before", "nobackfill_of_v_new"}
+        assert set(self.table.schema.names) == {"id", "body", "v"} | old
 
 
-def life(table: Table, way: str, kills: int, seed: int) -> None:
+class SqliteTable(Migrated):
+    """A virtual table of sqlite-vec."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.address = f"sqlite:{folder / 't.db'}"
+        self.connection = apsw.Connection(str(folder / "t.db"))
+        self.connection.set_busy_timeout(20_000)
+        self.connection.enable_load_extension(True)
+        sqlite_vec.load(self.connection)
+        self.connection.execute(
+            "CREATE VIRTUAL TABLE t USING vec0(id integer primary key, "
+            "v float[16] distance_metric=cosine, +body text)"
+        )
+        for number, body in self.bodies.copy().items():
+            self.put(number, body)
+
+    def put(self, number: int, body: str) -> None:
+        self.bodies[number] = body
+        vector = made(body, OLD_SCALE).astype("<f4").tobytes()
+        with self.connection:
+            self.delete(number)
+            self.connection.execute(
+                "INSERT INTO t (id, v, body) VALUES (?, ?, ?)", (number, vector, body)
+            )
+
+    def delete(self, number: int) -> None:
+        self.connection.execute("DELETE FROM t WHERE id = ?", (number,))
+
+    def _names(self) -> set[str]:
+        query = "SELECT name FROM sqlite_master WHERE sql LIKE '%USING vec0%'"
+        return {str(name) for (name,) in self.connection.execute(query)}
+
+    @property
+    def flipped(self) -> bool:
+        return "t_before" in self._names()
+
+    def found(self, column: str) -> list[tuple[int, str, list[float] | None]]:
+        rows = self.connection.execute(f"SELECT id, body, v FROM {column.replace('v', 't', 1)}")
+        return [(key, body, np.frombuffer(v, "<f4").tolist()) for key, body, v in rows]
+
+    def check_objects(self, finished: bool) -> None:
+        assert self._names() == {"t"} | (set() if finished else {"t_before"})
+        assert self.connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        rows = self.connection.execute("SELECT count(*) FROM nobackfill_items").fetchall()
+        assert rows == [(0 if finished else len(self.bodies),)]
+
+
+@pytest.fixture(params=["pgvector", "lancedb", "sqlite-vec"])
+def table(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Migrated]:
+    if request.param == "pgvector":
+        server: Server = request.getfixturevalue("postgres")
+        with server.connected() as (address, connection):
+            yield Table(address, connection, tmp_path)
+    else:
+        yield (LanceTable if request.param == "lancedb" else SqliteTable)(tmp_path)
+
+
+def life(table: Migrated, way: str, kills: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     words = [f"{table.address}#t", "--new", "newmodel:embed", "--column", "body", "-n", "60"]
     table.run(*words)
@@ -159,21 +289,20 @@ def life(table: Table, way: str, kills: int, seed: int) -> None:
     file.write_text(json.dumps(plan | {"way": way, "state": "writing"}))
     table.run(*words)
     if way == "map":
-        found = table.connection.execute("SELECT count(*) FROM t WHERE v IS NULL").fetchall()
-        assert found == [(0,)]
+        assert None not in [vector for _, _, vector in table.found("v")]
     else:
         table.check("v", NEW_SCALE)
     table.check("v_before", OLD_SCALE)
-    table.check_objects({"id", "body", "v", "v_before"}, 2)
+    table.check_objects(finished=False)
     table.run("finish")
-    table.check_objects({"id", "body", "v"}, 1)
+    table.check_objects(finished=True)
 
 
-def test_two_kills_lose_nothing(table: Table) -> None:
+def test_two_kills_lose_nothing(table: Migrated) -> None:
     life(table, "re-embed", 2, seed=1)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("way", ["map", "lazily", "re-embed"])
-def test_thirty_kills_lose_nothing(table: Table, way: str) -> None:
+def test_thirty_kills_lose_nothing(table: Migrated, way: str) -> None:
     life(table, way, 30, seed=2)

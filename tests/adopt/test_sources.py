@@ -30,7 +30,8 @@ def target(mapping: Map = MAP, name: str = "vector_new") -> Target:
 
 COPIES = ("chroma", "milvus-lite", "milvus")
 COPIED = [pytest.param(name, marks=pytest.mark.scale) for name in COPIES]
-STORES = ["parquet", "arrays", "pgvector", "pgvector-table", "qdrant", *COPIED]
+EMBEDDED = ("lancedb", "sqlite-vec")
+STORES = ["parquet", "arrays", "pgvector", "pgvector-table", "qdrant", *EMBEDDED, *COPIED]
 
 
 @pytest.fixture
@@ -40,7 +41,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 every = pytest.mark.parametrize("store", STORES, indirect=True)
-writable = pytest.mark.parametrize("store", ["pgvector", "pgvector-table", *COPIED], indirect=True)
+writable = pytest.mark.parametrize(
+    "store", ["pgvector", "pgvector-table", *EMBEDDED, *COPIED], indirect=True
+)
 on_pgvector = pytest.mark.parametrize("store", ["pgvector"], indirect=True)
 
 
@@ -136,7 +139,9 @@ def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> Non
 
 
 @pytest.mark.parametrize(
-    "store", ["arrays", "pgvector", "pgvector-table", "qdrant", *COPIED], indirect=True
+    "store",
+    ["arrays", "pgvector", "pgvector-table", "qdrant", *EMBEDDED, *COPIED],
+    indirect=True,
 )
 def test_carried_vectors_name_their_model(store: Store) -> None:
     named = Target("vector_new", MAP.dims[1], MAP.digest, model="the new model")
@@ -207,6 +212,7 @@ def test_threads_that_have_ended_keep_no_connection(store: Pgvector) -> None:
     ("store", "seed"),
     [(name, seed) for name in ("pgvector", "pgvector-table") for seed in range(3)]
     + [("qdrant", 0)]
+    + [(name, seed) for name in EMBEDDED for seed in range(2)]
     + [pytest.param(name, 0, marks=pytest.mark.scale) for name in COPIES],
     indirect=["store"],
 )

@@ -39,8 +39,10 @@ PLUGINS: Mapping[tuple[str, str], tuple[tuple[str, ...], str]] = {
     ("pages", "browse"): ((), "web"),
     ("pages", "console"): (("server",), "web"),
     ("sources", "chroma"): ((), ""),
+    ("sources", "lancedb"): ((), "lancedb"),
     ("sources", "milvus"): ((), "milvus"),
     ("sources", "qdrant"): ((), "qdrant"),
+    ("sources", "sqlite"): ((), "sqlite-vec"),
     ("stores", "milvus"): (("server", "postgres"), "milvus"),
     ("telemetry", "otel"): (("server",), "otel"),
     ("workers", "ray"): (("server", "postgres"), "ray"),
@@ -167,7 +169,7 @@ def test_a_plugin_needs_its_own_extra_alone(
 def test_a_name_that_no_plugin_has(base: Environment, tmp_path: Path) -> None:
     said = base.run("python", "-c", LOAD, "sources", "weaviate", cwd=tmp_path).stdout
     assert said.startswith("no plug-in 'weaviate' is installed in the group nobackfill.sources")
-    assert "chroma, milvus, qdrant" in said
+    assert "chroma, lancedb, milvus, qdrant, sqlite" in said
 
 
 def test_training_needs_what_it_declares(training: Environment, tmp_path: Path) -> None:

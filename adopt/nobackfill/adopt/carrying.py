@@ -138,7 +138,7 @@ def carry(
     place = source.open_target(target)
     if flip and not isinstance(place, Flippable):
         raise InvalidInputError(
-            f"{facts.name}: expected no --flip, which PostgreSQL and Qdrant know; run the printed "
+            f"{facts.name}: expected no --flip, which this store does not know; run the printed "
             "steps"
         )
     if isinstance(maker, Map):

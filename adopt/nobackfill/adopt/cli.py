@@ -98,7 +98,8 @@ SOURCE is FILE.parquet or a folder of them, a folder of numpy files (ids.npy and
 postgresql://USER@HOST/DATABASE#TABLE with pgvector (put passwords in ~/.pgpass or PGPASSWORD),
 qdrant:https://HOST:PORT#COLLECTION (its key in NOBACKFILL_QDRANT_KEY) or qdrant:FOLDER#COLLECTION,
 milvus:https://HOST:PORT#COLLECTION (NOBACKFILL_MILVUS_TOKEN) or milvus:FILE.db#COLLECTION,
-chroma:https://HOST:PORT#COLLECTION (NOBACKFILL_CHROMA_TOKEN).
+chroma:https://HOST:PORT#COLLECTION (NOBACKFILL_CHROMA_TOKEN), lancedb:FOLDER#TABLE,
+sqlite:FILE#TABLE with sqlite-vec.
 
 Exit codes: 0 done, or nothing to do, 2 wrong usage, 65 refused data or failed verification, 66 not
 found, 69 a server does not answer, 73 cannot write or exists already, 75 busy: run it again,
@@ -501,8 +502,8 @@ def carry(
         bool,
         typer.Option(
             "--flip",
-            help="PostgreSQL: build the index, lock the table, carry the rest, and flip. Qdrant: "
-            "writers put both vectors; carry the rest.",
+            help="PostgreSQL: build the index, lock the table, carry the rest, and flip. LanceDB, "
+            "SQLite: carry the rest and flip. Qdrant: writers put both vectors; carry the rest.",
         ),
     ] = False,
     rollback: Annotated[
@@ -595,7 +596,7 @@ class _MigrateGroup(TyperGroup):
 
 migrate_commands = typer.Typer(
     cls=_MigrateGroup,
-    help="Move a table of PostgreSQL to a new model, or learn why to stay.\n\n"
+    help="Move a table of PostgreSQL, LanceDB or SQLite to a new model, or learn why to stay.\n\n"
     "`migrate SOURCE` is `migrate start SOURCE`.",
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -645,7 +646,7 @@ def start(
     `migrate back` gives them back.
     """
     from nobackfill.adopt.migrating import Migration, MigrationPlan
-    from nobackfill.adopt.sources.pgvector_target import name_before
+    from nobackfill.adopt.sources.source import name_before
 
     if (queries is None) != (old is None):
         raise InvalidInputError("expected --queries and --old together: both models embed them")
@@ -675,8 +676,9 @@ def start(
         return
     print(f"{done.total} rows have a new vector, {done.written} of them written by this run")
     if after.state == "flipped":
-        old_vectors = name_before(str(after.vector))
-        print(f"flipped: {after.vector} holds the new vectors, {old_vectors} the old ones")
+        new_vectors = after.to.removesuffix("_new")
+        old_vectors = name_before(new_vectors)
+        print(f"flipped: {new_vectors} holds the new vectors, {old_vectors} the old ones")
         print("next: switch your queries to the new model; then `nobackfill migrate finish` drops")
         print("the old vectors, and until then `nobackfill migrate back` gives them back")
     if after.state == "mapped":

@@ -29,8 +29,7 @@ from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
 from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample
 from nobackfill.adopt.sources.opening import open_items
-from nobackfill.adopt.sources.pgvector_target import MOST_NAME
-from nobackfill.adopt.sources.source import Flippable, Reversible, Target
+from nobackfill.adopt.sources.source import MOST_NAME, Flippable, Reversible, Target
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -180,12 +179,12 @@ class Migration:
                 if found.state in ("writing", "decided") and self._verdict.is_file():
                     return self._verdict.read_text("utf-8").splitlines()
             source = self._source(request)
-            vector = source.vector
-            plan = replace(request, vector=vector, to=f"{vector}_new", state="deciding")
+            name = source.flip_name
+            plan = replace(request, vector=source.vector, to=f"{name}_new", state="deciding")
             if len((plan.to + _MAPPED).encode()) > MOST_NAME:
                 raise InvalidInputError(
-                    f"{vector}: expected a column name of at most "
-                    f"{MOST_NAME - len('_new' + _MAPPED)} bytes, as the new columns add "
+                    f"{name}: expected a name of at most "
+                    f"{MOST_NAME - len('_new' + _MAPPED)} bytes, as those of the new vectors add "
                     f"'_new{_MAPPED}' to it; use `fit`, then `carry --to NAME`"
                 )
             self._save(plan)
@@ -283,8 +282,9 @@ class Migration:
         source = open_items(plan.source, plan.source, key=plan.key, vector=plan.vector)
         if not isinstance(source, Reversible):
             raise InvalidInputError(
-                f"{source.facts().name}: expected a table of PostgreSQL with pgvector, which "
-                "migrate can flip; for other stores use `fit`, then `carry`"
+                f"{source.facts().name}: expected a store that migrate can flip: PostgreSQL "
+                "with pgvector, LanceDB, or SQLite with sqlite-vec; for others use `fit`, then "
+                "`carry`"
             )
         return source
 

@@ -1,5 +1,6 @@
 """Open sources of vectors, of items or of queries, by their addresses."""
 
+from inspect import signature
 from pathlib import Path
 
 from nobackfill.adopt.sources.source import QUERIES, EmbeddedSource, Searchable, Source
@@ -11,7 +12,7 @@ KINDS = (
     "FILE.parquet or a folder of them, a folder of numpy files (ids.npy and one array of vectors), "
     "postgresql://USER@HOST/DATABASE#TABLE with pgvector, qdrant:https://HOST:PORT#COLLECTION or "
     "qdrant:FOLDER#COLLECTION, milvus:https://HOST:PORT#COLLECTION or milvus:FILE.db#COLLECTION, "
-    "chroma:https://HOST:PORT#COLLECTION"
+    "chroma:https://HOST:PORT#COLLECTION, lancedb:FOLDER#TABLE, sqlite:FILE#TABLE with sqlite-vec"
 )
 
 
@@ -22,7 +23,7 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
     """Open the store at an address.
 
     The plug-in KIND of the group `nobackfill.sources` opens KIND:PLACE#COLLECTION. It is called
-    with the place, the collection and `vector`, and returns a Source.
+    with the place, the collection, `vector`, and `key` where one is given, and returns a Source.
 
     Args:
         address: An address, as KINDS lists them.
@@ -51,7 +52,10 @@ def open_source(address: str, *, key: str | None = None, vector: str | None = No
         place, _, collection = rest.partition("#")
         if not place or not collection:
             raise InvalidInputError(f"name the collection as well: {kind}:PLACE#COLLECTION")
-        source: Source = load_plugin("sources", kind)(place, collection, vector)
+        plugin = load_plugin("sources", kind)
+        if key is not None and "key" not in signature(plugin).parameters:
+            raise InvalidInputError(f"{kind}: omit --key, because its items have keys of their own")
+        source: Source = plugin(place, collection, vector, *([] if key is None else [key]))
         return source
     if "://" in address:
         # Not the address itself: it may hold a password.

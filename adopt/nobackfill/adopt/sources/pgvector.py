@@ -12,6 +12,7 @@ import numpy as np
 
 from nobackfill.adopt.sources.postgres_rows import parsed
 from nobackfill.adopt.sources.source import (
+    MOST_NAME,
     ColumnValues,
     Facts,
     Rows,
@@ -20,6 +21,7 @@ from nobackfill.adopt.sources.source import (
     TargetVectors,
     Window,
     even,
+    name_before,
 )
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError, few
 from nobackfill.extras import extra
@@ -31,11 +33,9 @@ with extra("adopt"):
     from nobackfill.adopt.sources import pgvector_target
     from nobackfill.adopt.sources.pgvector_target import (
         METRICS,
-        MOST_NAME,
         PgvectorColumn,
         PgvectorTable,
         column_obstacles,
-        name_before,
         table_obstacles,
     )
     from nobackfill.adopt.sources.postgres_dependents import column_properties, moves
@@ -108,6 +108,11 @@ class PgvectorSource:
             )
         self.vector = vector or vectors[0]
         self._expressions: dict[str, tuple[str, sql.Composable]] = {}
+
+    @property
+    def flip_name(self) -> str:
+        """See Reversible."""
+        return self.vector
 
     def facts(self) -> Facts:
         table, vector = self._table, self.vector

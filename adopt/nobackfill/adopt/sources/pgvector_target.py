@@ -23,7 +23,13 @@ from nobackfill.adopt.sources.postgres_rows import (
     products_of,
     update_passes,
 )
-from nobackfill.adopt.sources.source import Rows, SearchMetric, Target, Window
+from nobackfill.adopt.sources.source import (
+    Rows,
+    SearchMetric,
+    Target,
+    Window,
+    name_before,
+)
 from nobackfill.errors import (
     AlreadyExistsError,
     BusyError,
@@ -65,8 +71,6 @@ with extra("adopt"):
 
 # `--to table:NAME`.
 PREFIX = "table:"
-# PostgreSQL cuts longer names off.
-MOST_NAME = 63
 
 
 Names = dict[str, sql.Identifier]
@@ -640,13 +644,6 @@ def refuse_flip(table: SourceTable, obstacles: list[str]) -> None:
     """Raise InvalidInputError if there are obstacles."""
     if obstacles:
         raise InvalidInputError(f"{table.name}: cannot flip: {'; '.join(obstacles)}")
-
-
-def name_before(column: str) -> str:
-    """Return the name of the old vectors after a flip: COLUMN_before, in at most 63 bytes."""
-    end = b"_before"
-    start = column.encode("utf-8", "surrogateescape")[: MOST_NAME - len(end)]
-    return (start.decode("utf-8", "ignore").encode() + end).decode()
 
 
 def unless(table: SourceTable, hindrance: LiteralString, sentence: str, **names: object) -> str:

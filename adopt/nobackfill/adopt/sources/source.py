@@ -35,6 +35,10 @@ SearchMetric = Literal["cosine", "squared_l2", "inner_product", "l1"]
 DOCUMENTS, QUERIES = "documents", "queries"
 
 
+# The most bytes of the name of new vectors: PostgreSQL cuts longer names off.
+MOST_NAME = 63
+
+
 @dataclass(frozen=True)
 class Facts:
     """Facts that a store states about its vectors.
@@ -244,13 +248,18 @@ class WarningSource(Source, Protocol):
 class Reversible(Source, Protocol):
     """A source whose store keeps the old vectors after a flip and can give them their name back.
 
-    `vector`: the column of its vectors.
+    Attributes:
+        vector: The column of its vectors.
+        flip_name: The column or table that a flip renames.
     """
 
     vector: str
 
+    @property
+    def flip_name(self) -> str: ...
+
     def count_vectors(self, column: str) -> int:
-        """Count the rows that have a vector in a column; 0 where there is no such column."""
+        """Count the rows with a vector in a column, or in the table of new vectors; 0 without."""
 
     def name_model(self, model: str) -> None:
         """Note the fingerprint of the model in whose space the vectors are."""
@@ -395,6 +404,13 @@ def checked(rows: Rows, dim: int | None, where: str) -> Rows:
             f"{few(repr(rows.ids[row]) for row in bad.tolist())}; correct or delete these items"
         )
     return rows
+
+
+def name_before(column: str) -> str:
+    """Return the name of the old vectors after a flip: COLUMN_before, in at most 63 bytes."""
+    end = b"_before"
+    start = column.encode("utf-8", "surrogateescape")[: MOST_NAME - len(end)]
+    return (start.decode("utf-8", "ignore").encode() + end).decode()
 
 
 def text_of(value: object) -> str:

@@ -1,0 +1,629 @@
+"""A table of LanceDB in a folder as a source.
+
+New vectors go into a column of the same rows, so a deleted row takes its new vector along. LanceDB
+has no triggers. A second column holds, for each row, a digest of what the new vector was computed
+from, and of the new vector itself. Each run of `carry` compares these digests and computes changed
+rows again. The flip renames both columns in one version of the table.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from nobackfill.adopt.sources.source import (
+    ColumnValues,
+    Facts,
+    Rows,
+    SearchMetric,
+    Target,
+    Window,
+    metric_of,
+    name_before,
+)
+from nobackfill.errors import (
+    AlreadyExistsError,
+    BusyError,
+    ConfigurationError,
+    InvalidInputError,
+    NotFoundError,
+    few,
+)
+from nobackfill.extras import extra
+from nobackfill.vectors import Vectors
+
+with extra("lancedb"):
+    import lancedb
+    import pyarrow as pa
+    from lancedb import index as indexes
+
+_METRICS: Mapping[str, SearchMetric] = {
+    "cosine": "cosine", "l2": "squared_l2", "dot": "inner_product",
+}  # fmt: skip
+# Indexes of vectors that a flip builds again, by the name that LanceDB lists.
+_INDEXES: Mapping[str, Any] = {
+    "IvfFlat": indexes.IvfFlat, "IvfSq": indexes.IvfSq, "IvfPq": indexes.IvfPq,
+    "IvfRq": indexes.IvfRq, "IvfHnswPq": indexes.HnswPq, "IvfHnswSq": indexes.HnswSq,
+    "IvfHnswFlat": indexes.HnswFlat,
+}  # fmt: skip
+# The key of a column's metadata with our JSON: "map", "model" and "to" of the Target.
+_MARK = "nobackfill"
+# Characters of a digest; the column holds two for each row.
+_DIGEST = 32
+# Keys in one condition.
+_PAGE = 1000
+# Words in LanceDB's errors when others wrote at the same time.
+_CONFLICTS = ("conflict", "concurrent", "Retryable", "Too many")
+
+
+class LanceSource:
+    """A table with a column of vectors.
+
+    Args:
+        folder: Folder of the database.
+        table: Name of the table.
+        vector: Column of the old vectors; None for the only one that no map made.
+        key: Column of unique keys, text or integers; None for `id`.
+
+    Raises:
+        NotFoundError: There is no such folder or table.
+        InvalidInputError: The table has no such column, or one of a type that is not migrated.
+    """
+
+    def __init__(
+        self, folder: str, table: str, vector: str | None = None, key: str | None = None
+    ) -> None:
+        if "://" in folder:
+            raise InvalidInputError(
+                "lancedb: expected a folder of this machine; tables in object stores and on "
+                "servers are not migrated"
+            )
+        if not Path(folder).is_dir():
+            raise NotFoundError(f"{folder}: there is no folder of LanceDB")
+        self._name, self._process = table, os.getpid()
+        with _refused(table):
+            # Each call sees what others have committed.
+            database = lancedb.connect(folder, read_consistency_interval=timedelta(0))
+            names = database.list_tables().tables
+            if table not in names:
+                raise NotFoundError(f"{table}: no such table; there are {few(names) or 'none'}")
+            self._opened = database.open_table(table)
+        schema = self.schema
+        self.key = key or "id"
+        if self.key not in schema.names:
+            raise InvalidInputError(
+                f"{table}: expected a column of keys {self.key!r}, found {few(schema.names)}; "
+                "name one with --key"
+            )
+        kind = schema.field(self.key).type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)) and not (
+            pa.types.is_integer(kind)
+        ):
+            raise InvalidInputError(
+                f"{table}.{self.key}: expected keys of text or integers, got {kind}"
+            )
+        names = [
+            name
+            for name in schema.names
+            if _dim(schema.field(name)) and (vector is not None or not self._is_new(name, schema))
+        ]
+        if (vector is None and len(names) != 1) or (vector is not None and vector not in names):
+            others = [one.name for one in schema if _is_list(one.type) and not _dim(one)]
+            unknown = f" ({few(others)} are lists of another kind)" if others else ""
+            raise InvalidInputError(
+                f"{table}: expected {'one column' if vector is None else repr(vector)} of vectors "
+                f"of fixed size and of floats, found {few(names) or 'none'}{unknown}; name one "
+                "with --vector"
+            )
+        self.vector = vector or names[0]
+
+    @property
+    def table(self) -> Any:
+        """The table of LanceDB. Raises ConfigurationError in a forked process."""
+        if os.getpid() != self._process:
+            raise ConfigurationError(
+                f"{self._name}: LanceDB was opened before this process was forked, and does not "
+                "work after a fork; open it after the fork, in each process"
+            )
+        return self._opened
+
+    @property
+    def schema(self) -> Any:
+        """The present schema of the table."""
+        with _refused(self._name):
+            return self.table.schema
+
+    @property
+    def flip_name(self) -> str:
+        """The column that a flip renames."""
+        return self.vector
+
+    def _is_new(self, name: str, schema: Any) -> bool:
+        """Return whether a column holds new vectors that were not flipped to."""
+        return _mark(schema, name).get("to") == name
+
+    def facts(self) -> Facts:
+        schema = self.schema
+        others = tuple(name for name in schema.names if name not in (self.key, self.vector))
+        model, dim = _mark(schema, self.vector).get("model"), _dim(schema.field(self.vector))
+        return Facts(f"{self._name}.{self.vector}", dim, self.metric(), model, others)
+
+    def vector_indexes(self) -> list[tuple[str, str, str]]:
+        """Return name, type and metric of each index of the old vectors."""
+        with _refused(self._name):
+            found = [one for one in self.table.list_indices() if one.columns == [self.vector]]
+            stats = [self.table.index_stats(one.name) for one in found]
+        return [
+            (one.name, one.index_type, str((stat and stat.distance_type) or ""))
+            for one, stat in zip(found, stats, strict=True)
+        ]
+
+    def metric(self) -> SearchMetric | None:
+        """Return the metric of the indexes of the vectors; None without one."""
+        metrics = {metric for _, _, metric in self.vector_indexes()}
+        if len(metrics) > 1:
+            raise InvalidInputError(
+                f"{self._name}.{self.vector}: expected indexes of one metric, found "
+                f"{few(sorted(metrics))}; drop those that no query uses"
+            )
+        return metric_of(next(iter(metrics), ""), _METRICS, self._name)
+
+    def count(self) -> int:
+        return self.count_vectors(self.vector)
+
+    def count_vectors(self, column: str) -> int:
+        if column not in self.schema.names:
+            return 0
+        with _refused(self._name):
+            return int(self.table.count_rows(f"{_quoted(column)} IS NOT NULL"))
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        keys = self.select([self.key], None)[self.key].to_pylist()
+        if None in keys:
+            raise InvalidInputError(
+                f"{self._name}.{self.key}: expected a key in every row, found rows without one"
+            )
+        keys.sort()
+        twice = [one for one, other in pairwise(keys) if one == other]
+        if twice:
+            raise InvalidInputError(
+                f"{self._name}.{self.key}: expected unique keys, found {few(map(repr, twice))} "
+                "twice; delete one of each, or name another column with --key"
+            )
+        after = None
+        for last in keys[rows - 1 : -1 : rows]:
+            yield Window(after, last)
+            after = last
+        # Open at the end, so that it includes rows that are added meanwhile.
+        yield Window(after)
+
+    def select(self, columns: Sequence[str], where: str | None) -> Any:
+        """Read columns of the rows that fulfil a condition, as a table of Arrow."""
+        with _refused(self._name):
+            query = self.table.search().select(list(dict.fromkeys(columns)))
+            return (query if where is None else query.where(where)).to_arrow()
+
+    def within(self, window: Window, column: str, columns: Sequence[str] = ()) -> Any:
+        """Read the rows of a window with a value in `column`, in the order of their keys."""
+        bounds = [(">", window.lower), ("<=", window.upper)]
+        conditions = [f"{_quoted(column)} IS NOT NULL"] + [
+            f"{_quoted(self.key)} {sign} {_literal(bound)}"
+            for sign, bound in bounds
+            if bound is not None
+        ]
+        found = self.select([self.key, column, *columns], " AND ".join(conditions))
+        return found.sort_by(self.key)
+
+    def read(self, window: Window) -> Rows:
+        return self.rows(self.within(window, self.vector), self.vector)
+
+    def rows(self, found: Any, column: str) -> Rows:
+        """Convert rows of Arrow to Rows, with the vectors of a column."""
+        keys = found[self.key].to_pylist()
+        dim = _dim(found.schema.field(column)) or 0
+        return Rows([str(one) for one in keys], _vectors(found[column], dim), keys)
+
+    def column(self, window: Window, name: str) -> ColumnValues:
+        self._check_column(name)
+        found = self.within(window, name)
+        return ColumnValues(*_texts(found, self.key, name))
+
+    def _check_column(self, name: str) -> None:
+        if name not in self.schema.names:
+            raise InvalidInputError(f"{self._name}: no column {name!r}")
+
+    def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
+        column = new_name or self.vector
+        self._check_column(column)
+        metric = self.metric() or "cosine"
+        theirs = next(name for name, ours in _METRICS.items() if ours == metric)
+        with _refused(self._name):
+            query = self.table.search(np.asarray(vector, np.float32), vector_column_name=column)
+            query = query.distance_type(theirs).where(f"{_quoted(column)} IS NOT NULL")
+            found = query.limit(count).select([self.key, "_distance"]).to_arrow()
+        return [str(one) for one in found[self.key].to_pylist()]
+
+    def _looked_up(self, ids: Sequence[str], column: str) -> Any:
+        whole = pa.types.is_integer(self.schema.field(self.key).type)
+        wanted = [one for one in dict.fromkeys(ids) if not whole or _is_number(one)]
+        if not wanted:
+            return self.select([self.key, column], "false")
+        keys = ", ".join(_literal(int(one) if whole else one) for one in wanted)
+        there = f"{_quoted(self.key)} IN ({keys}) AND {_quoted(column)} IS NOT NULL"
+        return self.select([self.key, column], there)
+
+    def lookup(self, ids: Sequence[str]) -> Rows:
+        return self.rows(self._looked_up(ids, self.vector), self.vector)
+
+    def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        self._check_column(column)
+        found = _texts(self._looked_up(ids, column), self.key, column)
+        return dict(zip(*found, strict=True))
+
+    def close(self) -> None:
+        """Do nothing: LanceDB keeps no lock."""
+
+    def warnings(self, to: str) -> list[str]:
+        return []
+
+    def obstacles(self, target: Target) -> list[str]:
+        schema, found = self.schema, []
+        if self._flipped(target, schema):
+            return []
+        before = name_before(self.vector)
+        if before in schema.names:
+            found.append(f"column {before!r} is left of an earlier flip: drop it first")
+        with _refused(self._name):
+            computed = [str(name) for name in self.table.embedding_functions]
+        if computed:
+            found.append(
+                f"LanceDB embeds {few(computed)} itself, by a function in the table's metadata: "
+                "copy the rows into a table without it"
+            )
+        found += [
+            f"index {name!r} has the type {kind}, which nobackfill cannot build for the new "
+            "vectors: drop it first"
+            for name, kind, _ in self.vector_indexes()
+            if kind not in _INDEXES
+        ]
+        return found
+
+    def _flipped(self, target: Target, schema: Any) -> bool:
+        """Tell whether a flip gave the target's name to vectors of its map."""
+        mark = _mark(schema, target.name) if target.name in schema.names else {}
+        return (
+            self.vector == name_before(target.name)
+            and mark.get("map") == target.mark
+            and mark.get("to") != target.name
+        )
+
+    def open_target(self, target: Target) -> "NewLanceColumn":
+        schema, name = self.schema, target.name
+        flipped = self._flipped(target, schema)
+        mark = _mark(schema, name) if name in schema.names else {}
+        ours = mark.get("map") == target.mark and mark.get("to") == name
+        if not name or (name in schema.names and not ours and not flipped):
+            raise AlreadyExistsError(
+                f"{self._name}: column {name!r} exists already and was not made by this map; "
+                "choose another --to, or remove it with --rollback"
+            )
+        if not ours and not flipped:
+            if _mark(schema, self.vector).get("map") == target.mark:
+                raise InvalidInputError(
+                    f"{self._name}: column {self.vector!r} holds the vectors of this map already"
+                )
+            kind = pa.list_(schema.field(self.vector).type.value_type, target.dim)
+            said = {"map": target.mark, "model": target.model, "to": name}
+            metadata = {_MARK: json.dumps({key: one for key, one in said.items() if one})}
+            columns = [pa.field(name, kind, metadata=metadata), pa.field(_of(name), pa.string())]
+            with _refused(self._name):
+                self.table.add_columns(pa.schema(columns))
+        return NewLanceColumn(self, target, flipped)
+
+    def rollback(self, name: str) -> bool:
+        schema = self.schema
+        if name not in schema.names or not self._is_new(name, schema):
+            return False
+        with _refused(self._name):
+            self.table.drop_columns([name, _of(name)])
+        return True
+
+    def name_model(self, model: str) -> None:
+        mark = _mark(self.schema, self.vector) | {"model": model}
+        with _refused(self._name):
+            update = {"path": self.vector, "metadata": {_MARK: json.dumps(mark)}}
+            self.table.update_field_metadata(update)
+
+    def mark_of(self, column: str) -> str | None:
+        schema = self.schema
+        if column not in schema.names or not self._is_new(column, schema):
+            return None
+        return _mark(schema, column).get("map")
+
+    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+        schema = self.schema
+        old_exists, found = name_before(self.vector) in schema.names, _mark(schema, self.vector)
+        if found.get("map") != mark or found.get("to") == self.vector:
+            return "unknown" if old_exists else "old"
+        return "flipped" if old_exists else "finished"
+
+    def flip_back(self, to: str, *, lose: bool = False) -> int:
+        old = name_before(self.vector)
+        schema = self.schema
+        made = _mark(schema, self.vector).get("to")
+        if old not in schema.names or made is None:
+            raise NotFoundError(f"{self._name}: no column {old!r}: nothing was flipped")
+        found = self.within(Window(), self.vector, [old, _of(made)])
+        digests = found[_of(made)].to_pylist()
+        new = self.rows(found, self.vector)
+        old_there = found[old].is_valid().to_pylist()
+        changed = [
+            row
+            for row, digest in enumerate(digests)
+            if old_there[row] and (digest or "")[_DIGEST:] != _digest(new.vectors[row])
+        ]
+        lost: int = len(changed) + old_there.count(False)
+        if lost and not lose:
+            raise InvalidInputError(
+                f"{self._name}: {lost} rows were written since the flip and have no old vector; "
+                "run it with --yes to lose them"
+            )
+        self.empty([new.keys[row] for row in changed], old)
+        with _refused(self._name):
+            self.table.alter_columns(
+                {"path": self.vector, "rename": made}, {"path": old, "rename": self.vector}
+            )
+            self.table.drop_columns([made, _of(made)])
+        return lost
+
+    def drop_old(self) -> None:
+        schema, old = self.schema, name_before(self.vector)
+        if old not in schema.names:
+            raise NotFoundError(f"{self._name}: no column {old!r}: nothing was flipped")
+        digests = _of(_mark(schema, self.vector).get("to") or "")
+        with _refused(self._name):
+            self.table.drop_columns([one for one in (old, digests) if one in schema.names])
+
+    def empty(self, keys: Sequence[Any], *columns: str) -> None:
+        """Empty columns of rows."""
+        for first in range(0, len(keys), _PAGE):
+            some = ", ".join(map(_literal, keys[first : first + _PAGE]))
+            with _refused(self._name):
+                self.table.update(
+                    where=f"{_quoted(self.key)} IN ({some})",
+                    values_sql=dict.fromkeys(columns, "NULL"),
+                )
+
+    def merge(self, rows: Any) -> None:
+        """Write columns of existing rows, found by their keys; LanceDB repeats it in a conflict."""
+        with _refused(self._name):
+            self.table.merge_insert(self.key).when_matched_update_all().execute(rows)
+
+
+class NewLanceColumn:
+    """The column of the new vectors; implements Flippable."""
+
+    at_once = 1
+    put_by_writers = False
+
+    def __init__(self, source: LanceSource, target: Target, flipped: bool) -> None:
+        self._source, self._target, self.flipped = source, target, flipped
+        self._name = source.facts().name
+
+    def pending(self, window: Window) -> Rows:
+        """Read the rows without a new vector, and clear new vectors that are stale."""
+        return self._pending(window, self._source.vector, self._target.name)
+
+    def _pending(self, window: Window, old: str, new: str) -> Rows:
+        source, digests = self._source, _of(self._target.name)
+        contents = [] if self._target.content is None else [self._target.content]
+        if self.flipped:
+            found = source.within(window, old, [new])
+            return source.rows(found.filter(found[new].is_null()), old)
+        found = source.within(window, old, [new, digests, *contents])
+        rows = source.rows(found, old)
+        values = found[contents[0]].to_pylist() if contents else [None] * len(rows)
+        noted = found[digests].to_pylist()
+        there = found[new].is_valid().to_pylist()
+        now = [_digest(one, text) for one, text in zip(rows.vectors, values, strict=True)]
+        stale = [
+            row
+            for row, digest in enumerate(noted)
+            if digest is not None and digest[:_DIGEST] != now[row]
+        ]
+        gone = self._without_old(window, old, digests)
+        source.empty([rows.keys[row] for row in stale] + gone, new, digests)
+        left = sorted({row for row, one in enumerate(there) if not one} | set(stale))
+        return Rows(
+            [rows.ids[row] for row in left],
+            rows.vectors[left],
+            [rows.keys[row] for row in left],
+            [now[row] for row in left],
+        )
+
+    def _without_old(self, window: Window, old: str, digests: str) -> list[Any]:
+        """Return the keys of rows with a new vector of ours and no old one."""
+        found = self._source.within(window, digests, [old])
+        keys: list[Any] = found.filter(found[old].is_null())[self._source.key].to_pylist()
+        return keys
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Write new vectors with their digests. A row that changed since it was read is written
+        too: its digest shows that it is pending."""
+        name, schema = self._target.name, self._source.schema
+        kind = schema.field(name).type
+        values = pa.array(np.ascontiguousarray(vectors).ravel()).cast(kind.value_type)
+        stored = _vectors(pa.chunked_array([made := _fixed(values, kind)]), kind.list_size)
+        key = pa.array(rows.keys, schema.field(self._source.key).type)
+        seen = rows.versions or [""] * len(rows)
+        digests = [f"{one}{_digest(new)}" for one, new in zip(seen, stored, strict=True)]
+        # After the flip, a row that was filled has the digest of no original.
+        self._source.merge(pa.table({self._source.key: key, name: made, self._digests: digests}))
+
+    @property
+    def _digests(self) -> str:
+        mark = _mark(self._source.schema, self._target.name)
+        return _of(mark.get("to") or self._target.name)
+
+    def read(self, window: Window) -> Rows:
+        """Read the new vectors that were computed here, not those that a writer put."""
+        found = self._source.within(window, self._target.name, [self._digests])
+        return self._source.rows(found.filter(found[self._digests].is_valid()), self._target.name)
+
+    def count(self) -> int:
+        return self._source.count_vectors(self._target.name)
+
+    def prepare_flip(self) -> AbstractContextManager[None]:
+        if obstacles := self._source.obstacles(self._target):
+            raise InvalidInputError(f"{self._name}: cannot flip: {'; '.join(obstacles)}")
+        for name, kind, metric in self._source.vector_indexes():
+            new = f"{name}_{self._target.name}"
+            with _refused(self._name):
+                there = [one.name for one in self._source.table.list_indices()]
+                if new not in there:
+                    config = _INDEXES[kind](distance_type=metric)
+                    self._source.table.create_index(self._target.name, config=config, name=new)
+        return nullcontext()
+
+    @contextmanager
+    def flip(self) -> Iterator[None]:
+        """Flip after the block, in one version of the table. Undo it if others wrote meanwhile."""
+        yield
+        source, vector, new = self._source, self._source.vector, self._target.name
+        before, table = name_before(vector), source.table
+        with _refused(self._name):
+            version = table.version
+        self._refuse_pending(vector, new)
+        with _refused(self._name):
+            table.alter_columns(
+                # A writer that knows the new model alone leaves the old vector out.
+                {"path": vector, "rename": before, "nullable": True},
+                {"path": new, "rename": vector},
+            )
+            now = table.version
+        if now == version + 1:
+            return
+        try:
+            self._refuse_pending(before, vector)
+        except BusyError:
+            with _refused(self._name):
+                table.alter_columns(
+                    {"path": vector, "rename": new}, {"path": before, "rename": vector}
+                )
+            raise
+
+    def _refuse_pending(self, old: str, new: str) -> None:
+        if left := len(self._pending(Window(), old, new)):
+            raise BusyError(
+                f"{self._name}: others wrote {left} rows at the moment of the flip, so it did not "
+                "take place; run it again"
+            )
+
+    def owner_tasks(self) -> list[str]:
+        return [
+            "writers and readers that opened the table before the flip must open it again: they "
+            "still write the old vector",
+            "table.optimize() removes the versions of the table that `carry` left",
+        ]
+
+    def finish(self) -> list[str]:
+        if self.flipped:
+            return []
+        vector, new = self._source.vector, self._target.name
+        building = [
+            f"table.create_index({new!r}, config={_INDEXES[kind].__name__}"
+            f"(distance_type={metric!r}), name={name + '_' + new!r})"
+            for name, kind, metric in self._source.vector_indexes()
+            if kind in _INDEXES
+        ]
+        return [
+            *building,
+            "switch the queries to the new model; in the same moment either `carry` with --flip, "
+            "or stop the writers, carry once more, and run:",
+            f"table.alter_columns({{'path': {vector!r}, 'rename': {name_before(vector)!r}, "
+            f"'nullable': True}}, {{'path': {new!r}, 'rename': {vector!r}}})",
+        ]
+
+
+def _of(column: str) -> str:
+    """Return the name of the column of digests of new vectors."""
+    return f"nobackfill_of_{column}"
+
+
+def _mark(schema: Any, column: str) -> dict[str, str]:
+    """Return what our metadata says about a column; {} without it."""
+    try:
+        found = json.loads((schema.field(column).metadata or {}).get(_MARK.encode(), b"{}"))
+        return {str(name): str(value) for name, value in found.items()}
+    except (ValueError, AttributeError):
+        return {}
+
+
+def _is_list(kind: Any) -> bool:
+    return bool(pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind))
+
+
+def _dim(field: Any) -> int | None:
+    """Return the dimension of a column of vectors of floats; None for another column."""
+    kind = field.type
+    if not pa.types.is_fixed_size_list(kind) or not pa.types.is_floating(kind.value_type):
+        return None
+    return int(kind.list_size)
+
+
+def _vectors(column: Any, dim: int) -> Vectors:
+    """Convert a column without nulls to float32 [n, dim]."""
+    parts = [part.flatten().to_numpy(zero_copy_only=False) for part in column.chunks if len(part)]
+    if not parts:
+        return np.empty((0, dim), np.float32)
+    return np.concatenate(parts).astype(np.float32).reshape(-1, dim)
+
+
+def _fixed(values: Any, kind: Any) -> Any:
+    return pa.FixedSizeListArray.from_arrays(values, kind.list_size).cast(kind)
+
+
+def _texts(found: Any, key: str, column: str) -> tuple[list[str], list[str]]:
+    """Return keys and values as text, without the rows where the value is empty."""
+    pairs = zip(found[key].to_pylist(), found[column].to_pylist(), strict=True)
+    filled = [(str(one), str(value)) for one, value in pairs if value not in (None, "")]
+    return [one for one, _ in filled], [value for _, value in filled]
+
+
+def _digest(vector: Vectors, content: object = None) -> str:
+    text = b"" if content is None else str(content).encode()
+    return hashlib.sha256(vector.tobytes() + text).hexdigest()[:_DIGEST]
+
+
+def _quoted(column: str) -> str:
+    if "`" in column:
+        raise InvalidInputError(f"expected a column name without a backtick, got {column!r}")
+    return f"`{column}`"
+
+
+def _literal(value: object) -> str:
+    if isinstance(value, int):
+        return str(value)
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def _is_number(name: str) -> bool:
+    return name.removeprefix("-").isascii() and name.removeprefix("-").isdecimal()
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    """Convert errors of LanceDB in the block to errors of nobackfill."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        kind = BusyError if any(word in said for word in _CONFLICTS) else InvalidInputError
+        raise kind(f"{name}: LanceDB says: {said[:300]}") from error

@@ -1,0 +1,894 @@
+"""A virtual table `vec0` of sqlite-vec, in a file of SQLite, as a source.
+
+A virtual table takes no further column and no trigger, so new vectors go into a second one with the
+same columns. An ordinary table, `nobackfill_items`, holds a digest of what each new vector was
+computed from. Each run of `carry` compares these digests, and computes changed rows again. The flip
+swaps the names of both tables in one transaction that excludes other writers.
+
+vec0 reads single vectors slowly: for each it walks through a chunk of a thousand. Therefore vectors
+are read from the chunks, whose form sqlite-vec documents; its version is checked.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from nobackfill.adopt.sources.source import (
+    ColumnValues,
+    Facts,
+    Rows,
+    SearchMetric,
+    Target,
+    Window,
+    even,
+    name_before,
+)
+from nobackfill.errors import (
+    AlreadyExistsError,
+    BusyError,
+    ConfigurationError,
+    InvalidInputError,
+    NobackfillError,
+    NotFoundError,
+    few,
+)
+from nobackfill.extras import extra
+from nobackfill.vectors import Vectors
+
+with extra("sqlite-vec"):
+    import apsw
+    import sqlite_vec
+
+_METRICS: Mapping[str, SearchMetric] = {
+    "cosine": "cosine", "l2": "squared_l2", "l1": "l1",
+}  # fmt: skip
+# Rows whose vectors are in memory at once.
+_PAGE = 2000
+# The most neighbours that vec0 returns.
+_MOST_HITS = 4096
+_WAIT_MS = 10_000
+# Versions of sqlite-vec whose shadow tables have the known form.
+_KNOWN = re.compile(r"v0\.1\..*")
+_CREATE = re.compile(
+    r"create\s+virtual\s+table\s+(?:if\s+not\s+exists\s+)?.*?\busing\s+vec0\s*\((.*)\)\s*;?\s*",
+    re.IGNORECASE | re.DOTALL,
+)
+_WORD = r"([A-Za-z_][A-Za-z0-9_]*)"
+_FORMS: Mapping[str, re.Pattern[str]] = {
+    name: re.compile(form, re.IGNORECASE)
+    for name, form in {
+        "option": r"chunk_size\s*=\s*\d+",
+        "key": _WORD + r"\s+(text|integer|int)\s+primary\s+key",
+        "partition": _WORD + r"\s+(\w+)\s+partition\s+key",
+        "vector": _WORD + r"\s+(\w+)\s*\[(\d+)\](?:\s+distance_metric\s*=\s*(\w+))?",
+        "auxiliary": r"\+\s*" + _WORD + r"\s+(\w+)",
+        "metadata": _WORD + r"\s+(\w+)",
+    }.items()
+}
+# Tables behind a virtual table, by the end of their names.
+_SHADOWS = re.compile(
+    r"_(info|chunks|rowids|auxiliary|vector_chunks\d+|metadatachunks\d+|metadatatext\d+)"
+)
+_OURS = """
+CREATE TABLE IF NOT EXISTS nobackfill_copies (
+  name TEXT PRIMARY KEY, facts TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS nobackfill_items (
+  map TEXT, key ANY, place INTEGER, of TEXT, made TEXT, PRIMARY KEY (map, key)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS nobackfill_items_place ON nobackfill_items (map, place);
+"""
+
+
+@dataclass(frozen=True)
+class VecColumn:
+    """A column of a vec0 table.
+
+    Attributes:
+        name: Its name; empty for an option of the table.
+        role: Its form: option, key, partition, vector, auxiliary or metadata.
+        type: Its declared type in lower case.
+        definition: Its definition as it stands in CREATE VIRTUAL TABLE.
+        dim: The dimension of a vector; else 0.
+        metric: The metric of a vector; empty for vec0's default.
+    """
+
+    name: str
+    role: str
+    type: str
+    definition: str
+    dim: int = 0
+    metric: str = ""
+
+    @property
+    def floats(self) -> bool:
+        """Whether vec0 stores float32: it reads no further than `float`, also in float16."""
+        return self.role == "vector" and self.type.startswith(("float", "f32"))
+
+    @property
+    def size(self) -> int:
+        """Bytes of a vector."""
+        if self.floats:
+            return 4 * self.dim
+        return self.dim // 8 if self.type == "bit" else self.dim
+
+    @property
+    def placeholder(self) -> str:
+        """The expression that inserts a value of this column."""
+        if self.role != "vector" or self.floats:
+            return "?"
+        return "vec_bit(?)" if self.type == "bit" else "vec_int8(?)"
+
+
+@dataclass(frozen=True)
+class VecRow:
+    """A row: its key, its rowid, its vector, float32 [dim], and its other values by column."""
+
+    key: Any
+    place: int
+    vector: Vectors
+    values: Mapping[str, Any]
+
+    def digest(self, vector: Vectors | None = None, content: object = None) -> str:
+        """Return a digest of the row, with another vector in place of its own."""
+        values = json.dumps(self.values, sort_keys=True, default=repr).encode()
+        whole = (self.vector if vector is None else vector).tobytes() + values
+        text = b"" if content is None else str(content).encode()
+        return hashlib.sha256(whole + text).hexdigest()[:32]
+
+
+class VecDatabase:
+    """A file of SQLite with sqlite-vec. Each thread of each process has its own connection."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._local = threading.local()
+        if not Path(path).is_file():
+            raise NotFoundError(f"{path}: there is no file of SQLite")
+
+    @property
+    def connection(self) -> Any:
+        """The connection of this thread. Raises our errors for those of SQLite."""
+        if getattr(self._local, "process", None) != os.getpid():
+            self._local.process, self._local.depth = os.getpid(), 0
+            with refused(self.path):
+                self._local.connection = _connect(self.path)
+        return self._local.connection
+
+    def all(self, query: str, *values: object) -> list[Any]:
+        """Return all rows of a query."""
+        with refused(self.path):
+            return list(self.connection.execute(query, values).fetchall())
+
+    def many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
+        """Run a statement for each row of values."""
+        with refused(self.path):
+            self.connection.executemany(statement, rows)
+
+    @contextmanager
+    def transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
+        """Run one transaction; a block inside another one joins it.
+
+        Raises:
+            BusyError: Others hold the file longer than 10 s.
+        """
+        connection = self.connection
+        if self._local.depth:
+            yield
+            return
+        with refused(self.path):
+            connection.execute(f"BEGIN {kind}")
+        self._local.depth = 1
+        try:
+            yield
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        else:
+            with refused(self.path):
+                connection.execute("COMMIT")
+        finally:
+            self._local.depth = 0
+
+    @property
+    def version(self) -> int:
+        """A number that changes when another connection commits."""
+        return int(self.all("PRAGMA data_version")[0][0])
+
+    def tables(self) -> dict[str, str]:
+        """Return the definitions of tables by name."""
+        return dict(self.all("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a vec0 table with the tables behind it, which vec0 itself forgets.
+
+        Triggers and views keep the old name.
+        """
+        # Without it, SQLite writes the new name into triggers and views.
+        before = self.all("PRAGMA legacy_alter_table")[0][0]
+        self.all("PRAGMA legacy_alter_table = ON")
+        for name in self.tables():
+            end = name.removeprefix(old) if name.startswith(old) else ""
+            if name == old or _SHADOWS.fullmatch(end):
+                self.all(f"ALTER TABLE {_quoted(name)} RENAME TO {_quoted(new + end)}")
+        self.all(f"PRAGMA legacy_alter_table = {int(before)}")
+
+    def facts(self, name: str) -> dict[str, str]:
+        """Return what is noted about a table: `map`, `model`, `of`, `flipped`; {} for nothing."""
+        if "nobackfill_copies" not in self.tables():
+            return {}
+        found = self.all("SELECT facts FROM nobackfill_copies WHERE name = ?", name)
+        return dict(json.loads(found[0][0])) if found else {}
+
+    def note(self, name: str, facts: Mapping[str, str | None]) -> None:
+        """Note facts about a table; no facts remove the note."""
+        for statement in filter(None, map(str.strip, _OURS.split(";"))):
+            self.all(statement)
+        self.all("DELETE FROM nobackfill_copies WHERE name = ?", name)
+        if said := {key: one for key, one in facts.items() if one}:
+            self.all("INSERT INTO nobackfill_copies VALUES (?, ?)", name, json.dumps(said))
+
+
+class VecTable:
+    """A vec0 table and its columns.
+
+    Args:
+        database: The file.
+        name: Name of the table.
+        vector: Column of the vectors; None for the only one of floats.
+
+    Raises:
+        NotFoundError: There is no such table.
+        InvalidInputError: The table is no vec0 table, or has a column that is not understood.
+    """
+
+    def __init__(self, database: VecDatabase, name: str, vector: str | None = None) -> None:
+        self.database, self.name = database, name
+        tables = database.tables()
+        if name not in tables:
+            there = few(one for one, sql in tables.items() if _CREATE.fullmatch(sql or ""))
+            raise NotFoundError(f"{name}: no such table; vec0 tables are {there or 'none'}")
+        found = _CREATE.fullmatch(tables[name] or "")
+        if found is None:
+            raise InvalidInputError(
+                f"{name}: expected a virtual table of vec0, found another table; copy its vectors "
+                "into a vec0 table, or into a Parquet file"
+            )
+        self.columns = [_column(one, name) for one in found[1].split(",")]
+        made_by = dict(database.all(f"SELECT key, value FROM {self.shadow('info')}"))
+        if not _KNOWN.fullmatch(str(made_by.get("CREATE_VERSION"))):
+            raise InvalidInputError(
+                f"{name}: expected a table of sqlite-vec 0.1, found one of "
+                f"{made_by.get('CREATE_VERSION')}"
+            )
+        keys = [one for one in self.columns if one.role == "key"]
+        self.key = keys[0].name if keys else "rowid"
+        self.textual = bool(keys) and keys[0].type == "text"
+        vectors = [one for one in self.columns if one.role == "vector"]
+        floats = {one.name: one for one in vectors if one.floats}
+        if (vector is None and len(floats) != 1) or (vector is not None and vector not in floats):
+            others = [f"{one.name} {one.type}" for one in vectors if not one.floats]
+            raise InvalidInputError(
+                f"{name}: expected {'one column' if vector is None else repr(vector)} of float "
+                f"vectors, found {few(floats) or 'none'}; name one with --vector"
+                + (f" ({few(others)} cannot be migrated)" if others else "")
+            )
+        self.vector = floats[vector or next(iter(floats))]
+        self._vectors = vectors
+        self.values = [
+            one.name for one in self.columns if one.role in ("partition", "auxiliary", "metadata")
+        ]
+
+    def shadow(self, end: str) -> str:
+        """Return the quoted name of a table behind this one."""
+        return _quoted(f"{self.name}_{end}")
+
+    @property
+    def quoted(self) -> str:
+        return _quoted(self.name)
+
+    def count(self) -> int:
+        return int(self.database.all(f"SELECT count(*) FROM {self.shadow('rowids')}")[0][0])
+
+    def definition(self, name: str, dim: int) -> str:
+        """Return the statement that creates a table like this one for other vectors."""
+        metric = f" distance_metric={self.vector.metric}" if self.vector.metric else ""
+        vector = f"{self.vector.name} float[{dim}]{metric}"
+        parts = [vector if one == self.vector else one.definition for one in self.columns]
+        return f"CREATE VIRTUAL TABLE {_quoted(name)} USING vec0({', '.join(parts)})"
+
+    def places(self, window: Window) -> list[int]:
+        """Return the rowids of a window, in order."""
+        bounds = [(">", window.lower), ("<=", window.upper)]
+        given = [(sign, bound) for sign, bound in bounds if bound is not None]
+        where = " AND ".join(["true", *(f"rowid {sign} ?" for sign, _ in given)])
+        found = self.database.all(
+            f"SELECT rowid FROM {self.shadow('rowids')} WHERE {where} ORDER BY rowid",
+            *(bound for _, bound in given),
+        )
+        return [place for (place,) in found]
+
+    def existing(self, keys: Sequence[Any]) -> dict[Any, int]:
+        """Return the rowids of keys that exist, by key."""
+        column = "id" if self.textual else "rowid"
+        query = (
+            f"SELECT {column}, rowid FROM {self.shadow('rowids')} "
+            f"WHERE {column} IN (SELECT value FROM json_each(?))"
+        )
+        return dict(self.database.all(query, json.dumps(list(keys))))
+
+    def places_of(self, keys: Sequence[Any]) -> list[int]:
+        """Return the rowids of keys that exist, in order."""
+        return sorted(self.existing(keys).values())
+
+    def rows(self, places: Sequence[int], *, values: bool = True) -> list[VecRow]:
+        """Read rows by rowid, in their order; those that are gone are left out.
+
+        Args:
+            places: Rowids, in order.
+            values: Whether to read the other columns, too.
+        """
+        listed = self.database.all(
+            f"SELECT rowid, id, chunk_id, chunk_offset FROM {self.shadow('rowids')} "
+            "WHERE rowid IN (SELECT value FROM json_each(?)) ORDER BY rowid",
+            json.dumps(list(places)),
+        )
+        blobs = [
+            self._cut(number, listed)
+            for number, one in enumerate(self._vectors)
+            if values or one == self.vector
+        ]
+        read = [one for one in self._vectors if values or one == self.vector]
+        found = []
+        others = self._values(listed) if values else [{} for _ in listed]
+        for row, (place, name, _, _) in enumerate(listed):
+            vectors = {one.name: blob[row] for one, blob in zip(read, blobs, strict=True)}
+            vector = np.frombuffer(vectors.pop(self.vector.name), "<f4").astype(np.float32)
+            key = name if self.textual else place
+            found.append(VecRow(key, place, vector, others[row] | vectors))
+        return found
+
+    def _cut(self, number: int, listed: Sequence[Any]) -> list[bytes]:
+        """Cut the vectors of the column `number` out of its chunks."""
+        size, chunks = self._vectors[number].size, dict[int, bytes]()
+        table, found = self.shadow(f"vector_chunks{number:02}"), []
+        for _, _, chunk, offset in listed:
+            if chunk not in chunks:
+                if len(chunks) > 1:
+                    chunks.clear()
+                ((chunks[chunk],),) = self.database.all(
+                    f"SELECT vectors FROM {table} WHERE rowid = ?", chunk
+                )
+            found.append(chunks[chunk][offset * size : (offset + 1) * size])
+        return found
+
+    def _values(self, listed: Sequence[Any]) -> list[dict[str, Any]]:
+        if not self.values:
+            return [{} for _ in listed]
+        columns = ", ".join(map(_quoted, self.values))
+        query = f"SELECT {columns} FROM {self.quoted} WHERE {_quoted(self.key)} = ?"
+        return [
+            dict(zip(self.values, found[0], strict=True))
+            for place, name, _, _ in listed
+            if (found := self.database.all(query, name if self.textual else place))
+        ]
+
+    def texts(self, places: Sequence[int], column: str) -> dict[Any, str]:
+        """Read a column as text by key, without the rows where it is empty.
+
+        Args:
+            places: Rowids.
+            column: A column of this table, or TABLE.COLUMN of an ordinary table whose key is ours.
+
+        Raises:
+            InvalidInputError: There is no such column.
+        """
+        key = "r.id" if self.textual else "r.rowid"
+        if column in self.values:
+            source, name = self.quoted, column
+            on = f"t.{_quoted(self.key)} = {key}"
+        else:
+            table, _, name = column.partition(".")
+            if not name or table not in self.database.tables():
+                raise InvalidInputError(
+                    f"{self.name}: no column {column!r}; a column of an ordinary table with the "
+                    "same keys is named as TABLE.COLUMN"
+                )
+            source = _quoted(table)
+            on = f"t.{_quoted(self.key)} = {key}" if self.textual else f"t.rowid = {key}"
+        found = self.database.all(
+            f"SELECT {key}, t.{_quoted(name)} FROM {self.shadow('rowids')} r JOIN {source} t "
+            f"ON {on} WHERE r.rowid IN (SELECT value FROM json_each(?))",
+            json.dumps(list(places)),
+        )
+        return {one: str(value) for one, value in found if value not in (None, "")}
+
+    def delete(self, keys: Iterable[Any]) -> None:
+        self.database.many(
+            f"DELETE FROM {self.quoted} WHERE {_quoted(self.key)} = ?", [(one,) for one in keys]
+        )
+
+    def insert(self, rows: Sequence[VecRow], vectors: Vectors) -> None:
+        """Insert rows with vectors, float32 [n, dim], in place of their own."""
+        others = [one for one in self.columns if one.role not in ("option", "key")]
+        names = ", ".join([_quoted(self.key), *(_quoted(one.name) for one in others)])
+        marks = ", ".join(["?", *(one.placeholder for one in others)])
+
+        def values(row: VecRow, vector: Vectors) -> list[object]:
+            return [row.key] + [
+                vector.astype("<f4").tobytes() if one == self.vector else row.values[one.name]
+                for one in others
+            ]
+
+        self.database.many(
+            f"INSERT INTO {self.quoted} ({names}) VALUES ({marks})",
+            [values(row, vector) for row, vector in zip(rows, vectors, strict=True)],
+        )
+
+
+class SqliteVecSource:
+    """A vec0 table whose float vectors can be migrated.
+
+    The constructor takes a file, the name of a table, and a column of vectors; None means the only
+    one of floats. Its errors are those of VecTable.
+    """
+
+    def __init__(self, path: str, table: str, vector: str | None = None) -> None:
+        self._database = VecDatabase(path)
+        self._table = VecTable(self._database, table, vector)
+        self.vector = self._table.vector.name
+
+    @property
+    def flip_name(self) -> str:
+        """The table that a flip renames."""
+        return self._table.name
+
+    def facts(self) -> Facts:
+        table = self._table
+        metric = _METRICS[table.vector.metric or "l2"]
+        model = self._database.facts(table.name).get("model")
+        columns = tuple(table.values)
+        return Facts(f"{table.name}.{self.vector}", table.vector.dim, metric, model, columns)
+
+    def count(self) -> int:
+        return self._table.count()
+
+    def windows(self, rows: int) -> Iterator[Window]:
+        after: int | None = None
+        while True:
+            last = self._database.all(
+                f"SELECT rowid FROM {self._table.shadow('rowids')} WHERE rowid > ? "
+                "ORDER BY rowid LIMIT 1 OFFSET ?",
+                -(2**63) if after is None else after,
+                rows - 1,
+            )
+            # The last window is open: it includes rows that are inserted meanwhile.
+            yield Window(after, last[0][0] if last else None)
+            if not last:
+                return
+            after = last[0][0]
+
+    def read(self, window: Window) -> Rows:
+        with self._database.transaction("DEFERRED"):
+            rows = self._table.rows(self._table.places(window), values=False)
+        return _rows(rows, self._table.name)
+
+    def column(self, window: Window, name: str) -> ColumnValues:
+        with self._database.transaction("DEFERRED"):
+            found = self._table.texts(self._table.places(window), name)
+        return ColumnValues([str(one) for one in found], list(found.values()))
+
+    def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
+        table = self._table
+        if new_name is not None:
+            table = VecTable(self._database, new_name, self.vector)
+        found = self._database.all(
+            f"SELECT {_quoted(table.key)} FROM {table.quoted} "
+            f"WHERE {_quoted(self.vector)} MATCH ? AND k = ? ORDER BY distance",
+            np.asarray(vector, "<f4").tobytes(),
+            min(count, _MOST_HITS),
+        )
+        return [str(key) for (key,) in found]
+
+    def lookup(self, ids: Sequence[str]) -> Rows:
+        with self._database.transaction("DEFERRED"):
+            rows = self._table.rows(self._table.places_of(self._keys(ids)), values=False)
+        return _rows(rows, self._table.name)
+
+    def _keys(self, ids: Sequence[str]) -> list[Any]:
+        if self._table.textual:
+            return list(ids)
+        return [int(one) for one in ids if re.fullmatch(r"-?\d{1,18}", one)]
+
+    def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        with self._database.transaction("DEFERRED"):
+            found = self._table.texts(self._table.places_of(self._keys(ids)), column)
+        return {str(key): value for key, value in found.items()}
+
+    def close(self) -> None:
+        """Do nothing: a connection ends with its thread or with this object."""
+
+    def warnings(self, to: str) -> list[str]:
+        writers = [
+            name
+            for name, sql in self._database.all(
+                "SELECT name, sql FROM sqlite_master WHERE type = 'trigger'"
+            )
+            if re.search(rf"\b{re.escape(self._table.name)}\b", sql)
+        ]
+        if not writers:
+            return []
+        return [
+            f"{self._table.name}: the triggers {few(writers)} name this table; after the flip they "
+            "work on the new vectors, so a trigger that inserts a vector must take the new model's"
+        ]
+
+    def obstacles(self, target: Target) -> list[str]:
+        before = name_before(self._table.name)
+        if before in self._database.tables():
+            return [f"table {before!r} is left of an earlier flip: drop it first"]
+        return []
+
+    def open_target(self, target: Target) -> "NewVecTable":
+        table, database, name = self._table, self._database, target.name
+        if not re.fullmatch(_WORD, name) or name.startswith(("nobackfill_", "sqlite_")):
+            raise InvalidInputError(
+                f"--to: expected a table name of letters, digits and _, got {name!r}"
+            )
+        with database.transaction():
+            here, said = database.facts(table.name), database.facts(name)
+            if here.get("map") == target.mark:
+                raise InvalidInputError(
+                    f"{table.name}: it holds the vectors of this map already: it was flipped"
+                )
+            wanted = {"map": target.mark, "of": table.name, "vector": self.vector}
+            ours = all(said.get(key) == value for key, value in wanted.items())
+            there = name in database.tables()
+            if there and not (ours and "flipped" not in said):
+                raise AlreadyExistsError(
+                    f"{table.name}: table {name!r} exists already and was not made by this map; "
+                    "choose another --to, or remove it with --rollback"
+                )
+            if not there:
+                database.note(name, wanted | {"model": target.model})
+                database.all("DELETE FROM nobackfill_items WHERE map = ?", _items(name, target))
+                database.all(table.definition(name, target.dim))
+        copy = VecTable(database, name, self.vector)
+        return NewVecTable(database, table, copy, target)
+
+    def rollback(self, name: str) -> bool:
+        database = self._database
+        with database.transaction():
+            said = database.facts(name)
+            if name not in database.tables() or said.get("of") != self._table.name:
+                return False
+            if "flipped" in said:
+                return False
+            self._forget(name, said)
+            database.all(f"DROP TABLE {_quoted(name)}")
+        return True
+
+    def _forget(self, name: str, said: Mapping[str, str]) -> None:
+        self._database.all("DELETE FROM nobackfill_items WHERE map = ?", f"{name} {said['map']}")
+        self._database.note(name, {})
+
+    def count_vectors(self, column: str) -> int:
+        if column not in self._database.tables():
+            return 0
+        return VecTable(self._database, column, self.vector).count()
+
+    def name_model(self, model: str) -> None:
+        with self._database.transaction():
+            said = self._database.facts(self._table.name)
+            self._database.note(self._table.name, said | {"model": model})
+
+    def mark_of(self, column: str) -> str | None:
+        said = self._database.facts(column)
+        if column not in self._database.tables() or "flipped" in said:
+            return None
+        return said.get("map")
+
+    def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+        name = self._table.name
+        said, old_exists = self._database.facts(name), self._before() in self._database.tables()
+        if "flipped" not in said or said.get("map") != mark:
+            return "unknown" if old_exists else "old"
+        return "flipped" if old_exists else "finished"
+
+    def _before(self) -> str:
+        return name_before(self._table.name)
+
+    def flip_back(self, to: str, *, lose: bool = False) -> int:
+        database, table = self._database, self._table
+        with database.transaction():
+            said = database.facts(table.name)
+            if self._before() not in database.tables() or "flipped" not in said:
+                raise NotFoundError(
+                    f"{table.name}: no table {self._before()!r}: nothing was flipped"
+                )
+            new, old = (
+                VecTable(database, table.name, self.vector),
+                VecTable(database, self._before(), self.vector),
+            )
+            items = f"{said['flipped']} {said['map']}"
+            noted = dict(
+                database.all("SELECT key, made FROM nobackfill_items WHERE map = ?", items)
+            )
+            there, seen, stale = _all_keys(old), set[Any](), []
+            for page in _pages(new.places(Window())):
+                for row in new.rows(page):
+                    seen.add(row.key)
+                    if row.key not in there or noted.get(row.key) != row.digest():
+                        stale.append(row.key)
+            if stale and not lose:
+                raise InvalidInputError(
+                    f"{table.name}: {len(stale)} rows were written since the flip and have no old "
+                    "vector; run it with --yes to lose them"
+                )
+            # A row that was deleted or changed since the flip has no old vector any more.
+            old.delete([key for key in there if key not in seen or key in set(stale)])
+            database.all("DELETE FROM nobackfill_items WHERE map = ?", items)
+            database.all(f"DROP TABLE {table.quoted}")
+            database.rename(old.name, table.name)
+            database.note(table.name, database.facts(old.name))
+            database.note(old.name, {})
+        self._table = VecTable(database, table.name, self.vector)
+        return len(stale)
+
+    def drop_old(self) -> None:
+        database, name = self._database, self._table.name
+        with database.transaction():
+            said = database.facts(name)
+            if self._before() not in database.tables():
+                raise NotFoundError(f"{name}: no table {self._before()!r}: nothing was flipped")
+            items = f"{said.get('flipped')} {said.get('map')}"
+            database.all("DELETE FROM nobackfill_items WHERE map = ?", items)
+            database.note(self._before(), {})
+            database.all(f"DROP TABLE {_quoted(self._before())}")
+
+
+class NewVecTable:
+    """The table of the new vectors; implements Flippable."""
+
+    at_once = 1
+    put_by_writers = False
+    flipped = False
+
+    def __init__(
+        self, database: VecDatabase, source: VecTable, copy: VecTable, target: Target
+    ) -> None:
+        self._database, self._source, self._copy, self._target = database, source, copy, target
+        self._items = _items(copy.name, target)
+        # The version of the file when `pending` read it, and the ids that it returned.
+        self._version = -1
+        self._pending: set[str] = set()
+
+    def pending(self, window: Window) -> Rows:
+        """Remove the new vectors of deleted and changed rows; then read the rows without one."""
+        left: list[VecRow] = []
+        digests: list[str] = []
+        stale: list[Any] = []
+        with self._database.transaction("DEFERRED"):
+            places = self._source.places(window)
+            self._version = self._database.version
+            items = self._noted(window)
+            for page in _pages(places):
+                found = list(self._digests(page))
+                here = self._copy.existing([row.key for row, _ in found])
+                for row, now in found:
+                    of = items.pop(row.key, None)
+                    if of not in (None, now):
+                        stale.append(row.key)
+                    if of != now and (of is not None or row.key not in here):
+                        left.append(row)
+                        digests.append(now)
+            # Items that are left over have no row in this window any more.
+            stale += items
+        if stale:
+            self._remove(stale)
+        self._pending = {str(row.key) for row in left}
+        rows = _rows(left, self._source.name)
+        return Rows(rows.ids, rows.vectors, left, digests)
+
+    def _noted(self, window: Window) -> dict[Any, str]:
+        """Return the digests of the originals of our items in a window, by key."""
+        lowest, highest = -(2**63), 2**63 - 1
+        after = lowest if window.lower is None else window.lower
+        last = highest if window.upper is None else window.upper
+        return dict(
+            self._database.all(
+                "SELECT key, of FROM nobackfill_items WHERE map = ? AND place BETWEEN ? AND ?",
+                self._items,
+                after if window.lower is None else int(str(after)) + 1,
+                last,
+            )
+        )
+
+    def _digests(self, places: Sequence[int]) -> Iterator[tuple[VecRow, str]]:
+        """Read rows with the digest of what their new vector is computed from."""
+        rows, content = self._source.rows(places), self._target.content
+        texts = {} if content is None else self._source.texts(places, content)
+        for row in rows:
+            yield row, row.digest(content=texts.get(row.key))
+
+    def _remove(self, keys: Sequence[Any]) -> None:
+        with self._database.transaction():
+            self._copy.delete(keys)
+            self._forget(keys)
+
+    def _forget(self, keys: Sequence[Any]) -> None:
+        self._database.many(
+            "DELETE FROM nobackfill_items WHERE map = ? AND key = ?",
+            [(self._items, key) for key in keys],
+        )
+
+    def write(self, rows: Rows, vectors: Vectors) -> None:
+        given = [one for one in rows.keys if isinstance(one, VecRow)]
+        seen = [str(one) for one in rows.versions]
+        with self._database.transaction():
+            # Read inside the transaction: nobody else commits until its end.
+            same = set(range(len(given)))
+            if self._database.version != self._version:
+                now = {
+                    row.key: digest
+                    for page in _pages(sorted(row.place for row in given))
+                    for row, digest in self._digests(page)
+                }
+                same = {row for row in same if now.get(given[row].key) == seen[row]}
+            order = sorted(same)
+            some = [given[row] for row in order]
+            stored = np.asarray(vectors, np.float32)[order]
+            self._copy.delete([row.key for row in some])
+            self._copy.insert(some, stored)
+            self._note(some, stored, [seen[row] for row in order])
+        self._pending -= {str(row.key) for row in some}
+
+    def _note(self, rows: Sequence[VecRow], vectors: Vectors, digests: Sequence[str]) -> None:
+        self._database.many(
+            "INSERT OR REPLACE INTO nobackfill_items VALUES (?, ?, ?, ?, ?)",
+            [
+                (self._items, row.key, row.place, of, row.digest(vector))
+                for row, vector, of in zip(rows, vectors, digests, strict=True)
+            ],
+        )
+
+    def read(self, window: Window) -> Rows:
+        """Read the new vectors that were computed here, not those that a writer put."""
+        with self._database.transaction("DEFERRED"):
+            keys = list(self._noted(window))
+            rows = self._copy.rows(self._copy.places_of(keys), values=False)
+        order = {key: number for number, key in enumerate(keys)}
+        return _rows(sorted(rows, key=lambda one: order[one.key]), self._copy.name)
+
+    def count(self) -> int:
+        return self._copy.count()
+
+    def prepare_flip(self) -> AbstractContextManager[None]:
+        """Do nothing: vec0 has no index, and the transaction keeps other flips out."""
+        return nullcontext()
+
+    @contextmanager
+    def flip(self) -> Iterator[None]:
+        """Exclude other writers for the block; then swap the names in the same transaction."""
+        name, new = self._source.name, self._copy.name
+        before, database = name_before(self._source.name), self._database
+        with database.transaction():
+            yield
+            if self._pending:
+                raise InvalidInputError(
+                    f"{name}: {len(self._pending)} rows have no new vector: {few(self._pending)}"
+                )
+            if before in database.tables():
+                raise InvalidInputError(f"{name}: table {before!r} exists already: drop it first")
+            # Rows that writers put into both tables: a change after the flip shows by a digest.
+            noted = self._noted(Window())
+            ours = [key for key in _all_keys(self._copy) if key not in noted]
+            for page in _pages(self._copy.places_of(ours)):
+                rows = self._copy.rows(page)
+                vectors = even([row.vector for row in rows], [str(row.key) for row in rows], name)
+                self._note(rows, vectors, [""] * len(rows))
+            said = database.facts(new)
+            database.note(before, database.facts(name))
+            database.note(new, {})
+            database.note(name, said | {"flipped": new})
+            database.rename(name, before)
+            database.rename(new, name)
+
+    def owner_tasks(self) -> list[str]:
+        return [
+            f"writers put vectors of the new model into {self._source.name} from now on; a vector "
+            "of the old model's dimension is refused"
+        ]
+
+    def finish(self) -> list[str]:
+        return [
+            "switch the queries and the writers to the new model; in the same moment run `carry` "
+            "with --flip, which carries the last rows and swaps the names of both tables. ALTER "
+            "TABLE alone would break them, because vec0 forgets the tables behind"
+        ]
+
+
+def _connect(path: str) -> Any:
+    """Open a connection with sqlite-vec, by Python's own SQLite where it loads extensions.
+
+    Two copies of SQLite in one process would release one another's locks.
+    """
+    connection: Any
+    if hasattr(sqlite3.Connection, "enable_load_extension"):
+        connection = sqlite3.connect(
+            path, timeout=_WAIT_MS / 1000, isolation_level=None, check_same_thread=False
+        )
+    else:
+        connection = apsw.Connection(path)
+        connection.set_busy_timeout(_WAIT_MS)
+    connection.enable_load_extension(True)
+    sqlite_vec.load(connection)
+    connection.enable_load_extension(False)
+    return connection
+
+
+def _items(name: str, target: Target) -> str:
+    """Return the name under which the items of a copy are noted."""
+    return f"{name} {target.mark}"
+
+
+def _all_keys(table: VecTable) -> set[Any]:
+    column = "id" if table.textual else "rowid"
+    return {key for (key,) in table.database.all(f"SELECT {column} FROM {table.shadow('rowids')}")}
+
+
+def _pages(places: Sequence[int]) -> Iterator[Sequence[int]]:
+    for first in range(0, len(places), _PAGE):
+        yield places[first : first + _PAGE]
+
+
+def _rows(rows: Sequence[VecRow], where: str) -> Rows:
+    ids = [str(row.key) for row in rows]
+    return Rows(ids, even([row.vector for row in rows], ids, where), list(rows))
+
+
+def _column(definition: str, table: str) -> VecColumn:
+    """Parse one definition of CREATE VIRTUAL TABLE. Raises InvalidInputError."""
+    text = definition.strip()
+    for role, form in _FORMS.items():
+        found = form.fullmatch(text)
+        if found is None:
+            continue
+        if role == "option":
+            return VecColumn("", role, "", text)
+        name, kind = found[1], found[2].lower()
+        if role != "vector":
+            return VecColumn(name, role, kind, text)
+        metric = (found[4] or "").lower()
+        one = VecColumn(name, role, kind, text, int(found[3]), metric)
+        if one.floats and metric and metric not in _METRICS:
+            break
+        return one
+    raise InvalidInputError(
+        f"{table}: the definition {text!r} of vec0 is not understood, so the table is not migrated"
+    )
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+@contextmanager
+def refused(name: str) -> Iterator[None]:
+    """Convert errors of SQLite in the block to errors of nobackfill."""
+    try:
+        yield
+    except (sqlite3.Error, apsw.Error) as error:
+        busy = isinstance(error, apsw.BusyError | apsw.LockedError) or "locked" in str(error)
+        kind: type[NobackfillError] = BusyError if busy else InvalidInputError
+        if isinstance(error, apsw.ReadOnlyError) or "readonly" in str(error):
+            kind = ConfigurationError
+        raise kind(f"{name}: SQLite says: {error}") from error
