@@ -79,7 +79,12 @@ def given_options(**options: object) -> dict[str, object]:
 
 
 _EPILOG = """
-In order, for a table of texts whose vectors came from an older model:
+All steps for a table of PostgreSQL, LanceDB or SQLite; it asks before it writes:
+
+\b
+nobackfill migrate 'postgresql:///shop#documents' --new new.onnx --column body
+
+Step by step, for any store. Here the texts are in the column `body`:
 
 \b
 S='postgresql:///shop#documents'
@@ -147,7 +152,10 @@ QueriesOld = Annotated[
 QueriesNew = Annotated[
     str | None, typer.Option(help="SOURCE of the same queries by the new model.")
 ]
-ItemsGone = Annotated[bool, typer.Option("--items-gone", help="Items cannot be embedded any more.")]
+ItemsGone = Annotated[
+    bool,
+    typer.Option("--items-gone", help="The items no longer exist: never advise to re-embed them."),
+]
 Also = Annotated[
     str | None,
     typer.Option(
@@ -167,7 +175,10 @@ def options(version: Version = False) -> None:
 def inspect(
     source: SourceArgument, key: Key = None, vector: Vector = None, as_json: Json = False
 ) -> None:
-    """Show what a store holds: count, dimension, norms, duplicates, NaN, drift."""
+    """Show what a store holds: count, dimension, norms, defects.
+
+    Defects are duplicates, rows with NaN or infinity, and drift from the first rows to the last.
+    """
     from nobackfill.adopt import pairs
     from nobackfill.adopt.sources.opening import open_source
 
@@ -190,7 +201,7 @@ def sample(
     key: Key = None,
     vector: Vector = None,
 ) -> None:
-    """Choose the items to re-embed for `fit`, spread over the old model's space."""
+    """Choose items to re-embed for `fit`, spread over the space."""
     from nobackfill.adopt import pairs
     from nobackfill.adopt.pairs import read_all
     from nobackfill.adopt.sources.opening import open_items
@@ -321,7 +332,7 @@ def fit(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Decide how to move to the new model, and write the map of its vectors.
+    """Decide how to migrate, and write the map for `carry`.
 
     It fits maps, compares five ways to go on, one of which is to stay, and names the best one.
     """
@@ -343,7 +354,7 @@ def fit(
 
 
 converter_commands = typer.Typer(
-    help="Share maps between two public models: publish, improve and withdraw them.",
+    help="Share maps between public models: publish, improve, withdraw.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
@@ -596,13 +607,19 @@ class _MigrateGroup(TyperGroup):
 
 migrate_commands = typer.Typer(
     cls=_MigrateGroup,
-    help="Move a table of PostgreSQL, LanceDB or SQLite to a new model, or learn why to stay.\n\n"
-    "`migrate SOURCE` is `migrate start SOURCE`.",
+    help="Do all steps in PostgreSQL, LanceDB or SQLite, or say why not.\n\n"
+    "`migrate SOURCE` is `migrate start SOURCE`; its options: `nobackfill migrate start --help`.",
+    epilog="""Example:
+
+\b
+nobackfill migrate 'postgresql:///shop#documents' --new new.onnx --column body
+nobackfill migrate status
+nobackfill migrate finish""",
     rich_markup_mode=None,
     no_args_is_help=True,
 )
 app.add_typer(migrate_commands, name="migrate")
-Work = Annotated[Path, typer.Option(help="Folder of the migration; a killed one goes on there.")]
+Work = Annotated[Path, typer.Option(help="Folder with the state of the migration.")]
 _WORK = Path("nobackfill-migration")
 
 
@@ -630,20 +647,22 @@ def start(
     old_name: Annotated[str | None, typer.Option(help="The old model's name at an endpoint.")] = (
         None
     ),
-    count: Annotated[int, typer.Option("-n", min=20, help="Items that the verdict is of.")] = 2000,
+    count: Annotated[
+        int, typer.Option("-n", min=20, help="Items to re-embed for the verdict.")
+    ] = 2000,
     price: Annotated[
         float | None,
         typer.Option("--price-per-1000", min=0.0, help="What the new model costs per 1,000 items."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do what the verdict says, unasked.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Write without asking.")] = False,
     work: Work = _WORK,
     key: Key = None,
     vector: Vector = None,
 ) -> None:
-    """Decide whether to re-embed, then do it and flip; or leave the table untouched.
+    """Decide whether to re-embed; then do it and flip, or stay.
 
-    Killed at any moment, the same command goes on. Until `migrate finish` the old vectors stay, and
-    `migrate back` gives them back.
+    It asks before it writes. If it is killed, run the same command again: it continues. The old
+    vectors stay until `migrate finish`, and `migrate back` restores them.
     """
     from nobackfill.adopt.migrating import Migration, MigrationPlan
     from nobackfill.adopt.sources.source import name_before
@@ -739,7 +758,7 @@ def back(
 
 @migrate_commands.command()
 def finish(work: Work = _WORK) -> None:
-    """Drop the old vectors after the flip; nothing can be taken back then."""
+    """Drop the old vectors after the flip; `back` cannot undo it."""
     from nobackfill.adopt.migrating import Migration
 
     Migration(work).finish()

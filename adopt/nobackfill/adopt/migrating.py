@@ -401,7 +401,9 @@ class Migration:
             where, column=plan.column or "text", key=key, vector=plan.vector, only=only
         )
         embedder = open_embedder(plan.new, name=plan.new_name)
-        embed_into(self._new, items, embedder, progress=lambda _: self._check_pause())
+        counter = _Counter(tell, self._check_pause)
+        counter.begin("embedded", len(only))
+        embed_into(self._new, items, embedder, progress=counter)
         by_old = by_new = None
         if plan.queries is not None and plan.old is not None:
             tell("embedding the queries by both models")
@@ -413,7 +415,7 @@ class Migration:
             ):
                 embed_into(Path(folder), queries, open_embedder(model, name=name, queries=True))
         self._check_pause()
-        tell("judging the ways to go on")
+        tell(f"comparing the options on {len(only)} items; nothing is written yet")
         files = FitFiles(self._map, None, self._folder / "joining.npz", self._page)
         verdict = fit_and_judge(
             plan.source,

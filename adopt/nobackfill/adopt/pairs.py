@@ -280,11 +280,11 @@ class Inspection:
     @property
     def sentences(self) -> list[str]:
         """What a person should know, one line each."""
-        metric = self.facts.metric or "not said; cosine is taken"
+        metric = self.facts.metric or "not declared, so cosine"
         lines = [
             f"{self.facts.name}: {self.count} vectors"
             + (f" of dimension {self.dim}" if self.dim else ""),
-            f"metric: {metric}; model: {self.facts.model or 'not said'}",
+            f"metric: {metric}; model: {self.facts.model or 'not declared'}",
         ]
         if self.norms is not None:
             low, mean, high = self.norms
@@ -293,13 +293,13 @@ class Inspection:
             lines.append(f"duplicates: {self.duplicates}")
         if self.unusable or self.zeros:
             lines.append(
-                f"NaN or infinity in {self.unusable} rows, zeros only in {self.zeros}: mend or "
-                "delete these items before anything is carried"
+                f"NaN or infinity in {self.unusable} rows, only zeros in {self.zeros}: correct or "
+                "delete these items before you migrate"
             )
         if self.drift is not None:
             lines.append(
-                f"drift between the first and the last rows: {self.drift:.1f} times chance"
-                + ("; take the sample from all of them" if self.drift > 5 else "")
+                f"the first and the last rows differ {self.drift:.1f} times as much as by chance"
+                + ("; take the sample from all rows" if self.drift > 5 else "")
             )
         return lines + self.refusals
 

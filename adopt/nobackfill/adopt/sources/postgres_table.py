@@ -157,7 +157,14 @@ def translate_errors(name: str) -> Iterator[None]:
                 "letters and digits as %XX, and the password in ~/.pgpass or PGPASSWORD"
             ) from None
         said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ours(f"{name}: PostgreSQL says: {said[0]}") from error
+        # Without a state, libpq says so itself: no server answered, or the connection broke.
+        unreached = isinstance(error, psycopg.OperationalError) and error.sqlstate is None
+        check = (
+            "; check that the server runs, and HOST and PORT of postgresql://USER@HOST:PORT/DATABASE"
+            if unreached and "FATAL" not in said[0]
+            else ""
+        )
+        raise ours(f"{name}: PostgreSQL says: {said[0]}{check}") from error
 
 
 # The content of our comment: the digest of the map while its vectors are carried, and after the
