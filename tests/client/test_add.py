@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +131,7 @@ def test_what_else_lies_in_a_folder_is_named_or_passed_over(
         shutil.copy(good[0], tmp_path / name / "copy.png")
     done = put(setting.gallery, tmp_path / "0.jpg", *[tmp_path])
     assert done.added == [str(path) for path in good]
-    kinds = {reason.rpartition(" got ")[2]: len(names) for reason, names in done.reasons().items()}
+    kinds = Counter(reason.rpartition(" got ")[2] for reason in done.refusals.values())
     assert kinds.items() >= {".mov": 2, ".bmp": 1, "no suffix": 1}.items()
     assert {Path(path).name for path in done.system_files} >= set(hidden)
     # The gallery itself, and what lies beside it.

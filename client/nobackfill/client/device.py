@@ -121,6 +121,7 @@ class Device(GalleryFile):
 
         Raises:
             NoEncoderError: the release embeds no texts.
+            ConfigurationError: the extra `text` is not installed.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file.
             CannotWriteError: the disk is full or read-only.
@@ -179,6 +180,7 @@ class Device(GalleryFile):
         Raises:
             InvalidInputError: not exactly one query, or a query, `k` or filter that is not valid.
             NoEncoderError: the release has no encoder for this kind of query.
+            ConfigurationError: the extra `text` is not installed.
             IncompatibleSpaceError: `embeddings` has no vector of the active space.
             VerificationError: a file is damaged.
             BusyError: another process holds the gallery file.

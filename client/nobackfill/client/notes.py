@@ -47,6 +47,7 @@ def add(device: GalleryFile, texts: Iterable[TextLine]) -> AddTextsReport:
 
     Raises:
         NoEncoderError: the active release embeds no texts.
+        ConfigurationError: the extra `text` is not installed.
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
@@ -73,6 +74,7 @@ def put(
 
     Raises:
         NoEncoderError: the active release embeds no texts.
+        ConfigurationError: the extra `text` is not installed.
         VerificationError: a model file or the gallery file is damaged.
         BusyError: another process holds the gallery file.
         CannotWriteError: the disk is full or read-only.
@@ -96,6 +98,7 @@ def embed(device: GalleryFile, manifest: Manifest, texts: Sequence[str], role: T
 
     Raises:
         NoEncoderError: the release embeds no texts.
+        ConfigurationError: the extra `text` is not installed.
         InvalidInputError: a text is empty, too long, or has no vector.
         VerificationError: a model file is damaged.
     """

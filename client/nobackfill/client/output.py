@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from nobackfill.errors import few
 from nobackfill.terminal import visible
 
 Advance = Callable[[int, int], None]
@@ -39,6 +40,18 @@ class Output:
     def note(self, line: str) -> None:
         """Print a remark on stderr, in both forms; control characters are made visible."""
         print(visible(line), file=sys.stderr)
+
+    def reasons(self, reasons: Mapping[str, str]) -> None:
+        """Print one remark on stderr for each reason, with the names that it applies to.
+
+        Args:
+            reasons: the reason by name; empty prints nothing.
+        """
+        names_of: dict[str, list[str]] = {}
+        for name, reason in reasons.items():
+            names_of.setdefault(reason, []).append(name)
+        for reason, names in names_of.items():
+            self.note(f"{few(names)}: {reason}")
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:

@@ -236,13 +236,6 @@ class AddReport:
     refusals: dict[str, str] = field(default_factory=dict)
     system_files: list[str] = field(default_factory=list)
 
-    def reasons(self) -> dict[str, list[str]]:
-        """Group the paths or ids of `refusals` by their reason."""
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.refusals.items():
-            by_reason.setdefault(reason, []).append(name)
-        return by_reason
-
 
 @dataclass(frozen=True)
 class PhotoSource:

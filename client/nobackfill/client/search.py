@@ -218,6 +218,7 @@ class Search:
 
         Raises:
             NoEncoderError: the release embeds no texts.
+            ConfigurationError: the extra `text` is not installed.
             InvalidInputError: a text is empty or cannot be embedded, or `k` is out of range.
             NotFoundError: the release is not installed.
             VerificationError: the model, the manifest or the gallery file is damaged.

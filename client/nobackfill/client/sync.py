@@ -456,6 +456,8 @@ def check_models(
 
     Raises:
         UnfitError: a file is missing or damaged, or a model fails its trial or its probes.
+        ConfigurationError: `trial_passed`, and the extra `text`, which the release needs, is not
+            installed any more.
     """
     try:
         check = check_probes if trial_passed else try_release

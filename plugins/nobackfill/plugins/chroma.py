@@ -220,11 +220,18 @@ class ChromaStore:
 
         Raises:
             NotFoundError: there is no such collection.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         return ChromaCollection(self._server, self._server.collection(name))
 
     def exists(self, name: str) -> bool:
-        """Return whether there is a collection of this name."""
+        """Return whether there is a collection of this name.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         try:
             self._server.collection(name)
         except NotFoundError:
@@ -242,6 +249,8 @@ class ChromaStore:
         Raises:
             AlreadyExistsError: the name is in use.
             TypeError: `like` is no ChromaCollection.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         if not isinstance(like, ChromaCollection):
             raise TypeError(like)
@@ -257,11 +266,13 @@ class ChromaStore:
 
         Raises:
             NotFoundError: there is no such collection.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         self._server.drop(name)
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
-        """Return the steps by which the owner flips, as sentences and Python calls."""
+        """Return the steps by which the owner flips, as sentences and calls; sends nothing."""
         return [
             "stop all writers, or let every writer put to both collections, to the new one by the "
             "new model; then carry once more, because items of the last sweep are missing",
@@ -321,6 +332,8 @@ class ChromaCollection:
 
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         space = next((str(one.get("space") or "") for one in self.index.values()), "")
         some = self._get({"limit": 1, "include": ["documents", "metadatas", "uris"]})
@@ -329,13 +342,22 @@ class ChromaCollection:
         return Facts(self.name, self._dim, metric, self.copy_facts.get("model"), columns)
 
     def count(self) -> int:
-        """Count the items."""
+        """Count the items.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return int(self._request("GET", "/count"))
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all ids into windows of `rows` items, and list the ids again.
 
         The last window has no upper end, so that it includes later items.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         ids = self._list_ids()
         lower = None
@@ -350,11 +372,18 @@ class ChromaCollection:
 
         Raises:
             InvalidInputError: an item has a metadata key called document or uri.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         return self._read(self._ids_in(window), ["embeddings", "documents", "metadatas", "uris"])
 
     def digests(self, window: Window) -> dict[Any, str]:
-        """Read the digests of a copy's items by id; "" for an item that a writer put."""
+        """Read the digests of a copy's items by id; "" for an item that a writer put.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         ids = self._ids_in(window)
         digests: dict[Any, str] = {}
         for first in range(0, len(ids), _PAGE):
@@ -365,7 +394,12 @@ class ChromaCollection:
         return digests
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
-        """Return those of the given ids that exist."""
+        """Return those of the given ids that exist.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return {one.key for one in self._read(list(keys), [])}
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
@@ -374,6 +408,10 @@ class ChromaCollection:
         Args:
             records: n items; their documents, URIs, metadata and digests are stored.
             vectors: float32 [n, dim], in place of their own.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         for first in range(0, len(records), _PAGE):
             some = records[first : first + _PAGE]
@@ -392,12 +430,22 @@ class ChromaCollection:
             self._note(str(one.key) for one in some)
 
     def remove(self, keys: Sequence[Any]) -> None:
-        """Delete items by id; unknown ids are ignored."""
+        """Delete items by id; unknown ids are ignored.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         for first in range(0, len(keys), _PAGE):
             self._request("POST", "/delete", {"ids": list(keys[first : first + _PAGE])})
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
-        """Read items by id, ordered by id; unknown ids are left out."""
+        """Read items by id, ordered by id; unknown ids are left out.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return self._read(ids, ["embeddings", "documents", "metadatas", "uris"])
 
     def nearest(self, vector: Vectors, count: int) -> list[str]:
@@ -409,6 +457,10 @@ class ChromaCollection:
 
         Returns:
             Ids; empty if the collection never had an item.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         if self._dim is None:
             return []

@@ -257,13 +257,22 @@ class QdrantSource:
         return Facts(name, size, metric, self._model, directions=metric == "cosine")
 
     def count(self) -> int:
-        """Count the points that have the vector."""
+        """Count the points that have the vector.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return self.count_vectors(self.vector)
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all ids into windows of `rows` points.
 
         The last window has no upper end, so that it includes new points.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         lower = None
         while True:
@@ -278,11 +287,21 @@ class QdrantSource:
             lower = upper
 
     def read(self, window: Window) -> Rows:
-        """Read the vectors of a window, by increasing id."""
+        """Read the vectors of a window, by increasing id.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return self.rows(self.vector, window)
 
     def column(self, window: Window, name: str) -> ColumnValues:
-        """Read a payload field of a window as text, without the points where it is empty."""
+        """Read a payload field of a window as text, without the points where it is empty.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         points = self._points(window, payload=[name])
         values = [(point.id, (point.payload or {}).get(name)) for point in points]
         pairs = [(str(key), str(value)) for key, value in values if value not in (None, "")]
@@ -295,6 +314,10 @@ class QdrantSource:
             vector: float32 [dim].
             count: the most ids to return.
             new_name: the name of new vectors to search; None: the old ones.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         with translated_errors(self._name):
             response = self._client.query_points(
@@ -312,6 +335,10 @@ class QdrantSource:
 
         Returns:
             Points in any order, each once, with float32 [n, dim].
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         name = self.vector if vector is None else vector
         with translated_errors(self._name):
@@ -322,7 +349,12 @@ class QdrantSource:
         return self._rows(points, name)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
-        """Read a payload field by id as text, without the points where it is empty."""
+        """Read a payload field by id as text, without the points where it is empty.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         with translated_errors(self._name):
             points = self._client.retrieve(
                 self._name, [k for n in ids if (k := id_of(n)) is not None], with_payload=[column]
@@ -344,6 +376,8 @@ class QdrantSource:
         Raises:
             AlreadyExistsError: another vector has the name.
             InvalidInputError: the old vector has no name; Qdrant then refuses named ones.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         vectors, marks = self._config()
         if self.vector == "":
@@ -385,6 +419,10 @@ class QdrantSource:
 
         Returns:
             False if no map created them, or if the collection has flipped to them.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         marks = self._config()[1]
         # A flipped collection searches these vectors, so they must stay.
@@ -400,6 +438,10 @@ class QdrantSource:
 
         Args:
             name: the name of the new vectors, which `open_target` has created.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         with translated_errors(self._name):
             self._set_mark(name, {**self._config()[1][name], "flipped": "true"})
@@ -411,7 +453,12 @@ class QdrantSource:
         self._client.update_collection(self._name, metadata={"nobackfill": present})
 
     def count_vectors(self, vector: str) -> int:
-        """Count the points that have a vector of this name, exactly."""
+        """Count the points that have a vector of this name, exactly.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         has = models.Filter(must=[models.HasVectorCondition(has_vector=vector)])
         with translated_errors(self._name):
             return int(self._client.count(self._name, count_filter=has, exact=True).count)
@@ -426,6 +473,10 @@ class QdrantSource:
 
         Returns:
             Points by increasing id, with float32 [n, dim].
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         none = None
         if missing is not None:
@@ -489,7 +540,12 @@ class NewNamedVectors:
         self._collection, self._target, self.flipped = collection, target, flipped
 
     def pending(self, window: Window) -> Rows:
-        """Read the old vectors of the points in a window that have no new one."""
+        """Read the old vectors of the points in a window that have no new one.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return self._source.rows(self._source.vector, window, missing=self._target.name)
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -500,6 +556,10 @@ class NewNamedVectors:
         Args:
             rows: n points, as `pending` returned them.
             vectors: float32 [n, dim].
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         for first in range(0, len(rows), _PAGE):
             part = slice(first, first + _PAGE)
@@ -553,6 +613,10 @@ class NewNamedVectors:
         """Record the flip at the start of the block; Qdrant has no lock.
 
         From now on, a new vector that the map does not compute counts as its writer's.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         self._source.note_flip(self._target.name)
         self.flipped = True
@@ -566,11 +630,21 @@ class NewNamedVectors:
         ]
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors of a window, by increasing id."""
+        """Read the new vectors of a window, by increasing id.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return self._source.rows(self._target.name, window)
 
     def count(self) -> int:
-        """Count the points that have a new vector."""
+        """Count the points that have a new vector.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return self._source.count_vectors(self._target.name)
 
     def finish(self) -> list[str]:

@@ -102,8 +102,7 @@ def add(arguments: Namespace) -> None:
     with Device(arguments.gallery) as device, output.progress("adding") as advance:
         report = store(device, images, notes, advance)
         total = device.store.count()
-    for reason, paths in report.reasons().items():
-        output.note(f"{few(paths)}: {reason}")
+    output.reasons(report.refusals)
     if report.system_files:
         output.note(
             f"{few(report.system_files)}: skipped, because hidden or part of a system, program or "

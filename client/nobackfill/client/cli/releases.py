@@ -114,8 +114,7 @@ def pull(arguments: Namespace) -> None:
         report = restore(
             device, arguments.items, arguments.to, arguments.identity, arguments.unknown, output
         )
-    for reason, names in report.reasons().items():
-        output.note(f"{few(names)}: {reason}")
+    output.reasons(report.failed)
     output.result(
         report.as_json(),
         f"{len(report.restored)} restored, {report.duplicates} already there, "

@@ -103,13 +103,23 @@ class VaultQueue:
         return entries
 
     def obsolete(self) -> list[VaultEntry]:
-        """Return the rows whose blobs are to delete in the vault: removing, or without an item."""
+        """Return the rows whose blobs are to delete in the vault: removing, or without an item.
+
+        Raises:
+            DamagedError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
         with self._store.reading() as connection:
             items = {item for (item,) in connection.execute("SELECT id FROM items")}
         return [e for e in self.entries() if e.state == "removing" or e.item not in items]
 
     def of(self, item: str) -> VaultEntry | None:
-        """Return the latest row of an item that is not being removed; None if there is none."""
+        """Return the latest row of an item that is not being removed; None if there is none.
+
+        Raises:
+            DamagedError: the gallery file is damaged.
+            BusyError: another process holds the gallery file.
+        """
         rows = [entry for entry in self.entries(item=item) if entry.state != "removing"]
         return rows[-1] if rows else None
 
@@ -133,12 +143,26 @@ class VaultQueue:
             )  # fmt: skip
 
     def mark(self, blob: str, state: State) -> None:
-        """Set the state of a blob's row; an unknown blob is ignored."""
+        """Set the state of a blob's row.
+
+        Args:
+            blob: the id of the blob; an unknown one is ignored.
+            state: sealed, stored or removing.
+
+        Raises:
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
+        """
         with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = ? WHERE blob = ?", (state, blob))
 
     def settle(self, entry: VaultEntry) -> None:
-        """Mark a blob's row as stored, and the rows of all other blobs of its item as removing."""
+        """Mark a blob's row as stored, and the rows of all other blobs of its item as removing.
+
+        Raises:
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
+        """
         with self._store.transaction() as connection:
             connection.execute("UPDATE vault SET state = 'stored' WHERE blob = ?", (entry.blob,))
             connection.execute(
@@ -147,13 +171,23 @@ class VaultQueue:
             )
 
     def adopt(self, key: str) -> None:
-        """Set the public key of all rows that have none."""
+        """Set the public key of all rows that have none.
+
+        Raises:
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
+        """
         with self._store.transaction() as connection:
             _prepare(connection)
             connection.execute("UPDATE vault SET key = ? WHERE key IS NULL", (key,))
 
     def forget(self, blob: str) -> None:
-        """Delete the row of a blob; call this after the vault has deleted the blob."""
+        """Delete the row of a blob; call this after the vault has deleted the blob.
+
+        Raises:
+            BusyError: another process holds the gallery file.
+            CannotWriteError: the disk is full or read-only.
+        """
         with self._store.transaction() as connection:
             connection.execute("DELETE FROM vault WHERE blob = ?", (blob,))
 

@@ -240,13 +240,6 @@ class PullReport:
     duplicates: int = 0
     failed: dict[str, str] = field(default_factory=dict)
 
-    def reasons(self) -> dict[str, list[str]]:
-        """Group the items and blobs of `failed` by their reason."""
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in self.failed.items():
-            by_reason.setdefault(reason, []).append(name)
-        return by_reason
-
     def as_json(self) -> dict[str, Any]:
         """Return the report as in `edge-client pull --json`."""
         return {"restored": self.restored, "held": self.duplicates, "failed": self.failed}

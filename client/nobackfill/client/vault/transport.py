@@ -48,7 +48,8 @@ def upload_blob(gateway: Gateway, blob: vault_pb2.Blob, source: Path) -> int:
         UnavailableError: the upload made no progress in five attempts.
         NotPermittedError: the gateway refuses the token.
         QuotaExceededError: the vault holds as many bytes as it may.
-        InvalidInputError: the vault holds other bytes under this id.
+        AlreadyExistsError: the vault holds another blob under this id.
+        InvalidInputError: the file is no age ciphertext, or differs from `blob`.
         CannotWriteError: the gateway's disk is full.
         OSError: the file cannot be read.
     """

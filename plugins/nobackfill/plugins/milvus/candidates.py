@@ -180,7 +180,15 @@ class Candidates:
 
 
 def too_many_pending(database: Database, schema: str, info: SpaceInfo) -> bool:
-    """Return whether more than SMALL labels of a space are pending, so that searches skip Milvus.
+    """Return whether so many labels of a space are pending that searches do not use Milvus.
+
+    Args:
+        database: the database.
+        schema: the gallery's schema, which has a journal.
+        info: the space.
+
+    Returns:
+        True for more than 5,000 labels.
 
     Raises:
         UnavailableError: the database does not answer.

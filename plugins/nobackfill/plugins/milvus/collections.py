@@ -74,17 +74,28 @@ class Collections:
         self._client.close()
 
     def names(self) -> list[str]:
-        """Return the names of all collections of the server."""
+        """Return the names of all collections of the server.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
+        """
         return list(_call(lambda: self._client.list_collections(timeout=_TIMEOUT_S)))
 
     def exists(self, name: str) -> bool:
-        """Return whether there is a collection of this name."""
+        """Return whether there is a collection of this name.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
+        """
         return bool(_call(lambda: self._client.has_collection(name, timeout=_TIMEOUT_S)))
 
     def loaded(self, name: str) -> bool:
         """Return whether a collection can be searched.
 
         False if it does not exist, and for a while after Milvus restarts.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
         """
         if not self.exists(name):
             return False
@@ -100,6 +111,9 @@ class Collections:
         Args:
             name: the collection.
             spec: the space: dimension and metric.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
         """
 
         def create() -> None:
@@ -126,7 +140,11 @@ class Collections:
         _call(lambda: self._client.load_collection(name, timeout=_TIMEOUT_S))
 
     def drop(self, name: str) -> None:
-        """Delete a collection with its rows; nothing happens if there is none."""
+        """Delete a collection with its rows; nothing happens if there is none.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
+        """
         _call(lambda: self._client.drop_collection(name, timeout=_TIMEOUT_S))
 
     def upsert(
@@ -142,6 +160,9 @@ class Collections:
 
         Returns:
             The timestamp of the write by Milvus' clock; 0 for no labels.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
         """
         moment = 0
         for start in range(0, len(labels), _AT_ONCE):
@@ -161,7 +182,11 @@ class Collections:
         return int(result.timestamp)
 
     def delete(self, name: str, labels: Labels) -> None:
-        """Delete rows by label, int64 [n]; labels without a row are ignored."""
+        """Delete rows by label, int64 [n]; labels without a row are ignored.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
+        """
         for start in range(0, len(labels), _AT_ONCE):
             part = labels[start : start + _AT_ONCE].tolist()
             _call(
@@ -173,16 +198,27 @@ class Collections:
 
         Returns before the graph is complete. Without this, Milvus waits up to ten minutes for more
         rows and compares them one by one.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
         """
         _call(lambda: self._client.flush(name, timeout=_SEAL_S))
 
     def has_graph(self, name: str) -> bool:
-        """Return whether a collection has a graph of all its sealed rows."""
+        """Return whether a collection has a graph of all its sealed rows.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
+        """
         state = _call(lambda: self._client.describe_index(name, "embedding", timeout=_TIMEOUT_S))
         return state is not None and not int(state["pending_index_rows"])
 
     def count(self, name: str) -> int:
-        """Count the rows of a collection, those of the last write included."""
+        """Count the rows of a collection, those of the last write included.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
+        """
         rows = _call(
             lambda: self._client.query(
                 name,
@@ -208,6 +244,9 @@ class Collections:
 
         Returns:
             The labels; None if there are more than `most`.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
         """
         rows = _call(
             lambda: self._client.query(
@@ -233,6 +272,9 @@ class Collections:
             since: a timestamp that `upsert` returned. Rows written until then are visible, and
                 Milvus rarely has to wait. None: all rows written before the call are visible;
                 Milvus waits for a tick of its clock.
+
+        Raises:
+            UnavailableError: Milvus does not answer, or refuses the call.
         """
         hits = _call(
             lambda: self._client.search(

@@ -249,23 +249,23 @@ class Feeder:
         """
         present = set(self._collections.names())
         spaces = self._database.read(_spaces)
-        expected = {
+        owners = {
             name_of(self._database_id, schema, info.number): (schema, info)
             for schema, infos in spaces.items()
             for info in infos
         }
-        for name in present - set(expected):
+        for name in present - set(owners):
             if name.startswith(prefix_of(self._database_id)):
                 with self._isolate(name):
                     self._collections.drop(name)
         self._loaded &= present
-        for name in (set(expected) & present) - self._loaded:
+        for name in (set(owners) & present) - self._loaded:
             with self._isolate(name):
-                self._collections.make(name, expected[name][1].spec)
+                self._collections.make(name, owners[name][1].spec)
                 self._loaded.add(name)
-        for name in set(expected) - present:
+        for name in set(owners) - present:
             with self._isolate(name):
-                self._note_again(*expected[name])
+                self._note_again(*owners[name])
         return self._database.read(lambda connection: journal.waiting(connection, [*spaces]))
 
     def _note_again(self, schema: str, info: SpaceInfo) -> None:

@@ -62,6 +62,9 @@ def begin(connection: Connection, schema: str) -> None:
     Args:
         connection: in a transaction, which waits until no other one writes to the gallery.
         schema: the gallery's schema.
+
+    Raises:
+        UnavailableError: the database does not answer.
     """
     hold_gate(connection, schema)
     if not exists(connection, schema):
@@ -72,7 +75,15 @@ def begin(connection: Connection, schema: str) -> None:
 
 
 def exists(connection: Connection, schema: str) -> bool:
-    """Return whether a gallery has a journal."""
+    """Return whether a gallery has a journal; False for an unknown schema.
+
+    Args:
+        connection: a connection to the database.
+        schema: the gallery's schema.
+
+    Raises:
+        UnavailableError: the database does not answer.
+    """
     rows = run(
         connection,
         "SELECT to_regclass(%s) IS NOT NULL AND to_regclass(%s) IS NOT NULL",
@@ -85,6 +96,16 @@ def complete(connection: Connection, schema: str) -> bool:
     """Return whether a gallery's journal covers each of its spaces.
 
     A gateway without Milvus adds spaces that it does not cover.
+
+    Args:
+        connection: a connection to the database.
+        schema: the gallery's schema.
+
+    Returns:
+        False if there is no journal.
+
+    Raises:
+        UnavailableError: the database does not answer.
     """
     return exists(connection, schema) and all(
         _watched(connection, table_of(schema, info.number))
@@ -108,6 +129,9 @@ def watch(connection: Connection, schema: str, info: SpaceInfo) -> None:
         connection: in a transaction.
         schema: the gallery's schema, which has a journal.
         info: the space.
+
+    Raises:
+        UnavailableError: the database does not answer.
     """
     table = table_of(schema, info.number)
     if not _watched(connection, table):
@@ -123,6 +147,9 @@ def note_all(connection: Connection, schema: str, info: SpaceInfo) -> None:
         connection: in a transaction.
         schema: the gallery's schema, which has a journal.
         info: the space, whose collection is empty or lost.
+
+    Raises:
+        UnavailableError: the database does not answer.
     """
     run(connection, f"DELETE FROM {schema}.told WHERE number = %s", [info.number])
     run(
@@ -138,8 +165,15 @@ def try_lock(connection: Connection, schema: str) -> bool:
 
     Without the lock, an older vector could overwrite a newer one.
 
+    Args:
+        connection: in a transaction.
+        schema: the gallery's schema.
+
     Returns:
         False if another process holds the lock.
+
+    Raises:
+        UnavailableError: the database does not answer.
     """
     lock = run(connection, "SELECT pg_try_advisory_xact_lock(hashtext(%s))", [f"feed {schema}"])
     return bool(lock.fetchone()[0])
@@ -155,6 +189,9 @@ def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Lab
 
     Returns:
         For each space its number and its labels, int64 [n], increasing, each once.
+
+    Raises:
+        UnavailableError: the database does not answer.
     """
     rows = run(
         connection,
@@ -177,6 +214,9 @@ def set_fed_until(connection: Connection, schema: str, number: int, moment: int)
         schema: the gallery's schema.
         number: the number of the space.
         moment: the timestamp of the last write.
+
+    Raises:
+        UnavailableError: the database does not answer.
     """
     run(
         connection,
@@ -187,7 +227,19 @@ def set_fed_until(connection: Connection, schema: str, number: int, moment: int)
 
 
 def fed_until(connection: Connection, schema: str, number: int) -> int | None:
-    """Return the time, by Milvus' clock, until which a space was fed; None if it never was."""
+    """Return the time, by Milvus' clock, until which a space was fed.
+
+    Args:
+        connection: a connection to the database.
+        schema: the gallery's schema, which has a journal.
+        number: the number of the space.
+
+    Returns:
+        The timestamp of the last write; None if the space was never fed, or must be fed again.
+
+    Raises:
+        UnavailableError: the database does not answer.
+    """
     row = run(
         connection, f"SELECT moment FROM {schema}.told WHERE number = %s", [number]
     ).fetchone()
@@ -208,6 +260,9 @@ def pending(
 
     Returns:
         int64 [n]; a label may occur several times.
+
+    Raises:
+        UnavailableError: the database does not answer.
     """
     filtering = "" if described else " AND NOT described"
     query = f"SELECT label FROM {schema}.pending WHERE number = %s{filtering} LIMIT %s"
@@ -215,7 +270,18 @@ def pending(
 
 
 def waiting(connection: Connection, schemas: Sequence[str]) -> list[str]:
-    """Return those of the given schemas whose galleries have pending labels."""
+    """Return the galleries that have pending labels.
+
+    Args:
+        connection: a connection to the database.
+        schemas: schemas of galleries that have a journal.
+
+    Returns:
+        Each of `schemas` that has at least one label, in the same order.
+
+    Raises:
+        UnavailableError: the database does not answer.
+    """
     return [
         schema
         for schema in schemas

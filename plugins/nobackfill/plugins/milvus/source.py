@@ -156,6 +156,11 @@ def schema_of(client: Any, fields: Mapping[str, Mapping[str, Any]], dims: Mappin
 def make_partition(client: Any, collection: str, name: str) -> None:
     """Create a partition of a collection, unless it exists.
 
+    Args:
+        client: the client of Milvus.
+        collection: the collection's name.
+        name: the partition's name.
+
     Raises:
         UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
     """
@@ -165,6 +170,10 @@ def make_partition(client: Any, collection: str, name: str) -> None:
 
 def indexes_of(client: Any, collection: str) -> Any:
     """Copy the index definitions of all fields of a collection, for the creation of another one.
+
+    Args:
+        client: the client of Milvus.
+        collection: the collection's name.
 
     Raises:
         UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
@@ -182,6 +191,11 @@ def indexes_of(client: Any, collection: str) -> Any:
 
 def index_of(client: Any, collection: str, field: str) -> Mapping[str, Any]:
     """Return Milvus' description of a field's index; empty if the field has none.
+
+    Args:
+        client: the client of Milvus.
+        collection: the collection's name.
+        field: the field's name.
 
     Raises:
         UnavailableError, NotFoundError, NotPermittedError, InvalidInputError: as `call_milvus`.
@@ -260,6 +274,8 @@ class MilvusStore:
             NotFoundError: there is no such collection.
             InvalidInputError: the vector field is missing or ambiguous, or functions compute
                 fields.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         if not self.exists(name):
             names = few(call_milvus(name, self._client.list_collections))
@@ -267,7 +283,12 @@ class MilvusStore:
         return MilvusCollection(self._client, name, self._vector)
 
     def exists(self, name: str) -> bool:
-        """Return whether a collection or an alias has this name."""
+        """Return whether a collection or an alias has this name.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return bool(call_milvus(name, lambda: self._client.has_collection(name)))
 
     def make(self, target: Target, like: Collection, facts: Mapping[str, str]) -> None:
@@ -281,6 +302,8 @@ class MilvusStore:
         Raises:
             TypeError: `like` is no MilvusCollection.
             InvalidInputError: the name is in use, or is not valid.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         if not isinstance(like, MilvusCollection):
             raise TypeError(like)
@@ -302,6 +325,8 @@ class MilvusStore:
 
         Raises:
             InvalidInputError: an alias leads to it.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         if aliases := call_milvus(name, lambda: self._client.list_aliases(name))["aliases"]:
             raise InvalidInputError(
@@ -311,7 +336,12 @@ class MilvusStore:
         call_milvus(name, lambda: self._client.drop_collection(name))
 
     def steps(self, old: Collection, new: Collection) -> list[str]:
-        """Return the steps by which the owner flips, as sentences and Python calls."""
+        """Return the steps by which the owner flips, as sentences and Python calls.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         steps = [
             "stop all writers, or let every writer put to both collections, to the new one by the "
             "new model; then carry once more, because items of the last sweep are missing",
@@ -387,6 +417,8 @@ class MilvusCollection:
 
         Raises:
             InvalidInputError: searches use a metric that nobackfill does not support.
+            NobackfillError: any other failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         kind = str(index_of(self._client, self.name, self._vector).get("metric_type") or "")
         others = tuple(name for name in self._fields if name not in (self._key, self._vector))
@@ -394,13 +426,22 @@ class MilvusCollection:
         return Facts(f"{self.name}.{self._vector}", self._dim, metric, model, others)
 
     def count(self) -> int:
-        """Count the items."""
+        """Count the items.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return int(self._query("", ["count(*)"])[0]["count(*)"])
 
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all keys into windows of at most `rows` items that fit into one answer.
 
         Keys are listed once, at the start. A key that is added later makes a window larger.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         each = min(rows, self._at_once)
         keys = sorted(self._keys())
@@ -430,7 +471,12 @@ class MilvusCollection:
         return max(1, _MOST_BYTES // (4 * self._dim))
 
     def records(self, window: Window) -> list[Record]:
-        """Read the items of a window by increasing key, with all fields and their partition."""
+        """Read the items of a window by increasing key, with all fields and their partition.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         results = self._query(self._range(window), [self._key])
         keys = sorted(one[self._key] for one in results)
         records: list[Record] = []
@@ -450,6 +496,10 @@ class MilvusCollection:
         """Return the partitions that items are put into.
 
         Empty if there is only the default one, or if Milvus chooses the partition of an item.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         if self.own_partitions:
             return []
@@ -457,12 +507,22 @@ class MilvusCollection:
         return [] if list(results) == [_DEFAULT] else list(results)
 
     def digests(self, window: Window) -> dict[Any, str]:
-        """Read the digests of a copy's items by key; "" for an item that a writer put."""
+        """Read the digests of a copy's items by key; "" for an item that a writer put.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         results = self._query(self._range(window), [self._key, OF])
         return {one[self._key]: str(one.get(OF, "")) for one in results}
 
     def existing_keys(self, keys: Sequence[Any]) -> Some[Any]:
-        """Return those of the given keys that exist."""
+        """Return those of the given keys that exist.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         results: set[Any] = set()
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
@@ -477,6 +537,10 @@ class MilvusCollection:
         Args:
             records: n items; their fields, partitions and digests are stored.
             vectors: float32 [n, dim], in place of their own.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         parts = dict.fromkeys(one.partition for one in records)
         for partition in parts:
@@ -497,13 +561,23 @@ class MilvusCollection:
                 )
 
     def remove(self, keys: Sequence[Any]) -> None:
-        """Delete items by key; unknown keys are ignored."""
+        """Delete items by key; unknown keys are ignored.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         for first in range(0, len(keys), _PAGE):
             some = list(keys[first : first + _PAGE])
             call_milvus(self.name, lambda some=some: self._client.delete(self.name, ids=some))  # type: ignore[misc]
 
     def lookup(self, ids: Sequence[str]) -> list[Record]:
-        """Read items by id as text; unknown ids are left out."""
+        """Read items by id as text; unknown ids are left out.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         keys = [key for one in ids if (key := self._key_of(one)) is not None]
         results: list[Record] = []
         for first in range(0, len(keys), _PAGE):
@@ -517,6 +591,10 @@ class MilvusCollection:
         Args:
             vector: float32 [dim].
             count: the most ids to return.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
         """
         results = call_milvus(
             self.name,
@@ -533,7 +611,12 @@ class MilvusCollection:
         return schema_of(self._client, self._fields, {self._vector: dim})
 
     def indexes(self) -> Any:
-        """Return the index definitions of all fields, for a copy."""
+        """Return the index definitions of all fields, for a copy.
+
+        Raises:
+            NobackfillError: any failure of the call, such as UnavailableError (no answer)
+                or NotPermittedError.
+        """
         return indexes_of(self._client, self.name)
 
     def _query(self, where: str, fields: list[str], partition: str = "") -> list[dict[str, Any]]:

@@ -323,6 +323,8 @@ class ItemPages:
 
         Raises:
             InvalidInputError: a condition or the place is not valid.
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
         """
         return self._grid(request, least_certain=False)
 
@@ -333,6 +335,8 @@ class ItemPages:
 
         Raises:
             InvalidInputError: a condition or the place is not valid.
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
         """
         return self._grid(request, least_certain=True)
 
@@ -366,6 +370,8 @@ class ItemPages:
 
         Raises:
             NotFoundError: there is no such item, or it has no vector in the active space.
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
         """
         item = self._one(request)
         active, previous = self._view.active(), self._view.previous()
@@ -398,6 +404,8 @@ class ItemPages:
 
         Raises:
             NotFoundError: there is no such item.
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
         """
         return self._jpeg(self._thumbnails.of(self._one(request)))
 
@@ -408,11 +416,18 @@ class ItemPages:
 
         Raises:
             NotFoundError: there is no such item.
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
         """
         return self._jpeg(self._thumbnails.large(self._one(request)))
 
     def tiles(self, answer: DeviceAnswer) -> list[HitTile]:
-        """Convert the hits of an answer to tiles; items that were deleted since are left out."""
+        """Convert the hits of an answer to tiles; items that were deleted since are left out.
+
+        Raises:
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
+        """
         items = [(hit, self._device.store.get(hit.id)) for hit in answer.hits]
         return [
             HitTile(item.label, item_name(item), hit.score)
@@ -425,9 +440,17 @@ class ItemPages:
     ) -> tuple[list[HitTile], list[HitTile]]:
         """Compare the first ten hits of two rankings of one query.
 
+        Args:
+            old_answer: the answer in the previous space.
+            new_answer: the answer in the active space.
+
         Returns:
             The tiles of the old answer, with those that the new one lacks marked as gone; and the
             tiles of the new answer, with new ones and changes of position noted.
+
+        Raises:
+            VerificationError: a file of the gallery is damaged.
+            BusyError: another process holds the gallery file.
         """
         old, new = (self.tiles(answer)[:COMPARED] for answer in (old_answer, new_answer))
         position = {tile.label: at for at, tile in enumerate(old)}
@@ -552,6 +575,7 @@ class ReleasePages:
         Raises:
             NotFoundError: the release is not installed.
             VerificationError: a file is damaged.
+            BusyError: another process holds the gallery file.
         """
         return self._site.show(
             request, "release.html.j2", gallery=status(self._device), size=size,
@@ -596,6 +620,7 @@ class ReleasePages:
             NotFoundError: there is no previous release.
             PreconditionError: some items have no vector in the previous space.
             BusyError: a sync is writing vectors.
+            VerificationError: a file of the gallery is damaged.
         """
         roll_back(self._device)
         return self._site.go(request, "/release")
@@ -609,6 +634,7 @@ class ReleasePages:
             NotFoundError: there is no such item.
             InvalidInputError: `label` or `count` is no such number.
             BusyError: another task runs.
+            VerificationError: a file of the gallery is damaged.
         """
         form = fields(body)
         if "label" in form:
