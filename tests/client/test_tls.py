@@ -1,6 +1,7 @@
 """A gateway behind TLS with tokens: who may follow and push, and whose images are whose."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import trustme
 from nobackfill.client import creation
 from nobackfill.client.device import Device
 from nobackfill.client.vault.transfer import pull, push
-from nobackfill.errors import NotPermittedError, UnavailableError
+from nobackfill.errors import ConfigurationError, NotPermittedError, UnavailableError
 from nobackfill.wire.gateway import Gateway
 from tests.server.support import running
 from tests.support import edge
@@ -92,6 +93,10 @@ def test_an_app_shows_its_token_or_is_refused(
     monkeypatch.delenv("NOBACKFILL_TOKEN_FILE")
     with Gateway(gateway, tls=True) as app, pytest.raises(NotPermittedError):
         app.search("photos", image=setting.images[0])
+    authority = os.environ["NOBACKFILL_CA_FILE"]
+    monkeypatch.setenv("NOBACKFILL_CA_FILE", str(Path(authority).with_name("key.pem")))
+    with pytest.raises(ConfigurationError, match="found none in"):
+        Gateway(gateway, tls=True)
     monkeypatch.delenv("NOBACKFILL_CA_FILE")
     with Gateway(gateway, tls=True, seconds=1) as app, pytest.raises(UnavailableError):
         app.search("photos", image=setting.images[0])

@@ -61,6 +61,7 @@ def test_a_folder_by_command(shared: Client, gallery: str, folder: Path) -> None
     assert "sea/bad.jpg: " in done.stderr and "run the command again" in done.stderr
     check(shared, gallery)
     assert "no such folder" in put(folder / "sae", 66).stderr
+    assert "is not a folder" in put(folder / "sea" / "bad.jpg", 66).stderr
     (folder / "empty").mkdir()
     with Client(shared.address) as client:
         assert fill(client, gallery, str(folder)).stored == 12

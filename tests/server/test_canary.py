@@ -296,6 +296,12 @@ def test_the_command_begins_steps_watches_and_promotes_one(client: Client, tmp_p
         ask(client, session, 0)
     assert any("done" in line for line in gateway("promote", "2").splitlines())
     assert "canary of release 2 promoted" in gateway("watch")
+    # The promotion found every vector written by the canary, and counts them as done.
+    status = CliRunner().invoke(app, ["status", "--json", "--server", client.address])
+    for gallery in json.loads(status.stdout)["galleries"]:
+        words = ["watch", gallery["name"], "--json", "--server", client.address]
+        last = json.loads(CliRunner().invoke(app, words).stdout.splitlines()[-1])
+        assert (last["state"], last["done"]) == ("UPGRADE_STATE_DONE", last["total"])
     for command in ("step", "stop"):
         said = CliRunner().invoke(app, ["canary", command, "2", "--server", client.address])
         assert said.exit_code == PreconditionError.exit_code

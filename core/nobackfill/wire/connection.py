@@ -214,8 +214,14 @@ def open_channel(address: str, *, tls: bool = False) -> grpc.Channel:
                 "or unset NOBACKFILL_TOKEN_FILE"
             )
         return one_of([grpc.insecure_channel(host, options) for host in hosts])
+    authority = _read("NOBACKFILL_CA_FILE")
+    if authority is not None and b"CERTIFICATE-----" not in authority:
+        raise ConfigurationError(
+            "NOBACKFILL_CA_FILE: expected a certificate (PEM), found none in "
+            f"{os.environ['NOBACKFILL_CA_FILE']}"
+        )
     credentials = grpc.ssl_channel_credentials(
-        root_certificates=_read("NOBACKFILL_CA_FILE"),
+        root_certificates=authority,
         private_key=_read("NOBACKFILL_KEY_FILE"),
         certificate_chain=_read("NOBACKFILL_CERT_FILE"),
     )

@@ -86,8 +86,9 @@ class Folder:
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
+            failure = "is not a folder" if root.exists() else "no such folder"
             raise NotFoundError(
-                f"{root}: no such folder; expected a folder with pictures, or s3://BUCKET/…"
+                f"{root}: {failure}; expected a folder with pictures, or s3://BUCKET/…"
             )
         self._root = root
 

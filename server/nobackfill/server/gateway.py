@@ -11,7 +11,7 @@ import grpc
 import structlog
 
 from nobackfill import durable
-from nobackfill.errors import ConfigurationError
+from nobackfill.errors import BusyError, ConfigurationError
 from nobackfill.extras import load_plugin
 from nobackfill.server.canary.canaries import Canaries, CanarySeries
 from nobackfill.server.catalog import open_catalog
@@ -192,11 +192,17 @@ class GatewayServer:
         if not settings.model_repo.is_dir():
             raise ConfigurationError(
                 f"no publication folder at {settings.model_repo}; publish a release with "
-                "training/export.py, or set --model-repo"
+                "training/export.py, make a sample with `gateway sample`, or set --model-repo"
             )
         raise_limit()
         durable.make_dir(settings.data, 0o700)
-        closing.enter_context(durable.lock(settings.data / "lock"))
+        try:
+            closing.enter_context(durable.lock(settings.data / "lock"))
+        except BusyError as error:
+            raise BusyError(
+                f"{settings.data}: another gateway uses this data folder; stop it, or name another "
+                "folder with --data"
+            ) from error
         # Checked first, because loading models may take minutes.
         plain = needs_plain_server(settings)
         check_free(settings.address, "--address")

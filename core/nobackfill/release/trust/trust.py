@@ -481,8 +481,9 @@ def translate_tuf_errors(error: DownloadError | RepositoryError, source: str) ->
             return VerificationError(expiry_message(f"{source}: {error}"))
         case _:
             return VerificationError(
-                f"{source}: its metadata has no valid signature, or is older than the trusted one "
-                f"({error}); {unchanged}"
+                f"{source}: its metadata has no valid signature of the trusted root, or is older "
+                f"than the trusted one ({error}); {unchanged}. Check that the root metadata is of "
+                "this publication"
             )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -151,6 +152,8 @@ def exit_codes() -> Iterator[None]:
     Raises:
         typer.Exit: the block raised a NobackfillError (its exit code) or was interrupted (130).
     """
+    # gRPC's core prints lines of its own; the errors carry the same information.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         with extra("server"):
             yield

@@ -71,15 +71,21 @@ def releases(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None:
     """List the published releases and their states at this gateway."""
     with exit_codes(), connect(server) as gateway:
         answer = release_pb2.ListReleasesResponse(releases=gateway.list_releases())
-    rows = [["release", "state", "dim", "metric", "upgrades from", "searches directly"]]
-    rows[0] += ["old queries until", "reason"]
+    rows = [["release", "state", "dim", "metric", "upgrades from"]]
     rows += [
-        [
-            str(r.number), _word(_STATE(r.state)), str(r.dim), r.metric,
-            _numbers(r.upgrades_from), _numbers(r.searches_directly), _end(r), r.reason,
-        ]
+        [str(r.number), _word(_STATE(r.state)), str(r.dim), r.metric, _numbers(r.upgrades_from)]
         for r in answer.releases
-    ]  # fmt: skip
+    ]
+    # Columns that few releases fill: left out where they are empty, so that a terminal of 80
+    # characters shows whole words.
+    for head, cells in (
+        ("searches directly", [_numbers(r.searches_directly) for r in answer.releases]),
+        ("old queries until", [_end(r) for r in answer.releases]),
+        ("reason", [r.reason for r in answer.releases]),
+    ):
+        if any(cells):
+            for row, cell in zip(rows, [head, *cells], strict=True):
+                row.append(cell)
     result = plain(answer)
     for entry in result.get("releases", []):
         entry["manifest"] = json.loads(entry["manifest"])
@@ -172,8 +178,8 @@ def report(
         typer.echo(visible(text.rstrip()), err=True)
         if canary and event.phase == pb.PHASE_CANARY:
             break
-    outcome = "canary" if event.phase == pb.PHASE_CANARY else "left behind"
-    show(as_json, plain(event), [["release", outcome], [str(number), event.message]])
+    outcome = "canary" if event.phase == pb.PHASE_CANARY else "galleries left behind"
+    show(as_json, plain(event), [["release", outcome], [str(number), event.message or "none"]])
 
 
 @app.command(epilog=examples("gateway rollback", "gateway rollback --yes"))
@@ -226,17 +232,21 @@ def estimate(
 ) -> None:
     """Estimate what an upgrade to a release costs.
 
-    The gateway upgrades a small sample and measures seconds, bytes and memory. Nothing is changed.
+    The gateway upgrades a small sample and measures seconds, kB on disk and kB of memory. The
+    indexes of the new vectors are built after the upgrade. The quality is the share of the mAP of
+    re-embedding that the publisher measured for this route. Items without what the route needs stay
+    behind. Nothing is changed.
     """
     with exit_codes(), connect(server) as gateway:
         share = tuning(settings, ACTIVATION)["spare_cores"]
         answer = gateway.estimate_upgrade(gallery, number, spare_cores=share)
     rows = [
-        ["items", "seconds", "then indexed", "bytes", "memory", "route", "kept of new/new",
+        ["items", "seconds", "index seconds", "kB on disk", "kB of memory", "route", "quality",
          "left behind"],
         [
             str(answer.items), _seconds(answer.duration), _seconds(answer.index_duration),
-            str(answer.bytes), str(answer.memory_bytes), " > ".join(map(str, answer.route)),
+            f"{answer.bytes / 1000:.0f}", f"{answer.memory_bytes / 1000:.0f}",
+            " > ".join(map(str, answer.route)),
             f"{answer.expected_kept:.1%}", str(answer.left_behind),
         ],
     ]  # fmt: skip

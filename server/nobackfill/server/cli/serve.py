@@ -74,7 +74,7 @@ def sample(
         ]  # fmt: skip
     else:
         lines = [
-            f"{repo}: release 2 is published; on carried vectors it has mAP {made.gain[0]:.2f}, "
+            f"{repo}: release 2 is published; on migrated vectors it has mAP {made.gain[0]:.2f}, "
             f"where release 1 has {made.gain[1]:.2f}", "next:",
             "  gateway estimate photos 2", "  gateway activate 2",
             f"  gateway search photos {picture}", "  gateway rollback",

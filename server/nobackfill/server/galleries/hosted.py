@@ -958,5 +958,6 @@ class GalleryRegistry:
 
 def _unknown(name: str) -> NotFoundError:
     return NotFoundError(
-        f"no gallery has the name {name[:64]!r}; create it first (`gateway status` lists all)"
+        f"no gallery has the name {name[:64]!r}; create it first with `gateway gallery create`, "
+        "or choose one that `gateway gallery list` shows"
     )

@@ -527,8 +527,14 @@ class Upgrading:
             self._set(Job(hosted.name, source, release, self._first_state(hosted.name)))
 
     def finish(self, gallery: str, state: JobState, message: str = "") -> None:
-        """Record how a job ended, or that its index is being built."""
-        self._update(gallery, state=state, message=message)
+        """Record how a job ended, or that its index is being built.
+
+        A job that is done counts all its items, also those that an earlier job upgraded.
+        """
+        values: dict[str, object] = {"state": state, "message": message}
+        if state is JobState.DONE and (job := self.job(gallery)) is not None:
+            values["done"] = job.total
+        self._update(gallery, **values)
 
     def give_up(self, gallery: str, message: str) -> None:
         """Record that a job failed, unless it has ended."""
