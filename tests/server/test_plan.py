@@ -30,7 +30,7 @@ from nobackfill.server.canary.canaries import Canaries, CanaryAnswerer
 from nobackfill.server.catalog import Catalog
 from nobackfill.server.embedding.embedding import Embedding, InProcessModels
 from nobackfill.server.galleries.answering import Answerers, PlainAnswerer, SpaceChoice
-from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted
+from nobackfill.server.galleries.hosted import GalleryRegistry, Hosted, Users
 from nobackfill.server.galleries.hosted_file import FileHome
 from nobackfill.server.galleries.item_writer import Quotas
 from nobackfill.server.galleries.plan import (
@@ -85,7 +85,14 @@ class Parts:
             for number, (release, kind) in enumerate(spaces)
         ]
         return make_plan(
-            infos, state, self.manifests, self.answerers.of, rollout, source=source, both=both
+            infos,
+            state,
+            self.manifests,
+            self.answerers.of,
+            Users(),
+            rollout,
+            source=source,
+            both=both,
         )
 
 

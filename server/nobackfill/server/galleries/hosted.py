@@ -46,7 +46,6 @@ from nobackfill.server.galleries.plan import (
     Filling,
     Plan,
     PlanPart,
-    Users,
     make_plan,
 )
 from nobackfill.server.state import GatewayState, GoneError, OutdatedError, State
@@ -109,6 +108,59 @@ def hold_level(level: Level, name: str = "") -> Iterator[None]:
         yield
     finally:
         _held.stack.remove((level, name))
+
+
+class Users:
+    """Count the users of an object that may only be freed when it has none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_free = threading.Condition(self._lock)
+        self._count = 0
+        self._is_closed = False
+
+    def enter(self) -> bool:
+        """Count one more user, without waiting; False if the object is closed."""
+        with self._lock:
+            self._count += not self._is_closed
+            return not self._is_closed
+
+    def leave(self) -> None:
+        """Count one user less."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._is_free.notify_all()
+
+    def wait_until_none(self, timeout_s: float) -> bool:
+        """Wait until there is no user.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns:
+            False if there is still a user.
+        """
+        with self._lock:
+            return self._is_free.wait_for(lambda: not self._count, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait until there is no user, and from then on let none enter.
+
+        Args:
+            timeout_s: longest wait in seconds.
+
+        Returns:
+            False if there is still a user; then the object stays open.
+        """
+        with self._lock:
+            self._is_closed = self._is_free.wait_for(lambda: not self._count, timeout_s)
+            return self._is_closed
+
+    def reopen(self) -> None:
+        """Let users enter again."""
+        with self._lock:
+            self._is_closed = False
 
 
 class WriteLock:
@@ -373,7 +425,7 @@ class Hosted(ABC):
             )
         source, both = self.state(SOURCE) is not None, bool(self.state(BOTH))
         new = make_plan(
-            spaces, state, manifests, answerer_of, rollout, epoch, source=source, both=both
+            spaces, state, manifests, answerer_of, Users(), rollout, epoch, source=source, both=both
         )
         check(new)
         self._prepare(new)

@@ -3,7 +3,6 @@
 A plan has the parts that searches use, the releases that a put embeds for, and its users.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -87,57 +86,14 @@ class Score(NamedTuple):
     beyond: bool
 
 
-class Users:
-    """Count the users of an object that may only be freed when it has none."""
+class PlanUsers(Protocol):
+    """Count the calls that use a plan; nobackfill.server.galleries.hosted.Users does."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_free = threading.Condition(self._lock)
-        self._count = 0
-        self._is_closed = False
+    def enter(self) -> bool: ...
 
-    def enter(self) -> bool:
-        """Count one more user, without waiting; False if the object is closed."""
-        with self._lock:
-            self._count += not self._is_closed
-            return not self._is_closed
+    def leave(self) -> None: ...
 
-    def leave(self) -> None:
-        """Count one user less."""
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                self._is_free.notify_all()
-
-    def wait_until_none(self, timeout_s: float) -> bool:
-        """Wait until there is no user.
-
-        Args:
-            timeout_s: longest wait in seconds.
-
-        Returns:
-            False if there is still a user.
-        """
-        with self._lock:
-            return self._is_free.wait_for(lambda: not self._count, timeout_s)
-
-    def close(self, timeout_s: float) -> bool:
-        """Wait until there is no user, and from then on let none enter.
-
-        Args:
-            timeout_s: longest wait in seconds.
-
-        Returns:
-            False if there is still a user; then the object stays open.
-        """
-        with self._lock:
-            self._is_closed = self._is_free.wait_for(lambda: not self._count, timeout_s)
-            return self._is_closed
-
-    def reopen(self) -> None:
-        """Let users enter again."""
-        with self._lock:
-            self._is_closed = False
+    def wait_until_none(self, timeout_s: float) -> bool: ...
 
 
 # Query by embedding: little-endian float32 values by space id.
@@ -215,12 +171,12 @@ class Plan:
         writes: releases that embed each image that is put, the active one first.
         accepts: spaces in which bare embeddings may be put.
         answerer_of: makes the answerer.
+        users: calls that use the plan.
         canary: the complete space of a canary's release; None without a canary.
         epoch: counts changes of the gallery in a shared database.
         heals: the space whose migrated vectors are re-embedded when queries find them; None without
             a source, and during an upgrade.
         both: the previous space and its weights; None unless both models rank.
-        users: calls that use the plan.
         query: the release that embeds image and text queries.
         answerer: answers searches in the mode of the plan.
     """
@@ -230,11 +186,11 @@ class Plan:
     writes: tuple[Manifest, ...]
     accepts: frozenset[str]
     answerer_of: InitVar["AnswererOf"]
+    users: PlanUsers
     canary: PlanPart | None = None
     epoch: int = 0
     heals: str | None = None
     both: Both | None = None
-    users: Users = field(default_factory=Users)
     query: Manifest = field(init=False)
     answerer: Answerer = field(init=False)
 
@@ -289,6 +245,7 @@ def make_plan(
     state: State,
     manifests: Mapping[int, Manifest],
     answerer_of: AnswererOf,
+    users: PlanUsers,
     rollout: Filling | None,
     epoch: int = 0,
     *,
@@ -305,6 +262,7 @@ def make_plan(
         state: the gateway's state.
         manifests: published releases by number.
         answerer_of: makes the plan's answerer.
+        users: counts the calls that use the plan.
         rollout: rollout of the staging space; CANARY once that is complete; None without one.
         epoch: the gallery's epoch.
         source: items can be re-embedded from a source.
@@ -334,7 +292,16 @@ def make_plan(
     uses_both = both and len(parts) == 1 and canary is None and heals is None
     previous_model = _both(native.query, available[1:]) if uses_both else None
     return Plan(
-        parts, single_parts, writes, accepts, answerer_of, canary, epoch, heals, previous_model
+        parts,
+        single_parts,
+        writes,
+        accepts,
+        answerer_of,
+        users,
+        canary,
+        epoch,
+        heals,
+        previous_model,
     )
 
 
