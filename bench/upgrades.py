@@ -15,8 +15,8 @@ from bench.galleries import PUT_ROWS
 from bench.harness import Bench, Contender, Measured, Row, Table, interleave
 from bench.published import Publication
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.staging import Runner, run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import Runner, run_upgrade
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, open_route, plan_route
 from nobackfill.server.stores.postgresql import schema

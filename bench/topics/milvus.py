@@ -17,7 +17,7 @@ from bench.searching import Found, Way, recall, side_by_side
 from nobackfill.gallery.filters import Filter, OneOf, Range
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.release.routes import open_route, plan_route
 from nobackfill.server.stores.postgresql.database import EF
 from nobackfill.vectors import Vectors

@@ -17,8 +17,8 @@ from bench.published import INNER, SIZE, Publication, publication
 from bench.topics.edge import device
 from nobackfill.client.device import Device
 from nobackfill.client.photos import read_image
+from nobackfill.gallery.sqlite_file import find_space, vector_table
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.tables import find_space, vector_table
 from nobackfill.plugins.web.browse.app import pages
 from nobackfill.plugins.web.guard import new_token
 from nobackfill.plugins.web.listener import Listener

@@ -22,7 +22,7 @@ from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.upgrade import Runner, RunnerResult, run_upgrade
+from nobackfill.gallery.staging import Runner, RunnerResult, run_upgrade
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import RouteRunner, open_route, plan_route
 from nobackfill.vectors import Vectors

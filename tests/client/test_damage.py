@@ -17,7 +17,7 @@ import pytest
 from nobackfill.client.cli.main import run_line
 from nobackfill.client.device import Device
 from nobackfill.client.vault.queue import VaultEntry, VaultQueue
-from nobackfill.gallery.connections import PAGE_BYTES
+from nobackfill.gallery.sqlite_file import PAGE_BYTES
 from nobackfill.gallery.store import NewVectors
 from tests.support import edge
 from tests.support.edge import Setting

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from nobackfill.client.device import Device
-from nobackfill.gallery.tables import vector_table
+from nobackfill.gallery.sqlite_file import vector_table
 from tests.support import edge, graphs
 from tests.support.edge import Setting
 

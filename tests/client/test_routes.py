@@ -11,7 +11,7 @@ from nobackfill.client.device import Device
 from nobackfill.client.search import Search
 from nobackfill.client.status import status
 from nobackfill.client.sync import SyncOptions
-from nobackfill.gallery.tables import vector_table
+from nobackfill.gallery.sqlite_file import vector_table
 from nobackfill.release.manifest import GateVerdict
 from tests.server.support import running
 from tests.support import blocks, edge, graphs

@@ -152,7 +152,7 @@ def test_a_locked_database_is_waited_for_then_named(
     setting: Setting, world: edge.World, monkeypatch: pytest.MonkeyPatch, begin: str
 ) -> None:
     world.publish(setting.repo, 2)
-    monkeypatch.setattr("nobackfill.gallery.connections.BUSY_TIMEOUT_MS", 200)
+    monkeypatch.setattr("nobackfill.gallery.sqlite_file.BUSY_TIMEOUT_MS", 200)
     with held(setting.gallery, begin):
         with pytest.raises(BusyError, match="another process is writing"):
             edge.follow(setting.gallery)

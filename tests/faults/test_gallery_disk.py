@@ -10,7 +10,7 @@ import pytest
 from nobackfill.errors import CannotWriteError
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.gallery.staging import run_upgrade
 from tests.gallery.making import Linear, filled, ids, put, rows, spec
 
 FULL = """
@@ -20,7 +20,7 @@ import numpy as np
 from nobackfill.gallery import staging
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.errors import CannotWriteError
 from tests.gallery.making import Linear, ids, put, spec, vectors
 

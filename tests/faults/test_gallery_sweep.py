@@ -20,8 +20,8 @@ from nobackfill.gallery import staging
 from nobackfill.gallery.search import graph_file, hnsw
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import SIDE_DIM, Linear, ids, spec, vectors
 from tests.support.crash import KILLED, count_steps, sweep
 

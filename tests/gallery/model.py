@@ -16,8 +16,8 @@ from nobackfill.gallery.filters import OneOf
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.view import LiveView
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import SIDE_DIM, Linear, rows, spec, vectors
 from tests.support.memory import MEMORY
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from nobackfill.gallery.listing import CarriedLabels
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
 
 TWO = spec(2).space

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import AlreadyExistsError, BusyError, VerificationError
-from nobackfill.gallery import connections, staging
-from nobackfill.gallery.connections import Access, connect
+from nobackfill.gallery import sqlite_file, staging
+from nobackfill.gallery.sqlite_file import Access, connect
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, filled, ids, put, rows, spec, vectors
 
 ONE, TWO = spec(1).space, spec(2).space
@@ -63,7 +63,7 @@ WRITES: dict[str, Callable[[SqliteGallery], object]] = {
 def test_a_writer_waits_for_another_process_and_then_says_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statements: str
 ) -> None:
-    monkeypatch.setattr(connections, "BUSY_TIMEOUT_MS", 150)
+    monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_MS", 150)
     path = tmp_path / "g.sqlite"
     with filled(path, 10) as store:
         staging.begin(store, spec(2))
@@ -212,14 +212,14 @@ def test_nobody_checks_while_another_has_it_open(
     path = tmp_path / "g.sqlite"
     checks: list[str] = []
 
-    def traced(where: Path, access: Access = connections.SHARED) -> sqlite3.Connection:
+    def traced(where: Path, access: Access = sqlite_file.SHARED) -> sqlite3.Connection:
         connection = connect(where, access)
         connection.set_trace_callback(checks.append)
         return connection
 
     with filled(path, 5) as store:
         put(store, ["more"], seed=1)
-        monkeypatch.setattr(connections, "connect", traced)
+        monkeypatch.setattr(sqlite_file, "connect", traced)
         with SqliteGallery.open(path) as second:
             assert second.count() == 6
         assert not [statement for statement in checks if "quick_check" in statement]
@@ -272,4 +272,4 @@ def test_what_another_process_takes_away_meanwhile_keeps_nobody_out(
         return asked(name, mode, **more)
 
     monkeypatch.setattr(os, "access", closing)
-    assert connections.unwritable(path) is None and not log.exists()
+    assert sqlite_file.unwritable(path) is None and not log.exists()

@@ -14,10 +14,10 @@ import pytest
 from nobackfill.errors import VerificationError
 from nobackfill.gallery import staging
 from nobackfill.gallery.schema import migrations
+from nobackfill.gallery.sqlite_file import FORMAT
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.tables import FORMAT
-from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, ids, spec, vectors
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from nobackfill.gallery import staging
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.vectors import Vectors
 from tests.gallery.making import SIDE_DIM, Linear, filled, ids, put, rows, spec, vectors
 

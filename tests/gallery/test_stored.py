@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import DamagedError
-from nobackfill.gallery.reading import VectorsOnDisk
+from nobackfill.gallery.sqlite_file import VectorsOnDisk, find_space
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.tables import find_space
 from nobackfill.vectors import Vectors
 from tests.gallery.making import filled, ids, spec
 
@@ -29,8 +28,8 @@ def rows_of(path: Path) -> dict[int, Vectors]:
 def test_any_rows_in_any_order(
     gone: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.gallery.reading.FETCH_ROWS", 7)
-    monkeypatch.setattr("nobackfill.gallery.tables._LABELS_AT_ONCE", 10)
+    monkeypatch.setattr("nobackfill.gallery.sqlite_file.FETCH_ROWS", 7)
+    monkeypatch.setattr("nobackfill.gallery.sqlite_file._LABELS_AT_ONCE", 10)
     path = tmp_path / "g.sqlite"
     with filled(path, 60) as store:
         # Mostly zeros, which end a text.

@@ -11,8 +11,7 @@ import pytest
 from nobackfill.errors import InvalidInputError, UnusableOutputError
 from nobackfill.gallery import staging
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.staging import estimate
-from nobackfill.gallery.upgrade import Order, UpgradeProgress, run_upgrade
+from nobackfill.gallery.staging import Order, UpgradeProgress, estimate, run_upgrade
 from nobackfill.vectors import Vectors
 from tests.gallery.making import DIM, SIDE_DIM, Carried, Linear, filled, ids, put, rows, spec
 
@@ -116,7 +115,7 @@ import numpy as np
 from nobackfill.gallery.spec import SpaceSpec
 from nobackfill.gallery.store import NewVectors
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.upgrade import run_upgrade
+from nobackfill.gallery.staging import run_upgrade
 from tests.gallery.making import Carried
 
 class Same:

@@ -9,8 +9,8 @@ import pytest
 from nobackfill.gallery import staging
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import OneOf
+from nobackfill.gallery.sqlite_file import FORMAT
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
-from nobackfill.gallery.tables import FORMAT
 from tests.gallery.making import Linear, put, rows, spec, vectors
 
 ZOO = sorted((Path(__file__).parent / "zoo").glob("format-*.gz"))

@@ -10,8 +10,8 @@ import pytest
 from nobackfill.errors import ConfigurationError
 from nobackfill.gallery.filters import OneOf
 from nobackfill.gallery.search.index import EVERY
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.plugins.milvus import candidates, journal
 from nobackfill.plugins.milvus.collections import Collections
 from nobackfill.plugins.milvus.columns import columns_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nobackfill.errors import ConfigurationError, UnavailableError
-from nobackfill.gallery.upgrade import UpgradeProgress
+from nobackfill.gallery.staging import UpgradeProgress
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.upgrades.workers.processes import Processes
 from nobackfill.server.upgrades.workers.workers import PIECE

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from nobackfill.gallery.reading import StoredItem
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.server.canary.comparison import STOPS_AT, Caller, CanaryComparison
 from nobackfill.server.galleries.plan import RankedHit, SearchResult
 from nobackfill.server.state import Canary

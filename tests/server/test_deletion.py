@@ -145,7 +145,7 @@ def test_closing_waits_for_who_reads(tmp_path: Path, one: Manifest) -> None:
 def test_closing_gives_up_where_a_reader_never_ends(
     tmp_path: Path, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nobackfill.gallery.connections._CLOSE_S", 0.05)
+    monkeypatch.setattr("nobackfill.gallery.sqlite_file._CLOSE_S", 0.05)
     with SqliteGallery.create(tmp_path / "g.sqlite", SpaceSpec.of(one)) as store:
         with store.reading(), pytest.raises(BusyError, match="in use"):
             store.close()

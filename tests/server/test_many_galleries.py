@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.connections import FileConnections
+from nobackfill.gallery.sqlite_file import FileConnections
 from nobackfill.release.manifest import Manifest
 from nobackfill.v1 import gallery_pb2
 from tests.server.process import Served, serving

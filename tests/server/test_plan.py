@@ -21,9 +21,9 @@ from nobackfill.errors import (
     OverloadedError,
     ReleaseRetiredError,
 )
-from nobackfill.gallery.connections import Residents
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
 from nobackfill.gallery.spec import State as SpaceState
+from nobackfill.gallery.sqlite_file import Residents
 from nobackfill.gallery.store import NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.canary.canaries import Canaries, CanaryAnswerer

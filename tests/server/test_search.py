@@ -15,7 +15,7 @@ from nobackfill.errors import (
     NotFoundError,
     TooLargeError,
 )
-from nobackfill.gallery.reading import StoredItem
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.galleries.hosted_file import ItemCache
 from nobackfill.v1 import search_pb2, types_pb2

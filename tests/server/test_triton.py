@@ -157,7 +157,7 @@ def test_it_is_brought_back(served: Served, one: Manifest, how: signal.Signals) 
 def test_pixels_come_by_memory_and_none_is_left(
     served: Served, one: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_memory_module, "_LEAST", 1)
+    monkeypatch.setattr(shared_memory_module, "_MIN_BYTES", 1)
     pixels, name = images(20), embedder_model(one.release)
     inputs = {"image": pixels}
     folder = os.open(served.log.parent / "data" / "triton", os.O_PATH)
@@ -202,7 +202,7 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from nobackfill.server.triton import client
-client._LEAST = 1
+client._MIN_BYTES = 1
 pixels = np.frombuffer(sys.stdin.buffer.read(), np.uint8).reshape(20, 8, 8, 3)
 client.TritonClient(sys.argv[1]).infer(sys.argv[2], {"image": pixels}, "embedding", 10)
 os.kill(os.getpid(), signal.SIGKILL)

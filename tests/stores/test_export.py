@@ -9,8 +9,8 @@ import pytest
 from nobackfill.adopt.pairs import match
 from nobackfill.adopt.sources.opening import open_source
 from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.server.export import Exported, export
 from tests.gallery.making import SIDE_DIM, Linear, ids, spec, vectors
 from tests.stores.conftest import Engine

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nobackfill.errors import PreconditionError
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.server.stores.postgresql import schema
 from nobackfill.server.stores.postgresql.database import Database, run
 from nobackfill.server.stores.postgresql.gallery import PostgresqlGalleries, PostgresqlGallery

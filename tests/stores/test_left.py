@@ -9,8 +9,8 @@ import pytest
 from nobackfill.gallery.filters import Filter, Range
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import Neighbours
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from nobackfill.server.stores.postgresql import schema, writing
 from nobackfill.server.stores.postgresql.conditions import condition_of
 from nobackfill.server.stores.postgresql.database import Connection, run

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from nobackfill.gallery.staging import run_upgrade
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import run_upgrade
 from tests.gallery.making import Linear, spec, vectors
 from tests.stores.conftest import Engine
 from tests.stores.test_items import ONE, TWO, filled

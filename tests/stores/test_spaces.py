@@ -10,8 +10,8 @@ from nobackfill.errors import (
     PreconditionError,
 )
 from nobackfill.gallery.gallery_store import GalleryStore
+from nobackfill.gallery.staging import Order, UpgradeOutcome, run_upgrade
 from nobackfill.gallery.store import Change, NewVectors
-from nobackfill.gallery.upgrade import Order, UpgradeOutcome, run_upgrade
 from tests.gallery.making import DIM, SIDE_DIM, Linear, ids, spec, vectors
 from tests.stores.conftest import Engine
 from tests.stores.test_items import ONE, TWO, filled

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.staging import UpgradeOutcome, UpgradeProgress
 from nobackfill.gallery.store import NewVectors
-from nobackfill.gallery.upgrade import UpgradeOutcome, UpgradeProgress
 from nobackfill.release.manifest import Manifest
 from nobackfill.release.routes import open_route, route_along
 from nobackfill.server.stores.postgresql import schema

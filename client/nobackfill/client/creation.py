@@ -13,8 +13,8 @@ from nobackfill.client.gallery_file import sidecar
 from nobackfill.client.output import Output
 from nobackfill.client.sync import embedding_files
 from nobackfill.errors import AlreadyExistsError, InvalidInputError, NotFoundError
-from nobackfill.gallery.connections import refuse_leftovers
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.sqlite_file import refuse_leftovers
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.trust.trust import Trust, first_root, verify_metadata
 

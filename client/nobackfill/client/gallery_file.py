@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from nobackfill import durable
 from nobackfill.errors import DamagedError, NotFoundError, VerificationError
-from nobackfill.gallery.connections import has_room
 from nobackfill.gallery.spec import SpaceInfo
+from nobackfill.gallery.sqlite_file import has_room
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
 from nobackfill.release.paths import manifest_path
 

@@ -28,10 +28,9 @@ from nobackfill.errors import (
     few,
 )
 from nobackfill.gallery import staging
-from nobackfill.gallery.connections import refuse_leftovers
 from nobackfill.gallery.rescue import rescue as save
 from nobackfill.gallery.spec import Metadata, SpaceInfo
-from nobackfill.gallery.tables import from_blobs, vector_table
+from nobackfill.gallery.sqlite_file import from_blobs, refuse_leftovers, vector_table
 from nobackfill.vectors import check_vectors
 
 _ROWS = 4096

@@ -12,8 +12,8 @@ import numpy as np
 from nobackfill.client.gallery_file import GalleryFile
 from nobackfill.client.output import Advance
 from nobackfill.errors import InvalidInputError, UnusableOutputError
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import Metadata, SpaceSpec
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
 from nobackfill.images import Pixels, decode, read_file
 from nobackfill.picture_files import is_clutter, is_picture, suffix_refusal

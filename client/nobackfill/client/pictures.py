@@ -20,7 +20,7 @@ from nobackfill.client.photos import local_image
 from nobackfill.client.search import DeviceAnswer
 from nobackfill.durable import remove_tree
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.reading import StoredItem
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import Store
 from nobackfill.images import decode_file, decode_within
 from nobackfill.release.models import cores

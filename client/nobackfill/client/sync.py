@@ -44,11 +44,9 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.gallery import staging
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
-from nobackfill.gallery.staging import neighbours_kept
-from nobackfill.gallery.tables import vector_table
-from nobackfill.gallery.upgrade import Runner, run_upgrade
+from nobackfill.gallery.sqlite_file import StoredItem, vector_table
+from nobackfill.gallery.staging import Runner, neighbours_kept, run_upgrade
 from nobackfill.images import Pixels
 from nobackfill.release.manifest import Manifest, PublishedFile
 from nobackfill.release.models import CHUNK, Upgraded, cores

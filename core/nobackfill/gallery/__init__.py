@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from nobackfill.faces import offer
 
 if TYPE_CHECKING:
-    from nobackfill.gallery.staging import Estimate as Estimate
     from nobackfill.gallery.filter_engine import passing_labels as passing_labels
     from nobackfill.gallery.filters import (
         All as All,
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
         TimeRange as TimeRange,
     )
     from nobackfill.gallery.spec import SpaceInfo as SpaceInfo, SpaceSpec as SpaceSpec
+    from nobackfill.gallery.sqlite_file import StoredItem as StoredItem
     from nobackfill.gallery.sqlite_gallery import SqliteGallery as SqliteGallery
-    from nobackfill.gallery.store import Change as Change
-    from nobackfill.gallery.reading import StoredItem as StoredItem
-    from nobackfill.gallery.upgrade import run_upgrade as run_upgrade
+    from nobackfill.gallery.staging import Estimate as Estimate, run_upgrade as run_upgrade
     from nobackfill.gallery.store import (
+        Change as Change,
         NewVectors as NewVectors,
         PutResult as PutResult,
     )
@@ -43,11 +42,10 @@ else:
         {
             "filter_engine": "passing_labels",
             "filters": "All AnyOf Exists Not OneOf Range TimeRange",
-            "reading": "StoredItem",
             "spec": "SpaceInfo SpaceSpec",
+            "sqlite_file": "StoredItem",
             "sqlite_gallery": "SqliteGallery",
-            "staging": "Estimate",
+            "staging": "Estimate run_upgrade",
             "store": "Change NewVectors PutResult",
-            "upgrade": "run_upgrade",
         },
     )

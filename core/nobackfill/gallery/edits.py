@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery import reading, tables
 from nobackfill.gallery.filter_engine import Segment
 from nobackfill.gallery.filters import Filter, Filtering
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata
+from nobackfill.gallery.sqlite_file import items_by_label, set_metadata
 from nobackfill.gallery.store import Change, Store, metadata_text
 
 # Items of a transaction; other writers may commit between two.
@@ -47,7 +47,7 @@ class Selection:
         Raises:
             DamagedError: A row is invalid.
         """
-        items = [item for item in reading.items(connection, self.labels) if item is not None]
+        items = [item for item in items_by_label(connection, self.labels) if item is not None]
         if self.condition is not None:
             labels = np.array([item.label for item in items], np.int64)
             mask = Segment(labels, [item.metadata for item in items]).passing(self.condition)
@@ -228,7 +228,7 @@ def describe_in_file(
     """
     with store.changing() as (connection, changes):
         items = piece.read(connection)
-        tables.describe(connection, changed_metadata(items, values, remove))
+        set_metadata(connection, changed_metadata(items, values, remove))
         labels = np.array([*items], np.int64)
         changes.append(Change({}, np.empty(0, np.int64), described=labels))
     return len(items)

@@ -23,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import BusyError, NotFoundError
-from nobackfill.gallery import reading
 from nobackfill.gallery.filters import (
     LARGEST_INTEGER,
     LEAST_INTEGER,
@@ -41,6 +40,7 @@ from nobackfill.gallery.filters import (
 )
 from nobackfill.gallery.search.index import Labels, Mask, Rows, rows_of
 from nobackfill.gallery.spec import Metadata
+from nobackfill.gallery.sqlite_file import items_by_label
 from nobackfill.gallery.store import Change, Store, storable
 
 # Metadata as columns: for each key the sorted values with the rows that have them, in numpy arrays.
@@ -404,7 +404,7 @@ def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
-        items = reading.items(connection, labels)
+        items = items_by_label(connection, labels)
     return {item.label: item.metadata for item in items if item is not None}
 
 

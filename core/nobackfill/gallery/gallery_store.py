@@ -12,12 +12,11 @@ from typing import Any, Protocol
 from nobackfill.gallery.edits import Editing
 from nobackfill.gallery.filters import Filter, Matches
 from nobackfill.gallery.listing import ListingPlace, MetadataGroup
-from nobackfill.gallery.reading import StoredItem, StoredVectors, StoredWindow
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
-from nobackfill.gallery.staging import Estimate
+from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
+from nobackfill.gallery.staging import Carrying, Estimate, Runner
 from nobackfill.gallery.store import Change, NewVectors, PutResult
-from nobackfill.gallery.upgrade import Carrying, Runner
 from nobackfill.vectors import Vectors
 
 

@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import InvalidInputError
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Labels, Mask
 from nobackfill.gallery.spec import MetadataValue, Origin
+from nobackfill.gallery.sqlite_file import StoredItem, find_space, label_column, vector_table
 from nobackfill.gallery.store import Change, Store, storable
-from nobackfill.gallery.tables import find_space, label_column, vector_table
 
 # Rows that are compared with the labels of a filter at a time.
 _ROWS = 1000

@@ -15,25 +15,26 @@ from typing import Any, get_args
 from nobackfill import durable
 from nobackfill.durable import refusal
 from nobackfill.errors import BusyError, DamagedError, InvalidInputError, UnusableRowsError
-from nobackfill.gallery import reading, store
-from nobackfill.gallery.connections import (
+from nobackfill.gallery import store
+from nobackfill.gallery.spec import Origin, SpaceInfo
+from nobackfill.gallery.sqlite_file import (
     BUSY_TIMEOUT_MS,
     SHARED,
     accesses,
+    add_space,
+    check_tables,
     connect,
+    find_space,
+    from_blobs,
+    index_metadata,
+    item_of,
     lock_path,
     make_empty,
     open_lock,
-    share,
-)
-from nobackfill.gallery.spec import Origin, SpaceInfo
-from nobackfill.gallery.tables import (
-    add,
-    add_space,
-    check_tables,
-    find_space,
-    from_blobs,
     read_spaces,
+    set_state_values,
+    share,
+    state_value,
     vector_table,
 )
 from nobackfill.vectors import check_vectors
@@ -86,7 +87,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
         try:
             spaces = read_spaces(old)
             state = {
-                key: reading.state(old, key)
+                key: state_value(old, key)
                 for (key,) in old.execute("SELECT key FROM state").fetchall()
             }
         except sqlite3.DatabaseError as error:
@@ -132,7 +133,7 @@ class _Rescue:
         tables = {vector_table(space.number): space for space in self._spaces}
         last = max(self._last("items"), *map(self._last, tables))
         with durable.transaction(self._new):
-            reading.set_state(self._new, state)
+            set_state_values(self._new, state)
             for space in self._spaces:
                 add_space(self._new, space.spec, space.state)
                 self._new.execute(
@@ -203,7 +204,7 @@ class _Rescue:
         with durable.transaction(self._new):
             for row in rows:
                 try:
-                    item = reading.item_of(row)
+                    item = item_of(row)
                     if item.id in self._saved:
                         raise InvalidInputError(f"{item.id}: the id exists twice")
                     batch = store.check_batch([item.id], [item.digest], [item.metadata])
@@ -216,7 +217,7 @@ class _Rescue:
                     (item.label, item.id, item.digest, batch.metadata[0]),
                 )
             if rows:
-                add(self._new, rows[0][0], rows[-1][0])
+                index_metadata(self._new, rows[0][0], rows[-1][0])
 
     def _vectors(self, table: str, space: SpaceInfo, rows: list[Row]) -> None:
         good = [row for row in rows if _is_sound(row, space)]

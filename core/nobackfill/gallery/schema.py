@@ -4,7 +4,7 @@ Import it only where a file is created or migrated: importing sqlite_utils takes
 time of a search on a device.
 
     items(label, id, digest, metadata)         metadata is a JSON object
-    attributes(key, kind, value, label)        an index of the metadata (tables.py)
+    attributes(key, kind, value, label)        an index of the metadata (sqlite_file.py)
     spaces(number, space, release, …, state)   one row for each vector space
     vectors_<number>(label, origin, uncertainty, embedding, side)
     state(key, value)                          small JSON values
@@ -12,11 +12,8 @@ time of a search on a device.
 """
 
 import sqlite3
-from importlib.metadata import version
 
 from sqlite_utils import Database, Migrations
-
-from nobackfill.gallery.tables import FORMAT, WRITERS
 
 migrations = Migrations("gallery")
 
@@ -66,21 +63,6 @@ def first(database: Database) -> None:
     database.execute("PRAGMA user_version = 1")
 
 
-def migrate(connection: sqlite3.Connection) -> None:
-    """Migrate a file to FORMAT, and record the version of this program.
-
-    Each step and its record are one transaction.
-
-    Raises:
-        sqlite3.DatabaseError: The migrations end in another format.
-    """
+def create_tables(connection: sqlite3.Connection) -> None:
+    """Apply the migrations that a file lacks; each step and its record are one transaction."""
     migrations.apply(Database(connection))
-    # In the table of the steps, where older versions ignore it.
-    connection.execute(
-        "INSERT OR REPLACE INTO _sqlite_migrations (migration_set, name, applied_at) "
-        "VALUES (?, ?, datetime())",
-        [WRITERS, version("nobackfill")],
-    )
-    found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found != FORMAT:
-        raise sqlite3.DatabaseError(f"the migrations lead to format {found}, expected {FORMAT}")

@@ -6,21 +6,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nobackfill.gallery import reading
 from nobackfill.gallery.filters import Filter, Filtering
-from nobackfill.gallery.reading import StoredItem, StoredVectors, StoredWindow
 from nobackfill.gallery.search.index import Labels, Neighbours
 from nobackfill.gallery.spec import Metadata, Origin, SpaceSpec
+from nobackfill.gallery.sqlite_file import (
+    StoredItem,
+    StoredVectors,
+    StoredWindow,
+    find_space,
+    items_page,
+    stored_vectors,
+)
 from nobackfill.gallery.store import Store, labels_of
-from nobackfill.gallery.tables import find_space
 from nobackfill.vectors import Vectors
 
 if TYPE_CHECKING:
     from nobackfill.gallery.filters import Matches
     from nobackfill.gallery.listing import ListingPlace, MetadataGroup
     from nobackfill.gallery.search.view import LiveView
-    from nobackfill.gallery.staging import Estimate, Remaining
-    from nobackfill.gallery.upgrade import Runner
+    from nobackfill.gallery.staging import Estimate, Remaining, Runner
 
 
 class SqliteGallery(Store):
@@ -58,17 +62,17 @@ class SqliteGallery(Store):
 
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
         with self.reading() as connection:
-            return reading.stored_vectors(connection, labels, find_space(connection, space))
+            return stored_vectors(connection, labels, find_space(connection, space))
 
     def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
         with self.reading() as connection:
             infos = [find_space(connection, space) for space in spaces]
             last = 0
-            while items := reading.page(connection, last, size):
+            while items := items_page(connection, last, size):
                 last = items[-1].label
                 labels = np.array([item.label for item in items], np.int64)
                 yield StoredWindow(
-                    items, [reading.stored_vectors(connection, labels, info) for info in infos]
+                    items, [stored_vectors(connection, labels, info) for info in infos]
                 )
 
     def groups(self, key: str, space: str) -> "list[MetadataGroup]":

@@ -25,18 +25,31 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nobackfill.errors import DamagedError, InvalidInputError
-from nobackfill.gallery import reading, tables
-from nobackfill.gallery.connections import FileConnections, Residents, check_pages, create_file
 from nobackfill.gallery.filters import LARGEST_INTEGER, LEAST_INTEGER
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata, MetadataValue, Origin, SpaceInfo, SpaceSpec
-from nobackfill.gallery.tables import (
+from nobackfill.gallery.sqlite_file import (
+    FileConnections,
+    Residents,
+    StoredItem,
+    all_vectors,
+    check_pages,
+    count_rows,
+    create_file,
     find_space,
+    index_metadata,
+    items_by_label,
+    items_page,
     label_column,
     live_labels,
     read_spaces,
+    set_metadata,
+    set_state_values,
+    state_value,
+    state_values,
     to_blobs,
+    unindex_metadata,
+    vector_of,
     vector_table,
 )
 from nobackfill.vectors import Vectors, check_vectors
@@ -311,9 +324,9 @@ def insert_batch(
         compress(rows, new.tolist()),
     )
     if any(batch.metadata):
-        tables.add(connection, first, first + count - 1)
+        index_metadata(connection, first, first + count - 1)
     texts = compress(zip(labels.tolist(), batch.metadata, strict=True), unchanged.tolist())
-    tables.describe(connection, [(label, text) for label, text in texts if text])
+    set_metadata(connection, [(label, text) for label, text in texts if text])
     rows_written = []
     for checked in vectors:
         table = vector_table(checked.info.number)
@@ -397,7 +410,7 @@ def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
         connection: In a transaction.
         labels: int64 [n]; labels that do not exist are ignored.
     """
-    tables.remove(connection, labels)
+    unindex_metadata(connection, labels)
     connection.executemany("DELETE FROM items WHERE label = ?", zip(labels.tolist()))
 
 
@@ -712,7 +725,7 @@ class Store:
         """
         with self.reading() as connection:
             labels = labels_of(connection, [item_id])
-            return reading.items(connection, labels)[0] if len(labels) else None
+            return items_by_label(connection, labels)[0] if len(labels) else None
 
     def items(
         self, labels: Sequence[int] | Labels, space: str | None = None
@@ -730,7 +743,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return reading.items(connection, labels, space)
+            return items_by_label(connection, labels, space)
 
     def listing(self, start_after: int = 0, limit: int = 1000) -> list[StoredItem]:
         """Return a page of items by increasing label, without origin and uncertainty.
@@ -744,7 +757,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return reading.page(connection, start_after, limit)
+            return items_page(connection, start_after, limit)
 
     def count(self, space: str | None = None) -> int:
         """Return the number of items, or of vectors in a space.
@@ -758,7 +771,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return reading.count(connection, space)
+            return count_rows(connection, space)
 
     def load(self, space: str) -> tuple[Labels, Vectors]:
         """Return all vectors of a space in one snapshot.
@@ -772,7 +785,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return reading.load(connection, find_space(connection, space))
+            return all_vectors(connection, find_space(connection, space))
 
     def vector(self, label: int, space: str) -> Vectors | None:
         """Return an item's vector in a space, float32 [1, dim]; None if it has none there.
@@ -783,7 +796,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return reading.vector(connection, label, find_space(connection, space))
+            return vector_of(connection, label, find_space(connection, space))
 
     def check_pages(self) -> None:
         """Read every page. A page that no table uses any more is only noticed among all pages.
@@ -803,7 +816,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return reading.state(connection, key)
+            return state_value(connection, key)
 
     def state(self) -> dict[str, Any]:
         """Return all JSON values that are stored with the gallery, by key.
@@ -813,7 +826,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
-            return reading.states(connection)
+            return state_values(connection)
 
     def state_set(self, values: Mapping[str, Any]) -> None:
         """Store JSON values with the gallery in one transaction; None removes a value.
@@ -827,7 +840,7 @@ class Store:
             NotFoundError: The gallery was closed for good.
         """
         with self.transaction() as connection:
-            reading.set_state(connection, values)
+            set_state_values(connection, values)
 
 
 def _commits(connection: Connection) -> int:

@@ -32,16 +32,18 @@ from nobackfill.errors import (
     VerificationError,
     writer_of,
 )
-from nobackfill.gallery.connections import (
+from nobackfill.gallery.sqlite_file import (
     BUSY_TIMEOUT_MS,
     Access,
+    all_vectors,
     connect,
-    reading,
+    count_rows,
+    format_of,
+    read_spaces,
+    reading_access,
     room,
     unwritable,
 )
-from nobackfill.gallery.reading import count, load
-from nobackfill.gallery.tables import format_of, read_spaces
 from nobackfill.release.trust.trust import TrustedState
 from nobackfill.server.state import AUDIT, UNFINISHED_RESTORE, WRITER, StateFile
 from nobackfill.vectors import check_vectors
@@ -357,7 +359,7 @@ def _read_once(
 ) -> Result:
     """`patient`: not where the log's last changes could only be read by making files."""
     try:
-        access = reading(path, "")
+        access = reading_access(path, "")
         if access.unlocked is None and unwritable(path) is None:
             # The gateway has it open: SQLite's shared memory is there, for us to read by as well.
             access = Access("mode=ro")
@@ -401,10 +403,10 @@ def _check_gallery(path: Path) -> int | None:
         for info in read_spaces(connection):
             what = f"{path}: vectors of release {info.spec.release}"
             try:
-                check_vectors(load(connection, info)[1], info.spec.dim, what=what)
+                check_vectors(all_vectors(connection, info)[1], info.spec.dim, what=what)
             except InvalidInputError as error:
                 raise VerificationError(str(error)) from error
-        return count(connection, None)
+        return count_rows(connection, None)
 
     return _read(path, check)
 

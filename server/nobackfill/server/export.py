@@ -18,8 +18,8 @@ from nobackfill import durable
 from nobackfill.errors import AlreadyExistsError, CannotWriteError, NotFoundError, few
 from nobackfill.extras import extra
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.reading import StoredItem, StoredVectors
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec
+from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors
 
 with extra("export"):
     import pyarrow as pa

@@ -189,14 +189,10 @@ class GatewayState(ABC):
     shared = False
 
     def __init__(self, state: State) -> None:
-        self._current = state
+        # The latest state that this gateway knows.
+        self.current = state
         # Replaced by the object that makes this gateway follow the others.
         self.follow: Callable[[], None] = lambda: None
-
-    @property
-    def current(self) -> State:
-        """The latest state that this gateway knows."""
-        return self._current
 
     def active(self) -> int:
         """Return the release that answers.
@@ -204,11 +200,11 @@ class GatewayState(ABC):
         Raises:
             PreconditionError: no release was ever activated.
         """
-        if self._current.active is None:
+        if self.current.active is None:
             raise PreconditionError(
                 "no release is active yet; publish one with training/export.py and wait for it"
             )
-        return self._current.active
+        return self.current.active
 
     def change(self, **values: object) -> State:
         """Replace some fields of the state, durably.
@@ -292,7 +288,7 @@ class GatewayState(ABC):
             CannotWriteError: the state cannot be written.
             UnavailableError: the database does not answer.
         """
-        if self._current.activation is not None:
+        if self.current.activation is not None:
             self.change(activation=None)
 
     def exclusive(self, seconds: float) -> AbstractContextManager[None]:
@@ -406,12 +402,12 @@ class StateFile(GatewayState):
 
     def revise(self, values_of: Callable[[State], Mapping[str, object]]) -> State:
         with self._lock:
-            new = State.model_validate({**dict(self._current), **values_of(self._current)})
-            if new == self._current:
+            new = State.model_validate({**dict(self.current), **values_of(self.current)})
+            if new == self.current:
                 return new
             content = new.model_dump_json(indent=1).encode() + b"\n"
             self._write(content, begins=new.activation is not None)
-            self._current = new
+            self.current = new
             return new
 
     def _note_writer(self) -> None:

@@ -15,7 +15,7 @@ from nobackfill.errors import (
     VerificationError,
 )
 from nobackfill.extras import extra, load_plugin
-from nobackfill.gallery.connections import Residents
+from nobackfill.gallery.sqlite_file import Residents
 from nobackfill.server.galleries.hosted import Home
 from nobackfill.server.galleries.hosted_file import FileHome
 from nobackfill.server.grpc import context

@@ -23,9 +23,9 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.listing import ListingPlace
-from nobackfill.gallery.reading import StoredItem, StoredVectors
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors
 from nobackfill.server.state import State
 from nobackfill.server.storage import Storage
 from nobackfill.server.vault import PART

@@ -31,7 +31,7 @@ from nobackfill.client.vault.transport import (
 )
 from nobackfill.digests import sha256_file
 from nobackfill.errors import NotFoundError, VerificationError
-from nobackfill.gallery.reading import StoredItem
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.v1 import vault_pb2
 from nobackfill.wire.gateway import Gateway
 

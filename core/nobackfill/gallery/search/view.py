@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from nobackfill.errors import NotFoundError, VerificationError
-from nobackfill.gallery.reading import VectorsOnDisk
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.index import (
     Concatenation,
@@ -31,8 +30,8 @@ from nobackfill.gallery.search.index import (
     rows_of,
 )  # fmt: skip
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.sqlite_file import VectorsOnDisk, find_space
 from nobackfill.gallery.store import Change, Store
-from nobackfill.gallery.tables import find_space
 from nobackfill.vectors import Vectors, check_vectors
 
 # Search in compiled code: one call that releases the interpreter's lock once; see `native/`. Where

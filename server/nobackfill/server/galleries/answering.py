@@ -28,11 +28,11 @@ from nobackfill.errors import (
     ReleaseRetiredError,
 )
 from nobackfill.gallery.filters import Filter, Matches
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Labels, Mask, Neighbours
 from nobackfill.gallery.search.view import LiveView, Snapshot, curves_of, parse
 from nobackfill.gallery.spec import Origin
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.calibration import Scale, Scorer
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog

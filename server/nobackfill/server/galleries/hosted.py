@@ -32,10 +32,10 @@ from nobackfill.errors import (
 )
 from nobackfill.gallery.filters import Filtering, Matches
 from nobackfill.gallery.gallery_store import GalleryStore
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Neighbours
 from nobackfill.gallery.search.view import LiveView, Snapshot
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import Change, NewVectors
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.catalog import Catalog

@@ -13,9 +13,9 @@ import structlog
 
 from nobackfill.errors import DamagedError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search.index import Neighbours, rank_origins
 from nobackfill.gallery.spec import Metadata, SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.gallery.store import NewVectors
 from nobackfill.server.galleries.hosted import EXACT, NOTE, ROLLOUT, Allowance, Hosted
 from nobackfill.server.galleries.plan import Filling, Plan, PlanPart

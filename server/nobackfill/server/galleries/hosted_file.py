@@ -20,20 +20,19 @@ import structlog
 
 from nobackfill import durable
 from nobackfill.errors import CannotWriteError, NotFoundError, VerificationError
-from nobackfill.gallery.connections import Residents
 from nobackfill.gallery.filter_engine import FilterEngine
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.listing import CarriedLabels
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.exact import ExactIndex
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import Content, Index, Labels, Neighbours, Rows, search_origins
 from nobackfill.gallery.search.view import LiveView, Opener, Snapshot
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.sqlite_file import Residents, StoredItem
 from nobackfill.gallery.sqlite_gallery import SqliteGallery
+from nobackfill.gallery.staging import Carrying
 from nobackfill.gallery.store import Change
-from nobackfill.gallery.upgrade import Carrying
 from nobackfill.server.galleries.hosted import NAME, Hosted, Level, check_lock_order, hold_level
 from nobackfill.server.galleries.plan import Plan, PlanPart, Score
 from nobackfill.v1 import search_pb2 as pb

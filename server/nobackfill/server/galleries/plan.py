@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from nobackfill.errors import InvalidInputError
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import Origin, SpaceInfo
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.calibration import Joint, Scale, Scorer, find
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.state import RolloutName, State

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from nobackfill.errors import NobackfillError, NoEncoderError, NotFoundError
-from nobackfill.gallery.reading import StoredItem
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding
 from nobackfill.server.galleries.hosted import Hosted

@@ -27,10 +27,10 @@ from nobackfill.errors import (
     UnavailableError,
 )
 from nobackfill.gallery.filters import Matches
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.search import index
 from nobackfill.gallery.search.index import Labels, Neighbours, give_way
 from nobackfill.gallery.spec import space_of
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.processes import DaemonThreads
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import Embedding

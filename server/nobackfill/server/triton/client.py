@@ -1,4 +1,4 @@
-"""Triton over gRPC: models by name and version, tensors in and out, statuses as our errors."""
+"""Call Triton over gRPC: load and run models, and turn its statuses into our errors."""
 
 import contextlib
 import mmap
@@ -13,7 +13,6 @@ import grpc
 import numpy as np
 import structlog
 from numpy.typing import NDArray
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
@@ -21,37 +20,44 @@ from nobackfill.errors import ConfigurationError, DeadlineError, UnavailableErro
 from nobackfill.loopback import is_loopback
 from nobackfill.server.settings import TLS, split_address
 
-# Pixels in memory that a Triton on this machine reads: no message carries them.
-#
-# A region has a name in /dev/shm only until Triton has mapped it, so that nothing is left there
-# when somebody is killed. Where Triton does not see this machine's memory, messages carry pixels as
-# ever.
+# A Triton on this machine reads pixels from shared memory, so that no message carries them. A
+# region has a name in /dev/shm only until Triton has mapped it, so that a killed process leaves no
+# file. If Triton does not see this machine's memory, messages carry the pixels.
 
 log = structlog.get_logger("server.triton")
 
 _SHM = Path("/dev/shm")  # noqa: S108 - where shm_open looks
-# As of process.py: whoever starts removes what a killed gateway left.
+# The prefix of process.py: the next gateway that starts removes the files of a killed one.
 _PREFIX = "nobackfill-"
-# Less goes as quickly in a message; of more, and beyond so many at once, there is none to spare.
-_LEAST, _LARGEST, _MOST = 32 * 2**10, 16 * 2**20, 2
-# A container's /dev/shm has 64 MB, and Triton needs some for itself.
-_SPARE = 2
+# Fewer bytes take as long in a message. More bytes, or more regions, would fill /dev/shm.
+_MIN_BYTES, _MAX_BYTES, _MAX_REGIONS = 32 * 2**10, 16 * 2**20, 2
+# So many times a region's size must be free: a container's /dev/shm has 64 MB, and Triton needs
+# some of it.
+_FREE_FACTOR = 2
 _TIMEOUT_S = 0.6
-# Then it is tried again.
+# After a failure, shared memory is tried again after so many seconds.
 _PAUSE_S = 60.0
 
 
 class Region:
-    """Memory that Triton has mapped under `name`."""
+    """Hold memory that Triton has mapped under `name`."""
 
     def __init__(self, name: str, size: int) -> None:
-        """Raises OSError, also where there is no room."""
+        """Create the memory.
+
+        Args:
+            name: its name.
+            size: its size in bytes.
+
+        Raises:
+            OSError: it cannot be created, or there is no room.
+        """
         self.name = name
         self.size = size
         self.path = _SHM / name
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Else whoever writes where there is no room is killed.
+            # Without this, a write without room would kill the process.
             os.posix_fallocate(file, 0, size)
             self._memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
         except BaseException:
@@ -63,36 +69,44 @@ class Region:
     def hold(
         self, values: NDArray[np.uint8], tensor: pb.ModelInferRequest.InferInputTensor
     ) -> None:
-        """Bring `values` there, and `tensor` to say so."""
+        """Copy values into the memory, and make a request's tensor refer to it."""
         self._memory[: values.nbytes] = values.reshape(-1)
         tensor.parameters["shared_memory_region"].string_param = self.name
         tensor.parameters["shared_memory_byte_size"].int64_param = values.nbytes
 
 
 class SharedMemory:
-    """What one client shares with its Triton. Threads may use it at the same time."""
+    """Share memory between one client and its Triton; threads may use it at the same time."""
 
     def __init__(
         self,
         stub: Callable[[], GRPCInferenceServiceStub],
         metadata: Sequence[tuple[str, str]],
     ) -> None:
-        """`stub`: of the channel that there is now."""
+        """Start without regions.
+
+        Args:
+            stub: returns the stub of the present channel.
+            metadata: metadata of each call.
+        """
         self._stub = stub
         self._metadata = metadata
         self._lock = threading.Lock()
         own = f"{_PREFIX}{os.getpid()}-{os.urandom(8).hex()}-pixels"
-        self._names = [f"{own}-{number}" for number in range(_MOST)]
+        self._names = [f"{own}-{number}" for number in range(_MAX_REGIONS)]
         self._free: list[Region] = []
         self._lent: set[Region] = set()
-        # Triton is known not to see them.
+        # Until then (monotonic clock), messages carry the pixels.
         self._off_until = 0.0
         self._swept = False
 
     def lend(self, size: int) -> Region | None:
-        """A region for so many bytes, the caller's alone until it is given back; None: there is
-        none."""
-        if not _LEAST <= size <= _LARGEST or time.monotonic() < self._off_until:
+        """Return a region for so many bytes, which the caller alone uses until `give_back`.
+
+        Returns:
+            The region; None if there is none.
+        """
+        if not _MIN_BYTES <= size <= _MAX_BYTES or time.monotonic() < self._off_until:
             return None
         with self._lock:
             fitting = next((region for region in self._free if region.size >= size), None)
@@ -100,14 +114,14 @@ class SharedMemory:
                 self._free.remove(fitting)
                 self._lent.add(fitting)
                 return fitting
-            # One that is too small makes room for a larger one.
+            # A region that is too small makes room for a larger one.
             names = self._names or [self._free.pop().name for _ in self._free[:1]]
             if not names:
                 return None
             name = names.pop()
         region = None
         try:
-            region = self._made(name, size)
+            region = self._create(name, size)
         finally:
             with self._lock:
                 if region is None:
@@ -117,16 +131,17 @@ class SharedMemory:
         return region
 
     def give_back(self, region: Region) -> None:
+        """Let other calls use a region again."""
         with self._lock:
-            known = region in self._lent
+            is_mapped = region in self._lent
             self._lent.discard(region)
-            if known:
+            if is_mapped:
                 self._free.append(region)
             else:
                 self._names.append(region.name)
 
     def forget(self) -> None:
-        """Triton knows of none any more, or it is another."""
+        """Forget all regions, because Triton has restarted or is another one."""
         with self._lock:
             self._names += [region.name for region in self._free]
             self._free.clear()
@@ -134,21 +149,21 @@ class SharedMemory:
             self._off_until, self._swept = 0.0, False
 
     def end(self) -> None:
-        """Have Triton forget them. Nobody uses them any more."""
+        """Ask Triton to unmap the regions, once no call uses them."""
         with contextlib.suppress(grpc.RpcError):
             for region in self._free:
                 self._unregister(region.name)
 
-    def _made(self, name: str, size: int) -> Region | None:
+    def _create(self, name: str, size: int) -> Region | None:
         # Sizes grow in few steps.
         size = 1 << (size - 1).bit_length()
         try:
             if not self._swept:
                 self._sweep()
-            # Triton may hold the one before it.
+            # Triton may still map the earlier region of this name.
             self._unregister(name)
             room = os.statvfs(_SHM)
-            if room.f_bavail * room.f_frsize < _SPARE * size:
+            if room.f_bavail * room.f_frsize < _FREE_FACTOR * size:
                 raise OSError("too little room in /dev/shm")
             region = Region(name, size)
             try:
@@ -161,16 +176,16 @@ class SharedMemory:
             finally:
                 region.path.unlink(missing_ok=True)
         except grpc.RpcError as error:
-            # Another machine's, another container's, another user's; or it is away, as the call
-            # that this is for will find, too.
+            # Triton runs on another machine, in another container or as another user. If it is
+            # away, the caller's own call fails, too.
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 self._pause(str(error.details()))
             return None
         except ValueError:
-            # Its channel was closed meanwhile for another.
+            # The channel was closed meanwhile, and replaced.
             return None
         except (OSError, AttributeError) as error:
-            # There is no room, or no such memory on this system.
+            # There is no room, or the system has no such memory.
             self._pause(str(error))
             return None
         return region
@@ -180,19 +195,23 @@ class SharedMemory:
         log.info("pixels go to Triton in messages for now", because=why)
 
     def _sweep(self) -> None:
-        """What gateways that were killed had it map."""
+        """Unmap the regions that killed gateways have left in Triton."""
         request = pb.SystemSharedMemoryStatusRequest()
-        known = self._stub().SystemSharedMemoryStatus(
+        status = self._stub().SystemSharedMemoryStatus(
             request, timeout=_TIMEOUT_S, metadata=self._metadata
         )
-        for name in known.regions:
+        for name in status.regions:
             pid = name.removeprefix(_PREFIX).partition("-")[0]
             if name.startswith(_PREFIX) and pid.isdecimal() and not Path("/proc", pid).exists():
                 self._unregister(name)
         self._swept = True
 
     def _unregister(self, name: str) -> None:
-        """Nothing, for a name that Triton does not know. Raises grpc.RpcError."""
+        """Ask Triton to unmap a region; an unknown name does nothing.
+
+        Raises:
+            grpc.RpcError: Triton does not answer.
+        """
         request = pb.SystemSharedMemoryUnregisterRequest(name=name)
         self._stub().SystemSharedMemoryUnregister(
             request, timeout=_TIMEOUT_S, metadata=self._metadata
@@ -202,10 +221,10 @@ class SharedMemory:
 # Releases are immutable, so a model has one version.
 VERSION = "1"
 
-# Names to uint8 or int64 arrays.
+# uint8 or int64 arrays by the input's name.
 Inputs = Mapping[str, NDArray[Any]]
 
-# Answers that take no model take no longer.
+# Longest time (seconds) for answers that need no model.
 LIVE_TIMEOUT_S = 0.6
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -217,21 +236,17 @@ _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
+# Part of Triton's error for a region that it does not know.
+_UNKNOWN_REGION = "shared memory region"
 
-# What Triton says of a region that it does not know.
-_SHARED = "shared memory region"
-
-# The header that tritonserver asks for when it is started with
-# --grpc-restricted-protocol=...:nobackfill-token=TOKEN; a proxy before it reads the other.
+# The header that tritonserver expects if it was started with
+# --grpc-restricted-protocol=...:nobackfill-token=TOKEN. A proxy in front of it reads
+# `authorization`.
 _HEADER = "triton-grpc-protocol-nobackfill-token"
 
 
 class TritonClient:
-    """One channel to one tritonserver. Times out as asked, never retries.
-
-    `credentials` None: in the clear, for sockets of our own and loopback. `token` goes with every
-    call.
-    """
+    """Call one tritonserver over one channel; calls have timeouts, and are never retried."""
 
     def __init__(
         self,
@@ -239,31 +254,39 @@ class TritonClient:
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
     ) -> None:
+        """Open the channel.
+
+        Args:
+            address: HOST:PORT, or unix:PATH.
+            credentials: credentials for TLS; None means without TLS, for sockets of our own and
+                loopback.
+            token: sent with every call; None means no token.
+        """
         self.address = address
         self._credentials = credentials
         self._metadata = (
             ((_HEADER, token), ("authorization", f"Bearer {token}")) if token is not None else ()
         )
         self._connect()
-        near = credentials is None and (
+        is_local = credentials is None and (
             address.startswith("unix:") or is_loopback(split_address(address, "triton")[0])
         )
-        self._shared = SharedMemory(lambda: self._stub, self._metadata) if near else None
+        self._shared = SharedMemory(lambda: self._stub, self._metadata) if is_local else None
 
     def live(self, timeout_s: float) -> bool:
-        """Whether the server answers within `timeout_s` seconds."""
+        """Tell whether the server answers within `timeout_s` seconds."""
         try:
             return bool(
                 self._stub.ServerLive(
-                    service_pb2.ServerLiveRequest(), timeout=timeout_s, metadata=self._metadata
+                    pb.ServerLiveRequest(), timeout=timeout_s, metadata=self._metadata
                 ).live
             )
         except grpc.RpcError:
             return False
 
     def model_ready(self, name: str, timeout_s: float) -> bool:
-        """Whether version 1 of a model answers."""
-        request = service_pb2.ModelReadyRequest(name=name, version=VERSION)
+        """Tell whether version 1 of a model answers within `timeout_s` seconds."""
+        request = pb.ModelReadyRequest(name=name, version=VERSION)
         try:
             answer = self._stub.ModelReady(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError:
@@ -271,11 +294,18 @@ class TritonClient:
         return bool(answer.ready)
 
     def load(self, name: str, config: str, timeout_s: float) -> None:
-        """Load a model with a configuration (JSON) in place of its file's.
+        """Load a model.
 
-        Raises VerificationError when Triton refuses it, UnavailableError.
+        Args:
+            name: the model.
+            config: a configuration (JSON) that replaces that of its file.
+            timeout_s: longest time in seconds.
+
+        Raises:
+            VerificationError: Triton refuses the model.
+            UnavailableError: Triton does not answer in time.
         """
-        request = service_pb2.RepositoryModelLoadRequest(model_name=name)
+        request = pb.RepositoryModelLoadRequest(model_name=name)
         request.parameters["config"].string_param = config
         try:
             self._stub.RepositoryModelLoad(request, timeout=timeout_s, metadata=self._metadata)
@@ -285,9 +315,12 @@ class TritonClient:
             raise VerificationError(f"Triton refuses {name}: {_details(error)}") from error
 
     def unload(self, name: str, timeout_s: float) -> None:
-        """Unload a model; one that is gone already is no error. Raises UnavailableError, whatever
-        Triton says: it may be there still."""
-        request = service_pb2.RepositoryModelUnloadRequest(model_name=name)
+        """Unload a model; one that is not loaded is no error.
+
+        Raises:
+            UnavailableError: Triton did not do it, for any reason; the model may still be loaded.
+        """
+        request = pb.RepositoryModelUnloadRequest(model_name=name)
         try:
             self._stub.RepositoryModelUnload(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -298,9 +331,21 @@ class TritonClient:
     def infer(
         self, name: str, inputs: Inputs, output: str, timeout_s: float
     ) -> NDArray[np.float32]:
-        """Run one model on its inputs, each of n rows; its float32 output [n,dim].
+        """Run a model.
 
-        Raises UnavailableError, DeadlineError, VerificationError for an answer of another shape.
+        Args:
+            name: the model.
+            inputs: its inputs, n rows each.
+            output: name of the output.
+            timeout_s: longest time in seconds.
+
+        Returns:
+            The output, float32 [n, dim].
+
+        Raises:
+            UnavailableError: Triton does not answer.
+            DeadlineError: Triton does not answer in time.
+            VerificationError: the output has another shape.
         """
         count = len(next(iter(inputs.values())))
         answer = self._answer(name, inputs, output, timeout_s)
@@ -312,10 +357,10 @@ class TritonClient:
 
     def _answer(
         self, name: str, inputs: Inputs, output: str, timeout_s: float
-    ) -> service_pb2.ModelInferResponse:
+    ) -> pb.ModelInferResponse:
         region = None
-        # Of a call that is given up Triton may read what the next one writes there: any bytes are
-        # pixels, but only few are tokens, and those that are none end what they are batched with.
+        # After a call was given up, Triton may still read its region while the next call writes
+        # there. Any bytes are valid pixels; invalid tokens would fail their whole batch.
         if self._shared is not None and inputs.keys() == {"image"}:
             region = self._shared.lend(inputs["image"].nbytes)
         if region is None or self._shared is None:
@@ -323,22 +368,20 @@ class TritonClient:
         try:
             return self._infer(_request(name, inputs, output, region), timeout_s)
         except UnavailableError as error:
-            why = error.__cause__
-            if not isinstance(why, grpc.RpcError):
+            cause = error.__cause__
+            if not isinstance(cause, grpc.RpcError):
                 raise
-            unknown = _SHARED in _details(why)
-            if unknown or _code(why) is grpc.StatusCode.UNAVAILABLE:
+            is_unknown = _UNKNOWN_REGION in _details(cause)
+            if is_unknown or _code(cause) is grpc.StatusCode.UNAVAILABLE:
                 self._shared.forget()
-            if not unknown:
+            if not is_unknown:
                 raise
-            # It was started anew.
+            # Triton has restarted.
             return self._infer(_request(name, inputs, output, None), timeout_s)
         finally:
             self._shared.give_back(region)
 
-    def _infer(
-        self, request: service_pb2.ModelInferRequest, timeout_s: float
-    ) -> service_pb2.ModelInferResponse:
+    def _infer(self, request: pb.ModelInferRequest, timeout_s: float) -> pb.ModelInferResponse:
         try:
             return self._stub.ModelInfer(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
@@ -349,13 +392,14 @@ class TritonClient:
                 f"({_code(error).name}); try again soon"
             ) from error
         except ValueError as error:
-            # What gRPC says of a channel that was closed, for another or at the end.
+            # gRPC raises this for a channel that was closed.
             raise UnavailableError(
-                f"the model server is being asked anew for {request.model_name}; try again soon"
+                f"the connection to the model server was replaced during a call of "
+                f"{request.model_name}; try again soon"
             ) from error
 
     def reconnect(self) -> None:
-        """End every call under way with UnavailableError, and begin a new channel."""
+        """End all running calls with UnavailableError, and open a new channel."""
         old = self._channel
         self._connect()
         if self._shared is not None:
@@ -367,19 +411,25 @@ class TritonClient:
             self._channel = grpc.insecure_channel(self.address, options=_OPTIONS)
         else:
             self._channel = grpc.secure_channel(self.address, self._credentials, options=_OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stub = GRPCInferenceServiceStub(self._channel)
 
     def close(self) -> None:
+        """Close the channel, and free the shared memory."""
         if self._shared is not None:
             self._shared.end()
         self._channel.close()
 
 
 def remote_client(address: str, ca: Path | None, token_file: Path | None) -> TritonClient:
-    """A client of somebody else's Triton at HOST:PORT or grpcs://HOST:PORT.
+    """Make a client of a Triton that the gateway did not start.
 
-    `ca` holds its authority's certificate (PEM; else the system's), `token_file` a token. Raises
-    ConfigurationError for a file that cannot be read.
+    Args:
+        address: HOST:PORT or grpcs://HOST:PORT.
+        ca: file with the certificate of its authority (PEM); None means those of the system.
+        token_file: file with a token; None means no token.
+
+    Raises:
+        ConfigurationError: a file cannot be read.
     """
     credentials = grpc.ssl_channel_credentials(_read(ca)) if address.startswith(TLS) else None
     token = _read(token_file)
@@ -388,15 +438,13 @@ def remote_client(address: str, ca: Path | None, token_file: Path | None) -> Tri
     )
 
 
-def _request(
-    name: str, inputs: Inputs, output: str, region: Region | None
-) -> service_pb2.ModelInferRequest:
-    request = service_pb2.ModelInferRequest(model_name=name, model_version=VERSION)
+def _request(name: str, inputs: Inputs, output: str, region: Region | None) -> pb.ModelInferRequest:
+    request = pb.ModelInferRequest(model_name=name, model_version=VERSION)
     for tensor, values in inputs.items():
         kind = values.dtype.name.upper()
-        asked = request.inputs.add(name=tensor, datatype=kind, shape=values.shape)
+        input_tensor = request.inputs.add(name=tensor, datatype=kind, shape=values.shape)
         if region is not None:
-            region.hold(values, asked)
+            region.hold(values, input_tensor)
         else:
             request.raw_input_contents.append(values.tobytes())
     request.outputs.add(name=output)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from nobackfill.errors import InvalidInputError, PreconditionError, few
-from nobackfill.gallery.reading import StoredItem
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.release.manifest import Manifest
 from nobackfill.server.embedding.embedding import LARGEST_BATCH, Embedding
 from nobackfill.server.galleries.hosted import Hosted

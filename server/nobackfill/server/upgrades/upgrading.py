@@ -19,11 +19,11 @@ from nobackfill.gallery.search import hnsw
 from nobackfill.gallery.search.hnsw import HnswIndex
 from nobackfill.gallery.search.index import give_way
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.staging import neighbours_kept
-from nobackfill.gallery.upgrade import (
+from nobackfill.gallery.staging import (
     Runner,
     UpgradeOutcome,
     UpgradeProgress,
+    neighbours_kept,
     run_upgrade,
 )
 from nobackfill.release.manifest import Manifest, Upgrade

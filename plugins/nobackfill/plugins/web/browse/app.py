@@ -41,8 +41,8 @@ from nobackfill.errors import (
 from nobackfill.gallery.filter_engine import passing_labels
 from nobackfill.gallery.filters import All
 from nobackfill.gallery.listing import ListingPlace, page
-from nobackfill.gallery.reading import StoredItem
 from nobackfill.gallery.spec import SpaceSpec
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.images import LARGEST_BYTES
 from nobackfill.plugins.web.guard import Guard, new_token
 from nobackfill.plugins.web.listener import Listener, ending

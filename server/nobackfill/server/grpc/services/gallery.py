@@ -10,7 +10,7 @@ from nobackfill.gallery import edits
 from nobackfill.gallery.edits import Selection
 from nobackfill.gallery.filters import check
 from nobackfill.gallery.listing import ListingPlace
-from nobackfill.gallery.reading import StoredItem
+from nobackfill.gallery.sqlite_file import StoredItem
 from nobackfill.server.galleries.hosted import CREATED, NOTE, GalleryRegistry, Hosted
 from nobackfill.server.galleries.indexing import count_index
 from nobackfill.server.galleries.item_writer import BareVectors, ItemWriter, Put, Quotas

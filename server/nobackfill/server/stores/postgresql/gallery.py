@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 from nobackfill.errors import AlreadyExistsError, IncompatibleSpaceError, NotFoundError
 from nobackfill.gallery.edits import changed_metadata
 from nobackfill.gallery.filters import Filter
-from nobackfill.gallery.reading import StoredItem, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.sqlite_file import StoredItem, item_of
 from nobackfill.gallery.staging import check_doubt
 from nobackfill.gallery.store import (
     Change,

@@ -353,7 +353,7 @@ class StateRow(GatewayState):
         """Take a state unless a newer one is known."""
         with self._update_lock:
             if epoch > self._epoch:
-                self._epoch, self._current = epoch, state
+                self._epoch, self.current = epoch, state
 
     def transact(self, work: Callable[[], Result], lead: Lead | None = None) -> Result:
         def fenced() -> Result:

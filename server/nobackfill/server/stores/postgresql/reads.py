@@ -10,12 +10,11 @@ import numpy as np
 
 from nobackfill.gallery.filters import Matches
 from nobackfill.gallery.listing import ListingPlace, MetadataGroup, group_of
-from nobackfill.gallery.reading import StoredItem, StoredVectors, StoredWindow
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, side_passes
-from nobackfill.gallery.staging import Estimate
+from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, StoredWindow
+from nobackfill.gallery.staging import Estimate, Order, Runner
 from nobackfill.gallery.store import storable
-from nobackfill.gallery.upgrade import Order, Runner
 from nobackfill.release.models import CHUNK
 from nobackfill.server.stores.postgresql import rows
 from nobackfill.server.stores.postgresql.conditions import EVERYTHING, Condition

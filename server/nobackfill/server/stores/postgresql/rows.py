@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nobackfill.errors import NotFoundError
-from nobackfill.gallery import reading
-from nobackfill.gallery.reading import StoredItem, StoredVectors, item_of
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceInfo, SpaceSpec, space_of
+from nobackfill.gallery.sqlite_file import StoredItem, StoredVectors, draw_labels, item_of
 from nobackfill.server.stores.postgresql.database import Connection, run
 from nobackfill.server.stores.postgresql.schema import table_of
 from nobackfill.vectors import Vectors
@@ -211,7 +210,7 @@ def random_labels(connection: Connection, table: str, count: int) -> Labels:
         return label_column(run(connection, query, [count]))
 
     bounds = run(connection, f"SELECT min(label), max(label) FROM {table}").fetchone()
-    return reading.draw_labels(bounds, count, following, shuffled)
+    return draw_labels(bounds, count, following, shuffled)
 
 
 def epoch_of(connection: Connection, number: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from nobackfill.gallery.gallery_store import GalleryStore
 from nobackfill.gallery.search.index import Labels
 from nobackfill.gallery.spec import SpaceSpec
-from nobackfill.gallery.upgrade import UpgradeOutcome, UpgradeProgress, carry
+from nobackfill.gallery.staging import UpgradeOutcome, UpgradeProgress, carry
 from nobackfill.release.models import CHUNK
 from nobackfill.release.routes import Route, open_route
 from nobackfill.server.stores.postgresql.database import Database
@@ -175,7 +175,7 @@ def run_by_workers(
     store: PostgresqlGallery, workers: Workers, work: UpgradeWork, *,
     on_progress: Callable[[UpgradeProgress], None], should_stop: Callable[[], bool],
 ) -> UpgradeOutcome:  # fmt: skip
-    """As gallery.upgrade.run_upgrade does in one thread. Raises what it raises, UnavailableError
+    """As gallery.staging.run_upgrade does in one thread. Raises what it raises, UnavailableError
     where no worker is left."""
     store.begin(work.target)
     windows = store.windows(work.source, work.target, work.route.reads_side)

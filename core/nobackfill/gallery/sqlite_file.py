@@ -1,0 +1,1501 @@
+"""Open, lock and read the SQLite file of a gallery, and write its tables.
+
+A lock file beside the gallery is held in shared mode while the gallery is open. A process that is
+alone and finds a write-ahead log knows that the last process died, and checks the pages before use.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import sqlite3
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill import durable
+from nobackfill.durable import refusal, translate_sqlite_errors
+from nobackfill.errors import (
+    AlreadyExistsError,
+    BusyError,
+    CannotWriteError,
+    DamagedError,
+    NotFoundError,
+    VerificationError,
+    writer_of,
+)
+from nobackfill.gallery.search.index import Labels
+from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, State, space_of
+from nobackfill.vectors import Metric, Vectors
+
+VECTOR_TABLE = (
+    "CREATE TABLE {name} (label INTEGER PRIMARY KEY REFERENCES items (label) ON DELETE CASCADE,"
+    " origin TEXT NOT NULL, uncertainty REAL, embedding BLOB NOT NULL, side BLOB)"
+)
+# Labels of one text; parsing it blocks other threads for 3 ms.
+_LABELS_AT_ONCE = 1 << 15
+# A value in SQLite has at most 1e9 bytes.
+_MOST_JOINED_BYTES = 1 << 28
+
+_SPACE_COLUMNS = "space, release, dim, metric, unit, side_space, side_dim, state, number, activated"
+
+# "l2" occurs in files of early commits, which are still read; it was never checked.
+_METRICS = (*get_args(Metric), "l2")
+# Far above the dimension of any model.
+_MOST_DIMS = 1 << 20
+_SPACE_KINDS = (str, int, int, str, int, str, int, str, int, int)
+# For a release without side-information.
+_SPACE_KINDS_WITHOUT_SIDE = (str, int, int, str, int, type(None), int, str, int, int)
+
+
+def vector_table(number: int) -> str:
+    """Return the name of a space's table."""
+    return f"vectors_{number:d}"
+
+
+def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> None:
+    """Record a space and create its table.
+
+    Args:
+        connection: In a transaction.
+        spec: The space.
+        state: An active space counts as activated once.
+    """
+    number = connection.execute(
+        "INSERT INTO spaces (space, release, dim, metric, unit, side_space, side_dim, state,"
+        " activated) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            spec.space, spec.release, spec.dim, spec.metric, spec.unit, spec.side_space,
+            spec.side_dim, state, int(state == "active"),
+        ),
+    ).lastrowid  # fmt: skip
+    assert number is not None
+    connection.execute(VECTOR_TABLE.format(name=vector_table(number)))
+
+
+def read_spaces(connection: sqlite3.Connection) -> list[SpaceInfo]:
+    """Return all spaces, oldest table first.
+
+    Raises:
+        DamagedError: A row is invalid.
+    """
+    rows = connection.execute(f"SELECT {_SPACE_COLUMNS} FROM spaces ORDER BY number").fetchall()
+    for row in rows:
+        # In the order of _SPACE_COLUMNS.
+        kinds = tuple(map(type, row))
+        sound = kinds in (_SPACE_KINDS, _SPACE_KINDS_WITHOUT_SIDE) and row[7] in get_args(State)
+        if not sound or not _is_possible(row):
+            raise DamagedError("the gallery file", "a space has invalid values")
+    return [
+        SpaceInfo(SpaceSpec(space, release, dim, metric, bool(unit), side_space, side_dim), *others)
+        for space, release, dim, metric, unit, side_space, side_dim, *others in rows
+    ]
+
+
+def _is_possible(row: Sequence[Any]) -> bool:
+    """Check the numbers and the metric of a space, in the order of _SPACE_COLUMNS."""
+    _, release, dim, metric, _, side_space, side_dim, _, number, _ = row
+    dims = 0 < dim <= _MOST_DIMS and 0 <= side_dim <= _MOST_DIMS
+    sides = (side_space is None) == (side_dim == 0)
+    return dims and sides and metric in _METRICS and 0 < release < 2**32 and number > 0
+
+
+def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
+    """Return a space by its id.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have it.
+        DamagedError: A row of the table of spaces is invalid.
+    """
+    return space_of(read_spaces(connection), space)
+
+
+def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
+    """Return each row as bytes of little-endian float32.
+
+    Args:
+        vectors: float32 [rows, dim]; None returns `rows` times None.
+        rows: Number of rows.
+    """
+    if vectors is None:
+        return [None] * rows
+    packed = np.ascontiguousarray(vectors, "<f4")
+    # As one opaque value for each row, the array becomes bytes objects in one call.
+    blobs: list[bytes] = packed.view(f"V{4 * packed.shape[1]}").ravel().tolist()
+    return blobs
+
+
+def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
+    """Return n blobs of little-endian float32 as rows [n, dim], read-only.
+
+    Raises:
+        DamagedError: A value is no blob, or has another length than 4 * dim bytes.
+    """
+    try:
+        joined = b"".join(blobs)
+    except TypeError as error:
+        raise DamagedError("the gallery file", "a vector that is no blob") from error
+    # Check each length: a longer blob may stand beside a shorter one.
+    if not set(map(len, blobs)) <= {4 * dim}:
+        raise DamagedError(
+            "the gallery file",
+            f"expected {4 * dim} bytes in each of {len(blobs)} stored vectors, got {len(joined)} "
+            "in all",
+        )
+    return np.frombuffer(joined, "<f4").reshape(len(blobs), dim)
+
+
+def label_column(rows: Iterable[tuple[int]]) -> Labels:
+    """Return rows of one integer each as an array, int64 [n]."""
+    return np.fromiter(chain.from_iterable(rows), np.int64)
+
+
+def all_labels(connection: sqlite3.Connection, table: str) -> Labels:
+    """Return every label of a table, int64 [n], increasing.
+
+    SQLite joins many labels into one text. That takes half the time of single rows, and leaves the
+    interpreter to other threads.
+    """
+    parts, last = [np.empty(0, np.int64)], np.iinfo(np.int64).min
+    while True:
+        (text,) = connection.execute(
+            f"SELECT group_concat(label) FROM (SELECT label FROM {table} WHERE label > ?"
+            " ORDER BY label LIMIT ?)",
+            (int(last), _LABELS_AT_ONCE),
+        ).fetchone()
+        if text is None:
+            return np.concatenate(parts)
+        parts.append(np.fromstring(text, np.int64, sep=","))
+        last = parts[-1][-1]
+
+
+def joined_blobs(
+    connection: sqlite3.Connection, table: str, condition: str, parameters: tuple[int | str, ...],
+    count: int, size: int,
+) -> bytes | None:  # fmt: skip
+    """Return the embeddings of rows by label, as one blob; takes half the time of single rows.
+
+    Args:
+        connection: The file.
+        table: Name of the table.
+        condition: A condition of `among`.
+        parameters: Its parameters.
+        count: Number of the rows that must pass it.
+        size: Bytes of each embedding.
+
+    Returns:
+        `count` times `size` bytes. None if other rows pass or a row has another size: read the rows
+        one by one.
+    """
+    if count * size > _MOST_JOINED_BYTES:
+        return None
+    number, valid, joined = connection.execute(
+        f"SELECT count(*), total(typeof(embedding) = 'blob' AND length(embedding) = {size:d}),"
+        f" CAST(group_concat(embedding, '') AS BLOB) FROM (SELECT embedding FROM {table}"
+        f" WHERE {condition} ORDER BY label)",
+        parameters,
+    ).fetchone()
+    # The length reveals an SQLite that ends a text at its first zero byte.
+    right = number == valid == count and joined is not None and len(joined) == count * size
+    return joined if right else None
+
+
+def among(labels: Labels) -> tuple[str, tuple[int | str, ...]]:
+    """Return an SQL condition that is true for all of `labels`, with its parameters.
+
+    For labels that lie close together it is a range, which is much cheaper. A range may be true for
+    other labels, too.
+
+    Args:
+        labels: int64 [n], in any order. Without labels, no row passes.
+    """
+    if len(labels) and (last := int(labels.max())) - (first := int(labels.min())) < 2 * len(labels):
+        return "label BETWEEN ? AND ?", (first, last)
+    return "label IN (SELECT value FROM json_each(?))", (json.dumps(labels.tolist()),)
+
+
+def live_labels(
+    connection: sqlite3.Connection, table: str, labels: Labels, where: str = "TRUE"
+) -> Labels:
+    """Return the labels for which a table has a row that passes an SQL condition.
+
+    Args:
+        connection: The file.
+        table: Name of the table.
+        labels: int64 [n].
+        where: The condition. It becomes part of the statement: never build it from a caller's text.
+
+    Returns:
+        int64, increasing, each label once.
+    """
+    condition, parameters = among(labels)
+    rows = connection.execute(
+        f"SELECT label FROM {table} WHERE {condition} AND {where}", parameters
+    )
+    return np.intersect1d(label_column(rows), labels)
+
+
+# application_id of the file: "nobf".
+APPLICATION = 0x6E6F6266
+# Format of the tables: PRAGMA user_version of every gallery file. schema.py migrates to it.
+FORMAT = 1
+# A set in the table of migrations. Its names are the versions that created the file or changed its
+# format, the latest last.
+WRITERS = "nobackfill"
+
+
+def format_of(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the format of a file's tables.
+
+    Raises:
+        VerificationError: The file belongs to another program, or has a newer format.
+    """
+    if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+        raise not_a_gallery(path, "a database of another program")
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > FORMAT:
+        raise VerificationError(
+            f"{path}: expected a gallery of format {FORMAT} or older, got format {version}; use "
+            f"{writer_of(_writer(connection))}"
+        )
+    return version
+
+
+def _writer(connection: sqlite3.Connection) -> object:
+    """Return the version that wrote the present format; None if it is not recorded."""
+    query = "SELECT name FROM _sqlite_migrations WHERE migration_set = ? ORDER BY id DESC LIMIT 1"
+    try:
+        row = connection.execute(query, [WRITERS]).fetchone()
+    except sqlite3.DatabaseError:
+        return None
+    return None if row is None else row[0]
+
+
+_COLUMNS = {
+    "items": ["label", "id", "digest", "metadata"],
+    "attributes": ["key", "kind", "value", "label"],
+    "spaces": [
+        "number", "space", "release", "dim", "metric", "unit", "side_space", "side_dim", "state",
+        "activated",
+    ],
+    "state": ["key", "value"],
+    "commits": ["count"],
+}  # fmt: skip
+_VECTORS = re.compile(r"vectors_\d+")
+_VECTOR_COLUMNS = ["label", "origin", "uncertainty", "embedding", "side"]
+# The first push of a device creates this table.
+_OTHERS = frozenset({"vault"})
+
+
+def check_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file that has something else in place of a gallery's tables.
+
+    A view can be endless, a trigger runs at each write, and a generated column computes anything.
+
+    Raises:
+        DamagedError: A trigger, a view, or other columns.
+    """
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    tables = set()
+    for kind, name, statement in rows:
+        if not isinstance(name, str):
+            raise DamagedError(path, "its schema has invalid values")
+        ours = name.casefold()
+        if kind == "trigger":
+            raise DamagedError(path, f"it has a trigger, {name[:64]!r}, and a gallery has none")
+        if not (ours in _COLUMNS or ours in _OTHERS or _VECTORS.fullmatch(ours)):
+            continue
+        if kind != "table" or not str(statement).upper().startswith("CREATE TABLE"):
+            raise DamagedError(path, f"{name[:64]!r} is no table, and a gallery needs it as one")
+        tables.add(ours)
+    for table in sorted(tables | _COLUMNS.keys()):
+        expected = _VECTOR_COLUMNS if _VECTORS.fullmatch(table) else _COLUMNS.get(table)
+        # `hidden` is not 0 for columns that are generated.
+        query = "SELECT name, hidden, type, pk FROM pragma_table_xinfo(?)"
+        columns = connection.execute(query, (table,)).fetchall()
+        if any(hidden for _, hidden, _, _ in columns) or (
+            expected is not None and [name for name, *_ in columns] != expected
+        ):
+            names = ", ".join(str(name)[:64] for name, *_ in columns) or "none"
+            raise DamagedError(path, f"its table {table!r} has other columns: {names}")
+        keyed = expected is not None and expected[0] == "label"
+        if keyed and tuple(columns[0][2:]) != ("INTEGER", 1):
+            raise DamagedError(path, f"its table {table!r} has no number as its key")
+
+
+def not_a_gallery(path: Path, kind: str) -> VerificationError:
+    """Return the error for a file that is no gallery."""
+    return VerificationError(f"{path}: expected a gallery, got {kind}; name the gallery's file")
+
+
+# The index of metadata: table `attributes` has a row for each key of the JSON in `items`.
+# Statements here maintain it, each in the transaction that changes the items: triggers would make
+# every insert of an item five times slower.
+
+# Each key with its value, or with each text of a list, for items that pass `where`.
+_OF_ITEMS = """
+    SELECT a.key,
+           CASE a.type WHEN 'text' THEN 'text' WHEN 'true' THEN 'flag' WHEN 'false' THEN 'flag'
+                       ELSE 'number' END,
+           a.atom, i.label
+    FROM items i, json_each(i.metadata) a
+    WHERE {where} AND i.metadata <> '{{}}' AND a.type <> 'array'
+    UNION ALL
+    SELECT DISTINCT a.key, 'text', e.atom, i.label
+    FROM items i, json_each(i.metadata) a,
+         json_each(CASE a.type WHEN 'array' THEN a.value ELSE '[]' END) e
+    WHERE {where} AND instr(i.metadata, '[')"""
+
+_FORGET = (
+    "DELETE FROM attributes WHERE (key, kind, value, label) IN"
+    f" ({_OF_ITEMS.format(where='i.label = :label')})"
+)
+
+
+def index_metadata(connection: sqlite3.Connection, first: int, last: int) -> None:
+    """Index the items with labels from `first` to `last`."""
+    connection.execute(
+        f"INSERT INTO attributes {_OF_ITEMS.format(where='i.label BETWEEN :first AND :last')}",
+        {"first": first, "last": last},
+    )
+
+
+def unindex_metadata(connection: sqlite3.Connection, labels: Labels) -> None:
+    """Remove items from the index of the metadata, before they are deleted or described again.
+
+    Args:
+        connection: In a transaction.
+        labels: int64 [n]; labels that are not in the index are ignored.
+    """
+    connection.executemany(_FORGET, ({"label": label} for label in labels.tolist()))
+
+
+def set_metadata(connection: sqlite3.Connection, texts: list[tuple[int, str]]) -> None:
+    """Set the metadata of items from JSON texts by label; unchanged texts are not written.
+
+    Each label must exist. The index of the metadata is updated, too.
+    """
+    for label, metadata in texts:
+        row = connection.execute("SELECT metadata FROM items WHERE label = ?", (label,)).fetchone()
+        if row[0] == metadata:
+            continue
+        connection.execute(_FORGET, {"label": label})
+        connection.execute("UPDATE items SET metadata = ? WHERE label = ?", (metadata, label))
+        index_metadata(connection, label, label)
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """An item; `origin` and `uncertainty` are those of its vector in the requested space, if
+    any."""
+
+    label: int
+    id: str
+    digest: str | None
+    metadata: Metadata
+    origin: Origin | None = None
+    uncertainty: float | None = None
+
+
+@dataclass(frozen=True)
+class StoredVectors:
+    """Rows of a space by increasing label.
+
+    Attributes:
+        labels: int64 [n].
+        origins: How each vector was made.
+        uncertainties: None where a row has no uncertainty.
+        embedding: float32 [n, dim].
+        sides: Side-information as bytes; None where a row has none.
+    """
+
+    labels: Labels
+    origins: list[Origin]
+    uncertainties: list[float | None]
+    embedding: Vectors
+    sides: list[bytes | None]
+
+    def groups(self, rows: NDArray[np.intp]) -> Iterator[NDArray[np.intp]]:
+        """Split rows into groups that can be written together.
+
+        The rows of a group have the same origin; all or none have side-information, and all or none
+        an uncertainty.
+
+        Args:
+            rows: int [m], indices into the n rows.
+        """
+        kinds = [
+            (self.origins[row], self.sides[row] is None, self.uncertainties[row] is None)
+            for row in rows.tolist()
+        ]
+        for kind in sorted(set(kinds)):
+            yield rows[[place for place, one in enumerate(kinds) if one == kind]]
+
+    def row(self, row: int) -> tuple[object, ...]:
+        """Return origin, uncertainty, embedding and side-information of a row, for a comparison bit
+        for bit.
+
+        Args:
+            row: Index of the row, from 0.
+        """
+        return (
+            self.origins[row], self.uncertainties[row], self.embedding[row].tobytes(),
+            self.sides[row],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredWindow:
+    """Items by increasing label, and for each requested space the rows of the items that have
+    one."""
+
+    items: list[StoredItem]
+    vectors: list[StoredVectors]
+
+
+def draw_labels(
+    bounds: tuple[int | None, int | None],
+    count: int,
+    following: Callable[[list[int]], Labels],
+    shuffled: Callable[[], Labels],
+) -> Labels:
+    """Draw about `count` labels at random, without reading a whole table.
+
+    Labels after a gap of deleted ones are drawn somewhat more often.
+
+    Args:
+        bounds: The smallest and the largest label; None if there is none.
+        count: The largest number of labels.
+        following: Returns for each number the first label from it on: int64, each label once,
+            increasing.
+        shuffled: Draws `count` labels, int64, by reading all of them; used where gaps would bias
+            the draw.
+
+    Returns:
+        int64, increasing: at least half of `count`, if there are that many.
+    """
+    first, last = bounds
+    if first is None or last is None:
+        return np.empty(0, np.int64)
+    dense, generator = last - first < 2 * count, np.random.default_rng()
+    numbers = np.arange(first, last + 1) if dense else generator.integers(first, last + 1, count)
+    labels = following(numbers.tolist())
+    if not dense and len(labels) < count // 2:
+        # Most numbers fell into one gap, so that a few labels would stand for all.
+        return np.sort(shuffled())
+    return (
+        labels if len(labels) <= count else np.sort(generator.choice(labels, count, replace=False))
+    )
+
+
+_ORIGINS = (None, *get_args(Origin))
+# Rows fetched at a time: their Python objects stay small beside the resulting array.
+FETCH_ROWS = 4096
+
+
+def items_by_label(
+    connection: sqlite3.Connection, labels: Sequence[int] | Labels, space: str | None = None
+) -> list[StoredItem | None]:
+    """Return items in the order of `labels`; None where an item does not exist.
+
+    Args:
+        connection: The file.
+        labels: int64 [n], in any order; a label may repeat.
+        space: Id of the space whose origin and uncertainty the items get; None leaves both None.
+
+    Returns:
+        n items; an item without a vector in the space has origin and uncertainty None.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: A row is invalid.
+    """
+    numbers = [int(label) for label in labels]
+    of_vector, join = "NULL, NULL", ""
+    if space is not None:
+        table = vector_table(find_space(connection, space).number)
+        of_vector, join = "v.origin, v.uncertainty", f"LEFT JOIN {table} v ON v.label = i.label"
+    rows = connection.execute(
+        f"SELECT i.label, i.id, i.digest, i.metadata, {of_vector} FROM items i {join}"
+        " WHERE i.label IN (SELECT value FROM json_each(?))",
+        (json.dumps(numbers),),
+    )
+    by_label = {item.label: item for item in map(item_of, rows)}
+    return [by_label.get(label) for label in numbers]
+
+
+def item_of(row: tuple[Any, ...]) -> StoredItem:
+    """Build an item from a row (label, id, digest, metadata, origin, uncertainty).
+
+    Raises:
+        DamagedError: The row is invalid.
+    """
+    label, item_id, digest, metadata, origin, uncertainty = row
+    fields = _json(metadata, f"item {label}")
+    sound = isinstance(item_id, str) and isinstance(digest, str | None) and origin in _ORIGINS
+    if not (sound and isinstance(fields, dict) and isinstance(uncertainty, float | None)):
+        raise DamagedError("the gallery file", f"item {label} has invalid values")
+    return StoredItem(label, item_id, digest, fields, origin, uncertainty)
+
+
+def _json(text: Any, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedError("the gallery file", f"{what} is no valid JSON") from error
+
+
+def state_value(connection: sqlite3.Connection, key: str) -> Any:
+    """Return a JSON value of the table `state`; None if there is none.
+
+    Raises:
+        DamagedError: The value is no valid JSON.
+    """
+    row = connection.execute("SELECT value FROM state WHERE key = ?", (key,)).fetchone()
+    return _json(row[0], f"state {key}") if row else None
+
+
+def state_values(connection: sqlite3.Connection) -> dict[str, Any]:
+    """Return every JSON value of the table `state`, by key.
+
+    Raises:
+        DamagedError: A value is no valid JSON.
+    """
+    rows = connection.execute("SELECT key, value FROM state").fetchall()
+    return {key: _json(value, f"state {key}") for key, value in rows}
+
+
+def items_page(
+    connection: sqlite3.Connection, start_after: int, limit: int, where: str = "TRUE"
+) -> list[StoredItem]:
+    """Return items that pass an SQL condition, by increasing label.
+
+    Args:
+        connection: The file.
+        start_after: Only items with a larger label.
+        limit: Largest number of items.
+        where: A condition on `i`, the table of items. It becomes part of the statement: never build
+            it from a caller's text.
+
+    Returns:
+        The items, without origin and uncertainty; empty at the end.
+
+    Raises:
+        DamagedError: A row is invalid.
+    """
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, NULL, NULL FROM items i"
+        f" WHERE i.label > ? AND {where} ORDER BY i.label LIMIT ?",
+        (start_after, limit),
+    )
+    return [item_of(row) for row in rows]
+
+
+def least_certain_items(connection: sqlite3.Connection, space: str, limit: int) -> list[StoredItem]:
+    """Return items whose vector in a space has an uncertainty, the largest first, then by label.
+
+    Args:
+        connection: The file.
+        space: Id of the space.
+        limit: Largest number of items.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: A row is invalid.
+    """
+    table = vector_table(find_space(connection, space).number)
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+        f" FROM {table} v JOIN items i ON i.label = v.label WHERE v.uncertainty IS NOT NULL"
+        " ORDER BY v.uncertainty DESC, v.label LIMIT ?",
+        (limit,),
+    )
+    return [item_of(row) for row in rows]
+
+
+def upgraded_items(
+    connection: sqlite3.Connection, space: str, ids: Sequence[str]
+) -> list[StoredItem]:
+    """Return the items of `ids` whose vector in a space was migrated.
+
+    Args:
+        connection: The file.
+        space: Id of the space.
+        ids: Ids of items; ids that do not exist are skipped.
+
+    Returns:
+        Items by falling uncertainty; an unknown uncertainty comes last. Equal ones are by label.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: A row is invalid.
+    """
+    table = vector_table(find_space(connection, space).number)
+    rows = connection.execute(
+        "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+        f" FROM items i JOIN {table} v ON v.label = i.label"
+        " WHERE i.id IN (SELECT value FROM json_each(?)) AND v.origin = 'upgraded'"
+        " ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
+        (json.dumps(list(ids)),),
+    )
+    return [item_of(row) for row in rows]
+
+
+def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
+    """Return the number of items, or of vectors in a space.
+
+    Args:
+        connection: The file.
+        space: Id of the space; None counts items.
+
+    Raises:
+        IncompatibleSpaceError: The gallery does not have the space.
+        DamagedError: A row of the table of spaces is invalid.
+    """
+    table = "items" if space is None else vector_table(find_space(connection, space).number)
+    number: int = connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+    return number
+
+
+def all_vectors(connection: sqlite3.Connection, info: SpaceInfo) -> tuple[Labels, Vectors]:
+    """Return all vectors of a space: labels int64 [n], increasing, and vectors float32 [n, dim].
+
+    Raises:
+        DamagedError: A vector has another length, there are more vectors than items, or the labels
+            are not in order.
+    """
+    # The number of items is an upper bound, and reads far fewer pages than counting vectors.
+    most = count_rows(connection, None)
+    labels = np.empty(most, np.int64)
+    vectors = np.empty((most, info.spec.dim), np.float32)
+    end = 0
+    for some_labels, some in _chunks(connection, info):
+        if end + len(some) > most:
+            raise DamagedError("the gallery file", f"more vectors than its {most} items")
+        labels[end : end + len(some)] = some_labels
+        vectors[end : end + len(some)] = some
+        end += len(some)
+    if (np.diff(labels[:end]) <= 0).any():
+        raise DamagedError("the gallery file", "vectors are not in the order of their labels")
+    return labels[:end], vectors[:end]
+
+
+def _chunks(connection: sqlite3.Connection, info: SpaceInfo) -> Iterator[tuple[Labels, Vectors]]:
+    rows = connection.execute(
+        f"SELECT label, embedding FROM {vector_table(info.number)} ORDER BY label"
+    )
+    while chunk := rows.fetchmany(FETCH_ROWS):
+        labels, blobs = zip(*chunk, strict=True)
+        yield np.array(labels, np.int64), from_blobs(blobs, info.spec.dim)
+
+
+class VectorsOnDisk:
+    """The vectors of a space as an array that is read on access, within one snapshot."""
+
+    def __init__(self, connection: sqlite3.Connection, info: SpaceInfo) -> None:
+        self._connection = connection
+        self._info = info
+        self._table = vector_table(info.number)
+        self.labels = all_labels(connection, self._table)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: Any, /) -> Vectors:
+        labels = self.labels[rows]
+        vectors = np.empty((len(labels), self._info.spec.dim), np.float32)
+        for start in range(0, len(labels), FETCH_ROWS):
+            vectors[start : start + FETCH_ROWS] = self._some(labels[start : start + FETCH_ROWS])
+        return vectors
+
+    def _some(self, requested: Labels) -> Vectors:
+        condition, parameters = among(requested)
+        if (requested[1:] > requested[:-1]).all():
+            joined = joined_blobs(
+                self._connection, self._table, condition, parameters, len(requested),
+                4 * self._info.spec.dim,
+            )  # fmt: skip
+            if joined is not None:
+                return np.frombuffer(joined, "<f4").reshape(len(requested), -1)
+        pairs = self._connection.execute(
+            f"SELECT label, embedding FROM {self._table} WHERE {condition} ORDER BY label",
+            parameters,
+        ).fetchall()
+        labels, blobs = zip(*pairs, strict=True)
+        vectors = from_blobs(blobs, self._info.spec.dim)
+        # A range may contain further labels.
+        places = np.searchsorted(np.array(labels, np.int64), requested)
+        return vectors if np.array_equal(places, np.arange(len(labels))) else vectors[places]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[:], dtype)
+
+
+def vector_of(connection: sqlite3.Connection, label: int, info: SpaceInfo) -> Vectors | None:
+    """Return an item's vector in a space, float32 [1, dim]; None if it has none.
+
+    Raises:
+        DamagedError: The vector has another length.
+    """
+    row = connection.execute(
+        f"SELECT embedding FROM {vector_table(info.number)} WHERE label = ?", (label,)
+    ).fetchone()
+    return from_blobs([row[0]], info.spec.dim) if row else None
+
+
+def random_labels(connection: sqlite3.Connection, info: SpaceInfo, count: int) -> Labels:
+    """Draw labels of a space at random, without reading a whole table.
+
+    Args:
+        connection: The file.
+        info: The space.
+        count: Largest number of labels.
+
+    Returns:
+        int64, increasing: at least half of `count`, if the space has that many vectors. Labels
+        after a gap of deleted ones are drawn somewhat more often.
+    """
+    table = vector_table(info.number)
+
+    def following(numbers: list[int]) -> Labels:
+        return label_column(
+            connection.execute(
+                f"SELECT DISTINCT (SELECT label FROM {table} WHERE label >= drawn.value"
+                " ORDER BY label LIMIT 1) AS label FROM json_each(?) drawn ORDER BY label",
+                (json.dumps(numbers),),
+            )
+        )
+
+    def shuffled() -> Labels:
+        query = f"SELECT label FROM {table} ORDER BY random() LIMIT ?"
+        return label_column(connection.execute(query, (count,)))
+
+    bounds = connection.execute(f"SELECT min(label), max(label) FROM {table}").fetchone()
+    return draw_labels(bounds, count, following, shuffled)
+
+
+def vectors_of(connection: sqlite3.Connection, labels: Labels, info: SpaceInfo) -> Vectors:
+    """Return the vectors of some labels, float32 [n, dim], by increasing label.
+
+    Args:
+        connection: The file.
+        labels: int64 [n], distinct; labels without a vector in the space are skipped.
+        info: The space.
+
+    Raises:
+        DamagedError: A vector has another length.
+    """
+    rows = connection.execute(
+        f"SELECT embedding FROM {vector_table(info.number)}"
+        " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
+        (json.dumps(labels.tolist()),),
+    )
+    return from_blobs([row[0] for row in rows], info.spec.dim)
+
+
+def stored_vectors(
+    connection: sqlite3.Connection, labels: Labels, info: SpaceInfo
+) -> StoredVectors:
+    """Return the rows that a space has for some labels, by increasing label.
+
+    Args:
+        connection: The file.
+        labels: int64 [n], distinct; labels without a vector in the space are skipped.
+        info: The space.
+
+    Raises:
+        DamagedError: A vector has another length.
+    """
+    rows = connection.execute(
+        f"SELECT label, origin, uncertainty, embedding, side FROM {vector_table(info.number)}"
+        " WHERE label IN (SELECT value FROM json_each(?)) ORDER BY label",
+        (json.dumps(labels.tolist()),),
+    ).fetchall()
+    columns = [[row[place] for row in rows] for place in range(5)]
+    return StoredVectors(
+        np.array(columns[0], np.int64), columns[1], columns[2],
+        from_blobs(columns[3], info.spec.dim), columns[4],
+    )  # fmt: skip
+
+
+def set_state_values(connection: sqlite3.Connection, values: Mapping[str, Any]) -> None:
+    """Store JSON values in the table `state`; None removes a value.
+
+    Args:
+        connection: In a transaction.
+        values: Values by key.
+
+    Raises:
+        TypeError: A value cannot be written as JSON.
+        ValueError: A value contains NaN or infinity.
+    """
+    for key, value in values.items():
+        if value is None:
+            connection.execute("DELETE FROM state WHERE key = ?", (key,))
+        else:
+            connection.execute(
+                "INSERT OR REPLACE INTO state (key, value) VALUES (?, ?)",
+                (key, json.dumps(value, ensure_ascii=False, allow_nan=False)),
+            )
+
+
+# Ways to open a gallery file; they are tried without writing.
+# shared: read and write beside other processes, through SQLite's shared memory (-shm). sole: no
+# space for the shared memory, so only one process with one connection. reading: the file or its
+# folder cannot be written.
+
+# SQLite maps 32 KiB beside the gallery before it reads a row. Where blocks are smaller than its
+# pages, a lack of space ends the process by SIGBUS. The rest is for the first pages of the log.
+LEAST_ROOM = 256 << 10
+# How long a writer waits for another process before BusyError, in milliseconds.
+BUSY_TIMEOUT_MS = 5000
+_SUFFIXES = ("-wal", "-shm", ".lock")
+_EFFECTIVE = os.access in os.supports_effective_ids
+
+
+@dataclass(frozen=True)
+class Access:
+    """A way to open a file.
+
+    Attributes:
+        query: Query of the URI for SQLite.
+        sole: Whether one connection has the file to itself.
+        refusal: Why nothing can be written; None if it can.
+        unlocked: Size and time of a file that no lock protects.
+    """
+
+    query: str = ""
+    sole: bool = False
+    refusal: str | None = None
+    unlocked: tuple[int, int] | None = None
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        """Open a connection.
+
+        Raises:
+            sqlite3.Error: It cannot be opened.
+        """
+        connection = sqlite3.connect(
+            f"{path.absolute().as_uri()}?{self.query}", uri=True, isolation_level=None,
+            check_same_thread=False, cached_statements=256,
+        )  # fmt: skip
+        if self.sole:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        return connection
+
+    def check_unchanged(self, path: Path) -> None:
+        """Check that a file without a lock did not change while it was read.
+
+        Raises:
+            BusyError: It changed.
+        """
+        if self.unlocked is not None and self.unlocked != _stamp(path):
+            raise BusyError(f"{path}: its owner changed it while it was read; try again")
+
+    def check_writable(self) -> None:
+        """Check that the file can be written.
+
+        Raises:
+            CannotWriteError: It cannot; the message has the reason.
+        """
+        if self.refusal is not None:
+            raise CannotWriteError(self.refusal)
+
+
+SHARED = Access()
+
+
+def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
+    """Open a connection with the settings of this project: explicit transactions, full durability.
+
+    Args:
+        path: The file; SQLite creates a missing one.
+        access: The way to open it.
+
+    Raises:
+        sqlite3.Error: It cannot be opened.
+    """
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(contextlib.closing(access.connect(path)))
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")
+        # Sorted rows contain ids, which must not end up in files that outlive them.
+        connection.execute("PRAGMA temp_store = MEMORY")
+        undo.pop_all()
+    return connection
+
+
+def accesses(path: Path, exclusive: bool) -> Iterator[Access]:
+    """Yield the ways to open a gallery file, the best first; take the next one if there is no
+    space.
+
+    Args:
+        path: The file.
+        exclusive: No other process has it open.
+
+    Raises:
+        CannotWriteError: It cannot even be read.
+    """
+    refusal = unwritable(path)
+    if refusal is None:
+        if not exclusive or has_room(path.parent):
+            yield SHARED
+        if exclusive:
+            yield Access(sole=True)
+        refusal = f"{path}: cannot be written, the disk is full; free some space"
+    yield reading_access(path, refusal)
+
+
+def reading_access(path: Path, refusal: str) -> Access:
+    """Return a way to read a file without creating another.
+
+    Args:
+        path: The file.
+        refusal: Why it cannot be written.
+
+    Raises:
+        CannotWriteError: It cannot be read, or only after its log was written into it.
+    """
+    if not os.access(path, os.R_OK, effective_ids=_EFFECTIVE):
+        raise CannotWriteError(f"{path}: this user may not read it; run it as its owner")
+    log, shared = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
+    if log.exists() and shared.exists():
+        return Access("mode=ro&readonly_shm=1", refusal=refusal)
+    if log.exists() and log.stat().st_size:
+        raise CannotWriteError(
+            f"{path}: {log.name} holds its last changes, and reading it needs a writable folder; "
+            "copy both files to a folder that you can write to"
+        )
+    return Access("mode=ro&immutable=1", refusal=refusal, unlocked=_stamp(path))
+
+
+def unwritable(path: Path) -> str | None:
+    """Explain why a gallery file, its log or its folder cannot be written; None if they can."""
+    companions = [path.with_name(path.name + end) for end in _SUFFIXES]
+    for name in (path, *(p for p in companions if p.exists()), path.parent):
+        mode = os.W_OK | (os.X_OK if name.is_dir() else os.R_OK)
+        if os.access(name, mode, effective_ids=_EFFECTIVE):
+            continue
+        try:
+            read_only = os.statvfs(name).f_flag & os.ST_RDONLY
+        except FileNotFoundError:
+            # Another process closed the gallery and removed the file.
+            continue
+        if read_only:
+            return (
+                f"{name}: cannot be written, its file system is read-only; copy the gallery "
+                "and what lies beside it to one that is not"
+            )
+        return (
+            f"{name}: cannot be written by this user; run it as its owner, or change its "
+            "permissions"
+        )
+    return None
+
+
+def has_room(folder: Path, least: int = LEAST_ROOM) -> bool:
+    """Tell whether the file system of a folder has at least `least` bytes free for this user."""
+    return room(folder) >= least
+
+
+def room(folder: Path) -> int:
+    """Return the number of bytes that the file system of a folder has free for this user."""
+    status = os.statvfs(folder)
+    return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+# The lock file beside a gallery: shared while the gallery is open, exclusive for a process that
+# must be alone.
+
+
+def lock_path(path: Path) -> Path:
+    """Return the path of a gallery's lock file: the gallery's own path with the suffix .lock."""
+    return path.with_name(path.name + ".lock")
+
+
+def open_lock(path: Path, gallery: Path) -> int:
+    """Open the lock file of a gallery, and create it if this user may write the gallery.
+
+    A lock file of another user would block the gallery's owner.
+
+    Returns:
+        A file descriptor; -1 if there is no lock file and none can be created.
+    """
+    ways = [os.O_RDONLY] if unwritable(gallery) else [os.O_RDWR | os.O_CREAT, os.O_RDONLY]
+    for flags in ways:
+        with contextlib.suppress(OSError):
+            return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    return -1
+
+
+def share(handle: int, path: Path, timeout_s: float) -> bool:
+    """Lock a gallery exclusively if no other process has it open, otherwise in shared mode.
+
+    Args:
+        handle: The lock file.
+        path: The gallery, for the message.
+        timeout_s: How long to wait for an exclusive holder, in seconds.
+
+    Returns:
+        Whether no other process has the gallery open.
+
+    Raises:
+        BusyError: Another process holds it exclusively for longer.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        for kind, exclusive in ((fcntl.LOCK_EX, True), (fcntl.LOCK_SH, False)):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(handle, kind | fcntl.LOCK_NB)
+                return exclusive
+        if time.monotonic() >= deadline:
+            raise BusyError(f"{path}: another process has the gallery to itself; try again")
+        time.sleep(0.02)
+
+
+# A bound on open gallery files: each takes about six file descriptors.
+
+
+class Resident(Protocol):
+    """Something that can be closed for a while, such as FileConnections."""
+
+    recent: bool
+
+    def suspend(self) -> bool:
+        """Close the resident until it is needed; return False if it is in use. Never waits."""
+        ...
+
+
+class Residents:
+    """Keep about `most` residents open, and close those that are unused for longest."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._open: deque[Resident] = deque()
+
+    def register(self, resident: Resident) -> None:
+        """Record that one more is open, and close others.
+
+        Goes round at most twice: one that was used since the last look is skipped once.
+        """
+        with self._lock:
+            self._open.append(resident)
+            for _ in range(2 * len(self._open)):
+                if len(self._open) <= self._most:
+                    return
+                oldest = self._open.popleft()
+                if oldest.recent or not oldest.suspend():
+                    oldest.recent = False
+                    self._open.append(oldest)
+
+
+# How long closing waits for running statements, in seconds.
+_CLOSE_S = 60.0
+# Errors of SQLite if the shared memory or the log cannot be created.
+_NO_ROOM = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
+
+
+class _NoRoomError(Exception):
+    """SQLite could not create its files beside the gallery."""
+
+
+class FileConnections:
+    """Every connection of this process to one gallery file.
+
+    No connection is closed while a thread uses it: SQLite would read freed memory. After `suspend`,
+    they are opened again on demand.
+
+    Attributes:
+        path: The file.
+        recent: Set whenever a connection is used.
+    """
+
+    def __init__(self, path: Path, residents: Residents | None = None) -> None:
+        """Open the file's connections; after an unclean end, check its pages first.
+
+        Args:
+            path: The file.
+            residents: May close the connections while no thread uses them; None keeps them open.
+
+        Raises:
+            NotFoundError: No such file.
+            VerificationError: The file is damaged, no gallery, or has a newer format.
+            BusyError: Another process has it for itself.
+            CannotWriteError: It cannot even be read, or has no room for SQLite's files.
+        """
+        if not path.is_file():
+            raise NotFoundError(f"{path}: no gallery there; create or initialise one first")
+        self.path = path
+        self._writing = threading.RLock()
+        self._users = threading.Condition()
+        self._using = 0
+        self._closed = False
+        self.recent = True
+        self._residents = residents
+        self._idle: deque[sqlite3.Connection] = deque()
+        self._all: list[sqlite3.Connection] = []
+        self._writer: sqlite3.Connection | None = None
+        self._lock = -1
+        self._access = SHARED
+        with self.using():
+            pass
+
+    def _open(self) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._shut)
+            self._lock = open_lock(lock_path(self.path), self.path)
+            exclusive = self._lock >= 0 and share(self._lock, self.path, BUSY_TIMEOUT_MS / 1000)
+            wal = self.path.with_name(self.path.name + "-wal")
+            unclean = exclusive and wal.exists() and wal.stat().st_size > 0
+            for access in accesses(self.path, exclusive):
+                self._access = access
+                try:
+                    self._writer = self._open_writer(unclean)
+                    break
+                except _NoRoomError:
+                    while self._all:
+                        self._all.pop().close()
+            else:
+                raise CannotWriteError(f"{self.path}: cannot be opened; free some space")
+            # A sole process locks others out: they would need the shared memory.
+            if self._lock >= 0 and not self._access.sole:
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+            undo.pop_all()
+
+    def _open_writer(self, unclean: bool) -> sqlite3.Connection:
+        try:
+            connection = self._connect()
+            if unclean:
+                check_pages(connection, self.path)
+            version = format_of(connection, self.path)
+            if version < FORMAT:
+                self._access.check_writable()
+                migrate(connection)
+            check_tables(connection, self.path)
+        except sqlite3.DatabaseError as error:
+            code = getattr(error, "sqlite_errorcode", 0)
+            if code & 0xFF in _NO_ROOM and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+                raise _NoRoomError from error
+            if code == sqlite3.SQLITE_NOTADB:
+                raise not_a_gallery(self.path, "a file of another kind") from error
+            translation = refusal(self.path, error)
+            if translation is None:
+                raise
+            raise translation from error
+        return connection
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = connect(self.path, self._access)
+        self._all.append(connection)
+        return connection
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep the connections open during the block; open and check them if they are closed.
+
+        Raises:
+            NotFoundError: They were closed for good.
+            VerificationError: The file is damaged, or an SQLite error in the block says so.
+            BusyError: Another process has the file for itself, or holds the lock.
+            CannotWriteError: The file cannot be opened, or the disk fails during the block.
+        """
+        with self._users:
+            if self._closed:
+                raise NotFoundError(f"{self.path}: the gallery was closed or deleted")
+            opens = self._writer is None
+            if opens:
+                self._open()
+            self._using += 1
+        self.recent = True
+        try:
+            if opens and self._residents is not None:
+                self._residents.register(self)
+            yield
+        except sqlite3.DatabaseError as error:
+            translation = refusal(self.path, error)
+            if translation is None:
+                raise
+            raise translation from error
+        finally:
+            with self._users:
+                self._using -= 1
+                self._users.notify_all()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Run the block in a transaction of the writer.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The file cannot be written.
+            NotFoundError: The connections were closed for good.
+            VerificationError: The file is damaged.
+        """
+        with self.writer() as writer:
+            self._access.check_writable()
+            with durable.transaction(writer) as connection:
+                yield connection
+
+    @contextlib.contextmanager
+    def writer(self) -> Iterator[sqlite3.Connection]:
+        """Provide the connection that writes, without a transaction; other threads wait for it.
+
+        Raises:
+            NotFoundError: The connections were closed for good.
+            VerificationError: The file is damaged.
+            BusyError: Another process has the file for itself, or holds the lock.
+            CannotWriteError: The file cannot be opened, or the disk fails during the block.
+        """
+        with self.using(), self._writing:
+            assert self._writer is not None, "open while it is used"
+            yield self._writer
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """Provide a connection that reads one snapshot.
+
+        Raises:
+            BusyError: Another process has the file for itself, or its owner changed it while it was
+                read without a lock.
+            CannotWriteError: The file cannot be read.
+            VerificationError: The file is damaged.
+            NotFoundError: The connections were closed for good.
+        """
+        with self.using():
+            if self._access.sole:
+                # A sole process has no other connection.
+                with self.writer() as connection, _snapshot(connection):
+                    yield connection
+                return
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect()
+                connection.execute("PRAGMA query_only = ON")
+            try:
+                with _snapshot(connection):
+                    yield connection
+                self._access.check_unchanged(self.path)
+            finally:
+                self._idle.append(connection)
+
+    def scrub(self) -> bool:
+        """Move the write-ahead log into the file, so that no deleted byte stays in it.
+
+        Returns:
+            False if a reader prevents it.
+
+        Raises:
+            CannotWriteError: The file cannot be written.
+            NotFoundError: The connections were closed for good.
+            VerificationError: The file is damaged.
+            BusyError: Another process has the file for itself.
+        """
+        with self.writer() as writer:
+            self._access.check_writable()
+            writer.execute("PRAGMA busy_timeout = 0")
+            try:
+                busy = writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+            except sqlite3.OperationalError:
+                return False
+            finally:
+                writer.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        return not busy
+
+    def compact(self, pages: int) -> None:
+        """Return free pages to the file system.
+
+        Args:
+            pages: Pages that one transaction returns; other writers may commit between two.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The file cannot be written.
+            NotFoundError: The connections were closed for good.
+            VerificationError: The file is damaged.
+        """
+        with self.writer() as writer, translate_sqlite_errors(self.path):
+            self._access.check_writable()
+            free = writer.execute("PRAGMA freelist_count").fetchone()[0]
+            for _ in range(0, free, pages):
+                # executescript runs the statement to its end; execute would free only one page.
+                writer.executescript(f"PRAGMA incremental_vacuum({pages})")
+            writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        """Close all connections for good, once no thread uses one. The last process to close leaves
+        no log.
+
+        Raises:
+            BusyError: A thread still uses a connection after 60 seconds; the connections stay open.
+        """
+        with self._users:
+            if not self._users.wait_for(lambda: not self._using, _CLOSE_S):
+                raise BusyError(f"{self.path}: still in use after {_CLOSE_S:.0f} s")
+            self._closed = True
+            self._shut()
+
+    def suspend(self) -> bool:
+        """Close the connections until one is needed. Never waits.
+
+        Returns:
+            False if a thread uses one; they stay open.
+        """
+        if not self._users.acquire(blocking=False):
+            return False
+        try:
+            if not self._using:
+                self._shut()
+            return not self._using
+        finally:
+            self._users.release()
+
+    def _shut(self) -> None:
+        self._idle.clear()
+        self._writer = None
+        while self._all:
+            self._all.pop().close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def check_pages(connection: sqlite3.Connection, path: Path) -> None:
+    """Read every page of a file, which takes as long as reading the file.
+
+    Raises:
+        DamagedError: A page is damaged.
+    """
+    verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if verdict != "ok":
+        raise DamagedError(path, verdict.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def _snapshot(connection: sqlite3.Connection) -> Iterator[None]:
+    if connection.in_transaction:
+        # The thread that holds the sole connection asks for it again.
+        yield
+        return
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
+# Bulk writes are twice as fast as with SQLite's pages of 4 KiB, of which a vector leaves much
+# empty.
+PAGE_BYTES = 16384
+
+
+def create_file(path: Path, spec: SpaceSpec) -> None:
+    """Create an empty gallery file; it appears in its place as the last step.
+
+    Raises:
+        AlreadyExistsError: The file exists, or a log of an earlier gallery lies beside it.
+        CannotWriteError: The file cannot be written.
+        BusyError: Another process creates it.
+    """
+    durable.make_dir(path.parent, mode=0o700)
+    with durable.lock(lock_path(path)):
+        if path.exists():
+            raise AlreadyExistsError(f"{path}: exists already; choose another name or open it")
+        refuse_leftovers(path)
+        for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
+            durable.remove_tree(stale)
+        temporary = path.parent / f"{durable.TEMPORARY}{path.name}-{uuid.uuid4().hex}"
+        try:
+            make_empty(temporary, spec)
+            durable.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def refuse_leftovers(path: Path) -> None:
+    """Refuse a path beside which the log of a missing gallery lies.
+
+    SQLite would write that gallery's last changes into the new file.
+
+    Raises:
+        AlreadyExistsError: There is such a log.
+    """
+    for end in ("-wal", "-journal"):
+        log = path.with_name(path.name + end)
+        if log.exists() and log.stat().st_size:
+            raise AlreadyExistsError(
+                f"{log}: holds the last changes of a gallery named {path.name}; move it back "
+                "beside that gallery, remove it, or choose another name"
+            )
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Migrate a file to FORMAT, and record the version of this program.
+
+    Raises:
+        sqlite3.DatabaseError: The migrations end in another format.
+    """
+    # Imported here: the import takes a large part of the time of a search on a device.
+    from importlib.metadata import version
+
+    from nobackfill.gallery.schema import create_tables
+
+    create_tables(connection)
+    # In the table of the steps, where older versions ignore it.
+    connection.execute(
+        "INSERT OR REPLACE INTO _sqlite_migrations (migration_set, name, applied_at) "
+        "VALUES (?, ?, datetime())",
+        [WRITERS, version("nobackfill")],
+    )
+    result = connection.execute("PRAGMA user_version").fetchone()[0]
+    if result != FORMAT:
+        raise sqlite3.DatabaseError(f"the migrations lead to format {result}, expected {FORMAT}")
+
+
+def make_empty(path: Path, spec: SpaceSpec | None) -> None:
+    """Create a gallery file in place; after an error, its parts stay.
+
+    Args:
+        path: The file.
+        spec: Its active space; None for no space yet.
+
+    Raises:
+        CannotWriteError: The file cannot be written.
+    """
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise CannotWriteError(f"{path.parent}: cannot write there ({error.strerror})") from error
+    if not has_room(path.parent):
+        raise CannotWriteError(f"{path.parent}: no room for a gallery; free some space")
+    with translate_sqlite_errors(path), contextlib.closing(connect(path)) as connection:
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        # So that free pages can be returned a few at a time; VACUUM would copy the file.
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if mode != "wal":
+            raise CannotWriteError(f"{path}: no write-ahead log possible here; use a local disk")
+        connection.execute(f"PRAGMA application_id = {APPLICATION}")
+        migrate(connection)
+        if spec is not None:
+            with durable.transaction(connection):
+                add_space(connection, spec, "active")
