@@ -55,7 +55,7 @@ ALLOWED = {
     "core": (0, 0),
     "serving": (0, 0),
     "adopt": (3, 27),
-    "server": (38, 16),
+    "server": (34, 11),
     "client": (0, 0),
     "plugins": (0, 0),
     "training": (25, 2),
