@@ -91,33 +91,34 @@ def test_one_command_migrates_the_table_and_goes_back(postgres: Server, tmp_path
         assert "400 written, 400 carried and checked" in said and "removed" in said
 
 
-def test_readme_leads_from_the_table_to_a_flipped_column(postgres: Server, tmp_path: Path) -> None:
+def test_readme_shows_the_command_of_the_guide() -> None:
+    (shown,) = [text for _, text in blocks(section(README, "Try it on a pgvector table"), "sh")]
+    guide = blocks(PAGE, "bash")[0][1].replace("\\\n", " ").split()
+    words = re.sub(r"\s#.*$", "", shown, flags=re.MULTILINE).split()
+    assert set(words) <= set(guide) and "migrate" in words
+    others = re.findall(r"`(nobackfill migrate [a-z]+)`", README)
+    assert others and all(command in PAGE for command in others)
+
+
+def test_the_printed_statements_flip_the_column(postgres: Server, tmp_path: Path) -> None:
     bodies, old = stranger(tmp_path, 400)
     write_queries(bodies, tmp_path)
-    (block,) = lines_of_readme()
+    inspect, sample, fit, carry, *_ = (content for _, content in blocks(PAGE, "sh"))
     with postgres.connected() as (address, connection):
         fill(connection, bodies, old)
-        typed, count = re.subn(r"^SOURCE='[^']*'", f"SOURCE='{address}#documents'", block)
-        assert count == 1
-        said = run_script(typed, tmp_path, {}, 240)
-        (way,) = re.findall(r"^verdict: ([a-z-]+):", said, re.MULTILINE)
-        assert "400 written, 400 carried and checked" in said
-        assert load_map(tmp_path / "map.npz").facts["verdict"] == way
-        assert ("the verdict of map.npz was" in said) == (way != "map")
-        # Taken back, and written again, as the page says.
-        (back,) = re.findall(r"`(nobackfill carry [^`]* --rollback)`", README)
-        carry = next(line for line in typed.splitlines() if " carry " in line)
         given = {"SOURCE": f"{address}#documents"}
-        assert "removed" in run_script(back, tmp_path, given, 60)
-        flip(connection, run_script(carry, tmp_path, given, 60))
+        steps = re.sub(r"^export SOURCE=.*$", "", inspect + sample + fit, flags=re.MULTILINE)
+        said = run_script(steps, tmp_path, given, 240)
+        (way,) = re.findall(r"^verdict: ([a-z-]+):", said, re.MULTILINE)
+        assert load_map(tmp_path / "map.npz").facts["verdict"] == way
+        printed = run_script(carry, tmp_path, given, 60)
+        assert "400 written, 400 carried and checked" in printed
+        assert ("the verdict of map.npz was" in printed) == (way != "map")
+        flip(connection, printed)
         flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
         found = np.array([json.loads(vector) for (vector,) in flipped], np.float32)
         mapping = load_map(tmp_path / "map.npz")
         np.testing.assert_allclose(found, mapping(old.astype(np.float32)), atol=1e-5)
-
-
-def lines_of_readme() -> list[str]:
-    return [content for _, content in blocks(section(README, "Try it on a pgvector table"), "sh")]
 
 
 def stranger(folder: Path, count: int) -> tuple[list[str], NDArray[np.float64]]:
