@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nobackfill.metrics.classes import by_class, in_range, worst_class
+from nobackfill.metrics.classes import by_class, worst_class
 from nobackfill.metrics.compatibility import (
     degradation,
     gap_closed,
@@ -98,6 +98,5 @@ def test_classes_worst_and_ranges() -> None:
     labels = [0, 0, 1, 1, 2]
     assert by_class(values, labels) == {0: 0.5, 1: 0.5, 2: 0.75}
     assert worst_class(np.array([1.0, 0.2]), [4, 9]) == (9, 0.2)
-    assert in_range(values, labels, 1, 3) == pytest.approx(0.625)
     with pytest.raises(ValueError, match="a label for each query"):
         by_class(values, [0, 1])

@@ -100,10 +100,11 @@ def select_ids(store: Editing, ids: Sequence[str]) -> Selection:
 
 
 def select_matches(filtering: Filtering, condition: Filter) -> Selection:
-    """Select the items that pass a filter now.
+    """Select the items that pass a filter now; a change to them later is checked against it again.
 
     Raises:
-        InvalidInputError: `filters.check` refuses the filter.
+        InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
+            more than 64 bits.
     """
     return Selection(filtering.passing(condition).labels(), condition)
 

@@ -620,7 +620,8 @@ class FilterEngine:
         """Return the items that pass now, including every change acknowledged before the call.
 
         Raises:
-            InvalidInputError: `filters.check` refuses the filter.
+            InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer
+                of more than 64 bits.
             VerificationError: The gallery's file is damaged.
             NotFoundError: The gallery was closed.
         """
@@ -712,7 +713,8 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
     """Return the labels of the items that pass a filter, int64, increasing; for a single use.
 
     Raises:
-        InvalidInputError: `filters.check` refuses the filter.
+        InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
+            more than 64 bits.
         VerificationError: The gallery's file is damaged.
         NotFoundError: The gallery was closed.
     """

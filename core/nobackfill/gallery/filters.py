@@ -199,7 +199,8 @@ class Filtering(Protocol):
         """Return the items that pass now.
 
         Raises:
-            InvalidInputError: `filters.check` refuses the filter.
+            InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer
+                of more than 64 bits.
         """
         ...
 

@@ -35,7 +35,8 @@ class Searcher(Protocol):
             ef: Minimum number of candidates; index.EVERY for an exact search.
 
         Raises:
-            InvalidInputError: Queries that are not finite, or a filter that filters.check refuses.
+            InvalidInputError: Queries of another shape or not finite, or a filter with too many
+                tests, values or levels.
         """
         ...
 
@@ -200,14 +201,11 @@ class GalleryStore(Carrying, Editing, Protocol):
         """Store small JSON values in one transaction; None removes a value."""
         ...
 
-    def left_behind_items(
-        self, space: str, start_after: int = 0, limit: int = 1000
-    ) -> list[StoredItem]:
-        """Return a page of the items without a vector in a space, by increasing label.
+    def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
+        """Return the first items without a vector in a space, by increasing label.
 
         Args:
             space: The space.
-            start_after: The last label of the previous page; 0 for the first page.
             limit: Largest number of items.
 
         Raises:
@@ -260,20 +258,45 @@ class GalleryStore(Carrying, Editing, Protocol):
         ...
 
     def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
-        """Return those of `ids` whose vector in a space was migrated, by falling uncertainty.
+        """Return the items of `ids` whose vector in a space was migrated.
 
-        Items of unknown uncertainty come last.
+        Args:
+            space: Id of the space.
+            ids: Ids of items; ids that do not exist are skipped.
+
+        Returns:
+            Items by falling uncertainty; an unknown uncertainty comes last.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
         """
         ...
 
     def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
         """Draw about `count` items that have a vector in both spaces, at random.
 
+        Args:
+            space: Id of the first space.
+            other: Id of the second space.
+            count: Largest number of items.
+
         Returns:
-            Labels [n], increasing, and their vectors [n, dim] in each space.
+            Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space.
+
+        Raises:
+            IncompatibleSpaceError: The gallery lacks a space.
         """
         ...
 
     def estimate(self, runner: Runner, target: SpaceSpec) -> Estimate:
-        """Estimate the cost of an upgrade from the active space on a few items; change nothing."""
+        """Estimate the cost of an upgrade from the active space on a few items; change nothing in
+        the gallery.
+
+        Args:
+            runner: The transform.
+            target: The space to write; it need not exist.
+
+        Raises:
+            InvalidInputError: The runner's output is invalid.
+        """
         ...

@@ -87,7 +87,7 @@ class SpaceInfo:
 
 
 def space_of(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
-    """Return one of a gallery's spaces by its id.
+    """Return one of a gallery's spaces by its id; the error lists the others.
 
     Raises:
         IncompatibleSpaceError: The gallery does not have it.

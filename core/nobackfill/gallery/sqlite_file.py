@@ -601,56 +601,6 @@ def items_page(
     return [item_of(row) for row in rows]
 
 
-def least_certain_items(connection: sqlite3.Connection, space: str, limit: int) -> list[StoredItem]:
-    """Return items whose vector in a space has an uncertainty, the largest first, then by label.
-
-    Args:
-        connection: The file.
-        space: Id of the space.
-        limit: Largest number of items.
-
-    Raises:
-        IncompatibleSpaceError: The gallery does not have the space.
-        DamagedError: A row is invalid.
-    """
-    table = vector_table(find_space(connection, space).number)
-    rows = connection.execute(
-        "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
-        f" FROM {table} v JOIN items i ON i.label = v.label WHERE v.uncertainty IS NOT NULL"
-        " ORDER BY v.uncertainty DESC, v.label LIMIT ?",
-        (limit,),
-    )
-    return [item_of(row) for row in rows]
-
-
-def upgraded_items(
-    connection: sqlite3.Connection, space: str, ids: Sequence[str]
-) -> list[StoredItem]:
-    """Return the items of `ids` whose vector in a space was migrated.
-
-    Args:
-        connection: The file.
-        space: Id of the space.
-        ids: Ids of items; ids that do not exist are skipped.
-
-    Returns:
-        Items by falling uncertainty; an unknown uncertainty comes last. Equal ones are by label.
-
-    Raises:
-        IncompatibleSpaceError: The gallery does not have the space.
-        DamagedError: A row is invalid.
-    """
-    table = vector_table(find_space(connection, space).number)
-    rows = connection.execute(
-        "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
-        f" FROM items i JOIN {table} v ON v.label = i.label"
-        " WHERE i.id IN (SELECT value FROM json_each(?)) AND v.origin = 'upgraded'"
-        " ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
-        (json.dumps(list(ids)),),
-    )
-    return [item_of(row) for row in rows]
-
-
 def count_rows(connection: sqlite3.Connection, space: str | None) -> int:
     """Return the number of items, or of vectors in a space.
 

@@ -106,12 +106,10 @@ class SqliteGallery(Store):
 
         return staging.left_behind(self, space)
 
-    def left_behind_items(
-        self, space: str, start_after: int = 0, limit: int = 1000
-    ) -> list[StoredItem]:
+    def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
         from nobackfill.gallery import staging
 
-        return staging.left_behind_items(self, space, start_after, limit)
+        return staging.left_behind_items(self, space, limit)
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None

@@ -6,6 +6,7 @@ cost of an upgrade, and how many neighbours it preserves.
 """
 
 import dataclasses
+import json
 import sqlite3
 import tempfile
 import time
@@ -42,14 +43,13 @@ from nobackfill.gallery.sqlite_file import (
     count_rows,
     find_space,
     from_blobs,
+    item_of,
     items_page,
     label_column,
-    least_certain_items,
     live_labels,
     random_labels,
     read_spaces,
     set_state_values,
-    upgraded_items,
     vector_table,
     vectors_of,
 )
@@ -513,15 +513,12 @@ def _left_behind(connection: sqlite3.Connection, info: SpaceInfo) -> int:
     return count_rows(connection, None) - count_rows(connection, info.spec.space)
 
 
-def left_behind_items(
-    store: Store, space: str, start_after: int = 0, limit: int = 1000
-) -> list[StoredItem]:
-    """Return a page of the items without a vector in a space, by increasing label.
+def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[StoredItem]:
+    """Return the first items without a vector in a space, by increasing label.
 
     Args:
         store: The gallery.
         space: Id of the space.
-        start_after: The last label of the previous page; 0 for the first page.
         limit: Largest number of items.
 
     Raises:
@@ -532,7 +529,7 @@ def left_behind_items(
     with store.reading() as connection:
         table = vector_table(find_space(connection, space).number)
         lacking = f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.label = i.label)"
-        return items_page(connection, start_after, limit, lacking)
+        return items_page(connection, 0, limit, lacking)
 
 
 def flip(
@@ -682,7 +679,14 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
-        return least_certain_items(connection, space, limit)
+        table = vector_table(find_space(connection, space).number)
+        rows = connection.execute(
+            "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+            f" FROM {table} v JOIN items i ON i.label = v.label WHERE v.uncertainty IS NOT NULL"
+            " ORDER BY v.uncertainty DESC, v.label LIMIT ?",
+            (limit,),
+        )
+        return [item_of(row) for row in rows]
 
 
 def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
@@ -702,7 +706,15 @@ def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
-        return upgraded_items(connection, space, ids)
+        table = vector_table(find_space(connection, space).number)
+        rows = connection.execute(
+            "SELECT i.label, i.id, i.digest, i.metadata, v.origin, v.uncertainty"
+            f" FROM items i JOIN {table} v ON v.label = i.label"
+            " WHERE i.id IN (SELECT value FROM json_each(?)) AND v.origin = 'upgraded'"
+            " ORDER BY v.uncertainty IS NULL, v.uncertainty DESC, v.label",
+            (json.dumps(list(ids)),),
+        )
+        return [item_of(row) for row in rows]
 
 
 def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
@@ -746,11 +758,11 @@ class Remaining:
         self._passes = side_passes(self.source.spec, target, needs_side=needs_side)
 
     def chunks(self, order: Order, size: int) -> Iterator[tuple[Labels, Vectors, Vectors | None]]:
-        """Yield labels, embeddings and side-information in chunks of `size` items, until none is
-        left.
+        """Yield labels int64 [n], embeddings float32 [n, dim] and side-information float32 [n,
+        side_dim] or None, in chunks of at most `size` items, until none is left.
 
-        All or none of a chunk have side-information. Items stored meanwhile have larger labels and
-        come at the end.
+        All or none of a chunk have side-information. Items that are stored during the iteration
+        have larger labels and come at the end.
 
         Raises:
             VerificationError: The file is damaged.

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-from nobackfill.metrics.retrieval import PerQuery, mean
+from nobackfill.metrics.retrieval import PerQuery
 
 
 def by_class(per_query: PerQuery, labels: ArrayLike) -> dict[int, float]:
@@ -39,22 +39,6 @@ def worst_class(per_query: PerQuery, labels: ArrayLike) -> tuple[int, float]:
         raise ValueError("no query has a relevant item in the gallery")
     label = min(values, key=values.__getitem__)
     return label, values[label]
-
-
-def in_range(per_query: PerQuery, labels: ArrayLike, first: int, end: int) -> float:
-    """Return the mean over the queries whose class is first <= class < end.
-
-    Args:
-        per_query: A figure of each query, [q].
-        labels: Class of each query, [q].
-        first: The first class.
-        end: The first class after the range.
-
-    Raises:
-        ValueError: The lengths differ, or no such query is answerable.
-    """
-    labels = _check_labels(per_query, labels)
-    return mean(per_query[(labels >= first) & (labels < end)])
 
 
 def _check_labels(per_query: PerQuery, labels: ArrayLike) -> np.ndarray:

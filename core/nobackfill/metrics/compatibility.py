@@ -13,8 +13,10 @@ from nobackfill.metrics.retrieval import PerQuery
 
 
 def is_compatible(new_old: float, old_old: float) -> bool:
-    """Test the empirical criterion M(new, old) > M(old, old): BCT Eq. 2, UniBCT Eq. 1, DMU Eq.
-    5."""
+    """Test the empirical criterion M(new, old) > M(old, old): BCT Eq. 2, UniBCT Eq. 1, DMU Eq. 5.
+
+    M is any figure of quality of which more is better; equal figures do not pass, and NaN does not.
+    """
     return new_old > old_old
 
 

@@ -161,8 +161,7 @@ def of_class(queries: Listing, gallery: Listing) -> Relevance:
 
 
 def same_class(queries: Listing, gallery: Listing) -> tuple[Relevance, int]:
-    """Make items with the query's class name relevant, and ignore copies of the query's own
-    picture.
+    """Make items with the query's class name relevant; ignore copies of the query's own picture.
 
     Copies are recognised by their content.
 

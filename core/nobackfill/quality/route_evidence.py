@@ -444,7 +444,15 @@ def backfill_curves(
 
 
 def served_line(cell: CellName, queries: Embedded) -> Line:
-    """Return the line by which a release ranks the cell's migrated vectors among native ones."""
+    """Return the line by which a release ranks the cell's migrated vectors among native ones.
+
+    Args:
+        cell: The cell.
+        queries: The queries, which know the releases' manifests.
+
+    Returns:
+        AS_THEY_ARE if the cell has no migrated vectors, or its release declares no line.
+    """
     if len(cell.gallery) == 1 or not isinstance(queries, Published):
         return AS_THEY_ARE
     manifest = queries.manifest(cell.query)

@@ -228,7 +228,7 @@ def matrix_of_evidence(old: Manifest, new: Manifest, route: tuple[int, ...]) -> 
 
 
 def basis_of_evidence(new: Manifest, route: tuple[int, ...]) -> str:
-    """Describe in a sentence how the manifest's matrix was measured; empty without evidence."""
+    """Describe in sentences how a manifest's matrix was measured; empty without evidence."""
     if not new.evidence:
         return ""
     cell = new.evidence[0]

@@ -452,7 +452,7 @@ class GalleryCalls(Connection):
         return self._retry(attempt, each=self.seconds)
 
     def get(self, gallery: str, id: str) -> Item:
-        """Return an item.
+        """Return an item of a gallery by its id.
 
         Raises:
             NotFoundError: No such gallery or item.

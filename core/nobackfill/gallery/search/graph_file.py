@@ -35,7 +35,6 @@ else:
 
 MAGIC = b"nobfidx1"
 _FIXED = struct.Struct("<8s32sI")
-_MAX_HEADER = 1 << 20
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -238,7 +238,8 @@ def pair_distances(metric: Metric, queries: Vectors, candidates: Vectors) -> Vec
 
 
 def to_one(metric: Metric, query: Vectors, vectors: Vectors) -> Vectors:
-    """Compute distances float32 [n] from one query [1, dim] to stored vectors [n, dim]."""
+    """Compute distances float32 [n] from one query float32 [1, dim] to vectors float32 [n, dim],
+    neither of them prepared."""
     distances: Vectors = pair_distances(
         metric, prepare(metric, query), prepare(metric, vectors)[None]
     )[0]

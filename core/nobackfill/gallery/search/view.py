@@ -89,7 +89,12 @@ class CompiledSearch:
     """A compiled search of one snapshot."""
 
     def __init__(self, index: GraphIndex, snapshot: "_native.Snapshot") -> None:
-        """Wrap a compiled snapshot that reads the graph of `index`."""
+        """Wrap a compiled snapshot.
+
+        Args:
+            index: The large index.
+            snapshot: A compiled snapshot that reads the graph of `index`.
+        """
         self._index = index
         self._snapshot = snapshot
         # The graph's ef does not change during searches.
@@ -183,11 +188,21 @@ class CompiledSearch:
         curves: "Curves",
         end: bytes,
     ) -> Callable[[list[bytes]], list[bytes | None]]:
-        """Return a function from SearchRequests to what `answers` returns, in one call.
+        """Return a function that answers a batch of encoded SearchRequests in one call, as
+        `answers` does.
 
-        It answers requests by one embedding in `space` of `gallery` for at most `most_k` hits (0
-        means `usual_k`), if `answers` was called with as many before. It returns None for all
-        others.
+        It answers requests by one embedding, once `answers` was called with as many hits before.
+        For all others it returns None.
+
+        Args:
+            gallery: The requests' gallery.
+            space: The requests' space.
+            usual_k: Number of hits of a request that asks for 0.
+            most_k: Largest number of hits.
+            exact: Whether distances are exact.
+            items: Encoded items by label.
+            curves: The calibrations.
+            end: Bytes after the hits.
         """
         return _native.Route(
             self._snapshot, gallery, space, usual_k, most_k, exact, self._candidates_by_k, items,
@@ -449,7 +464,8 @@ def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot 
 
 
 def changed(snapshot: Snapshot, change: Change) -> Snapshot:
-    """Return the snapshot after a commit; a replaced vector is found in the delta from then on."""
+    """Return a snapshot's successor after a commit; a replaced vector is found in the delta from
+    then on."""
     snapshot = snapshot.remove(change.deleted)
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))
     if labels is None or vectors is None or not len(labels):

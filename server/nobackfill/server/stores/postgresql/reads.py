@@ -300,13 +300,11 @@ class Reads:
             lambda connection: left_behind(connection, self.schema, info.number)
         )
 
-    def left_behind_items(
-        self, space: str, start_after: int = 0, limit: int = 1000
-    ) -> list[StoredItem]:
+    def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
         number = self.space(space).number
 
         def work(connection: Connection) -> list[StoredItem]:
-            last = max(start_after, frontier(connection, self.schema, number))
+            last = frontier(connection, self.schema, number)
             table = table_of(self.schema, number)
             there = f"SELECT 1 FROM {table} v WHERE v.label = i.label AND v.label > %s"
             where = f"i.label > %s AND NOT EXISTS ({there})"
