@@ -26,12 +26,22 @@ FLAGS = (
 
 
 def target() -> Path:
-    """Where the module of this Python lies."""
+    """Return the path of the compiled module for this Python."""
     return FOLDER / f"_native{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def compile_to(path: Path, *flags: str) -> None:
-    """Raises OSError without a compiler, CalledProcessError when it refuses."""
+    """Compile the module.
+
+    Args:
+        path: The file to write; it is replaced once the compiler has finished.
+        flags: Further flags of the compiler, which $CXX names (by default c++).
+
+    Raises:
+        OSError: There is no compiler.
+        ImportError: pybind11 is not installed.
+        subprocess.CalledProcessError: The compiler refuses the sources.
+    """
     # Only here: whoever has no compiler needs no pybind11.
     import pybind11
 
@@ -53,9 +63,17 @@ def _is_fresh(path: Path) -> bool:
 
 
 class NativeBuild(BuildHookInterface):  # type: ignore[type-arg]
-    """For editable installs, which load the module from the checkout, and for wheels."""
+    """Build the module for editable installs, which load it from the checkout, and for wheels."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the module unless it is newer than its sources, and add it to a wheel.
+
+        Without a compiler the wheel has no module, and a line on stderr says so.
+
+        Args:
+            version: Kind of the build: editable or standard.
+            build_data: Changed in place: the files and the tag of the wheel.
+        """
         path = target()
         if not _is_fresh(path):
             try:

@@ -58,7 +58,11 @@ class Listing:
         return Listing(self.root, self.class_names, paths, self.labels[rows])
 
     def class_of(self, row: int) -> str:
-        """Return the name of the class of an image."""
+        """Return the name of the class of an image.
+
+        Args:
+            row: Index of the image, from 0.
+        """
         return self.class_names[int(self.labels[row])]
 
 

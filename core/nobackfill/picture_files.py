@@ -8,12 +8,12 @@ _CLUTTER = frozenset({"@eaDir", "__MACOSX"})
 
 
 def is_picture(name: str) -> bool:
-    """Check whether a file name has the suffix of a picture that we read."""
+    """Tell whether a file name has the suffix of a picture that this project reads, in any case."""
     return name.lower().endswith(SUFFIXES + HEIF_SUFFIXES)
 
 
 def is_clutter(name: str) -> bool:
-    """Check whether a file or folder is no photograph: hidden (`.Trash`, `._IMG.jpg`), `@eaDir` or
+    """Tell whether a file or folder is no photograph: hidden (`.Trash`, `._IMG.jpg`), `@eaDir` or
     `__MACOSX`."""
     return name.startswith(".") or name in _CLUTTER
 

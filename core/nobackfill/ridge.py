@@ -142,25 +142,25 @@ class Moments:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Return the dimensions a of x and b of y."""
+        """Return the dimensions a of x and b of y; rows must have been added."""
         assert self._origin is not None
         return len(self._origin[0]), len(self._origin[1])
 
     @property
     def mean(self) -> tuple[Doubles, Doubles]:
-        """Return the mean of x [a] and of y [b]."""
+        """Return the mean of x, float64 [a], and of y, float64 [b]; rows must have been added."""
         assert self._origin is not None
         (x, y), (sum_x, sum_y) = self._origin, self._sums
         return x + sum_x / self.rows, y + sum_y / self.rows
 
     @property
     def gram(self) -> Doubles:
-        """Return the products of centred inputs, summed over the rows: [a, a]."""
+        """Return the products of centred inputs, summed over the rows: float64 [a, a]."""
         return self._products[0] - np.outer(self._sums[0], self._sums[0]) / self.rows
 
     @property
     def cross(self) -> Doubles:
-        """Return the products of centred inputs and outputs, summed over the rows: [a, b]."""
+        """Return the products of centred inputs and outputs, summed over rows: float64 [a, b]."""
         return self._products[1] - np.outer(self._sums[0], self._sums[1]) / self.rows
 
 

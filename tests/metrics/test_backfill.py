@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nobackfill.metrics.backfill import (
-    NEAR,
+    GAIN_NEIGHBOURS,
     Line,
     backfill_curve,
     class_order,
@@ -104,7 +104,7 @@ def test_gain_counts_searches_and_damps_the_variance(metric: Metric) -> None:
     for query in range(40):
         others = [i for i in range(40) if i != query]
         others.sort(key=lambda i: float(np.sum((served[i] - served[query]) ** 2)))
-        met[others[:NEAR]] += 1
+        met[others[:GAIN_NEIGHBOURS]] += 1
     expected = np.argsort(-(met + 0.1) * variance**0.25, kind="stable")
     assert gain_order(served, variance, metric).tolist() == expected.tolist()
     # Fewer items than neighbours: all meet all.

@@ -96,14 +96,14 @@ class KeyColumn:
 
     @cached_property
     def bytes(self) -> int:
-        """Estimate the memory of the column."""
+        """Estimate the memory of the column, in bytes."""
         arrays = (*self.texts[1:], *self.integers, *self.floats, *self.flags)
         texts = sum(map(sys.getsizeof, self.texts.values)) + 8 * len(self.texts.values)
         # Includes a time for each text, since it may come to that.
         return texts + 12 * len(self.texts.rows) + sum(array.nbytes for array in arrays)
 
     def rows(self, test: Test) -> Sequence[ColumnRows]:
-        """Return the rows that pass a test, in pieces; a row may occur twice."""
+        """Return the rows that pass a test, as int32 arrays; a row may occur twice."""
         if isinstance(test, OneOf):
             return self._one_of(test.values)
         if isinstance(test, Range):
@@ -253,7 +253,7 @@ _FLOATS = np.dtype([("value", np.float64), ("label", np.int64)])
 
 
 def stored_labels(connection: sqlite3.Connection) -> Labels:
-    """Return the labels of all items, increasing."""
+    """Return the labels of all items of a gallery file, int64, increasing."""
     return np.sort(_integers(connection, "SELECT group_concat(label) FROM items")[0])
 
 
@@ -371,7 +371,11 @@ class Segment:
         self._columns: dict[str, KeyColumn] = {}
 
     def passing(self, condition: Filter) -> Mask:
-        """Return which of the labels pass a checked filter, bool [n]."""
+        """Return which of the items pass a filter, bool [n] in the order of `labels`.
+
+        Args:
+            condition: A filter that `filters.check` has accepted.
+        """
         return mask_rows(condition, self._column, len(self.labels))
 
     def _column(self, key: str) -> KeyColumn:
@@ -613,7 +617,7 @@ class FilterEngine:
         store.subscribe(self._on_change)
 
     def close(self) -> None:
-        """Stop following the store."""
+        """Stop following the store; later answers may be outdated."""
         self._store.unsubscribe(self._on_change)
 
     def passing(self, condition: Filter) -> MatchesInFile:

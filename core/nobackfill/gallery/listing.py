@@ -310,7 +310,7 @@ class CarriedLabels:
             return masks_of_labels
 
     def close(self) -> None:
-        """Stop following the store."""
+        """Stop following the store; the masks are outdated after the next commit."""
         self._store.unsubscribe(self._on_change)
 
     def _on_change(self, change: Change) -> None:

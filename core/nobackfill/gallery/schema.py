@@ -52,7 +52,7 @@ INSERT INTO commits VALUES (0);
 
 @migrations()
 def first(database: Database) -> None:
-    """Create format 1."""
+    """Create the tables of format 1 in an empty file."""
     # executescript would commit the transaction that holds both the migration and its record.
     statement = ""
     for line in _FIRST.splitlines(keepends=True):

@@ -59,7 +59,7 @@ _SPACE_KINDS_WITHOUT_SIDE = (str, int, int, str, int, type(None), int, str, int,
 
 
 def vector_table(number: int) -> str:
-    """Return the name of a space's table."""
+    """Return the name of the table of a space's vectors, by the space's number."""
     return f"vectors_{number:d}"
 
 
@@ -298,9 +298,13 @@ _OTHERS = frozenset({"vault"})
 
 
 def check_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a file that has something else in place of a gallery's tables.
+    """Refuse a gallery file whose tables differ from a gallery's.
 
     A view can be endless, a trigger runs at each write, and a generated column computes anything.
+
+    Args:
+        connection: The file.
+        path: Its path, for the message.
 
     Raises:
         DamagedError: A trigger, a view, or other columns.
@@ -334,7 +338,7 @@ def check_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def not_a_gallery(path: Path, kind: str) -> VerificationError:
-    """Return the error for a file that is no gallery."""
+    """Return, without raising it, the error for a file that is no gallery."""
     return VerificationError(f"{path}: expected a gallery, got {kind}; name the gallery's file")
 
 
@@ -363,7 +367,13 @@ _FORGET = (
 
 
 def index_metadata(connection: sqlite3.Connection, first: int, last: int) -> None:
-    """Index the items with labels from `first` to `last`."""
+    """Add items to the index of the metadata, read from their rows.
+
+    Args:
+        connection: In a transaction.
+        first: The first label.
+        last: The last label, which is included; labels without an item are skipped.
+    """
     connection.execute(
         f"INSERT INTO attributes {_OF_ITEMS.format(where='i.label BETWEEN :first AND :last')}",
         {"first": first, "last": last},
@@ -1042,9 +1052,10 @@ class Residents:
         self._open: deque[Resident] = deque()
 
     def register(self, resident: Resident) -> None:
-        """Record that one more is open, and close others.
+        """Record that one more resident is open, and close others until at most `most` are open.
 
-        Goes round at most twice: one that was used since the last look is skipped once.
+        A resident that was used since the last call is skipped once; one that is in use stays open.
+        If all are in use, more than `most` stay open.
         """
         with self._lock:
             self._open.append(resident)
@@ -1359,10 +1370,10 @@ PAGE_BYTES = 16384
 
 
 def create_file(path: Path, spec: SpaceSpec) -> None:
-    """Create an empty gallery file; it appears in its place as the last step.
+    """Create an empty gallery file with one active space; it appears in its place as the last step.
 
     Raises:
-        AlreadyExistsError: The file exists, or a log of an earlier gallery lies beside it.
+        AlreadyExistsError: The file exists, or a log of an earlier gallery is in the same folder.
         CannotWriteError: The file cannot be written.
         BusyError: Another process creates it.
     """

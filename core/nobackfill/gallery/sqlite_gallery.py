@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 
 class SqliteGallery(Store):
-    """A gallery in one SQLite file; see GalleryStore for its methods.
+    """Store a gallery in one SQLite file.
 
-    `estimate` writes a temporary file beside the gallery's folder.
+    Methods without a docstring are those of GalleryStore. All methods raise NotFoundError after
+    `close`, VerificationError if the file is damaged, and BusyError or CannotWriteError as Store
+    does. `estimate` writes a temporary file next to the gallery's folder.
     """
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
@@ -157,5 +159,19 @@ class SqliteSearcher:
     def search(
         self, queries: Vectors, k: int, condition: Filter | None = None, ef: int = 0
     ) -> Neighbours:
+        """Find the nearest items to each query in the current snapshot.
+
+        Args:
+            queries: float32 [q, dim].
+            k: Number of items for each query, at least 1.
+            condition: Only items that pass this filter; None for all.
+            ef: Minimum number of candidates; index.EVERY for an exact search.
+
+        Raises:
+            InvalidInputError: Queries of another shape or not finite, or a filter with too many
+                tests, values or levels.
+            VerificationError: The gallery's file is damaged.
+            NotFoundError: The gallery was closed.
+        """
         label_filter = None if condition is None else self._filtering.passing(condition).mask
         return self._view.snapshot().search(queries, k, label_filter, ef)

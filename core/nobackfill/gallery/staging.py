@@ -103,8 +103,16 @@ class Runner(Protocol):
         ...
 
     def run(self, embedding: Vectors, side: Vectors | None) -> RunnerResult:
-        """Transform embedding [n, from_dim] and side [n, from_side_dim] or None into the target
-        space."""
+        """Transform vectors into the target space.
+
+        Args:
+            embedding: float32 [n, from_dim].
+            side: Side-information, float32 [n, from_side_dim]; None without.
+
+        Raises:
+            InvalidInputError: Another shape, or missing side-information.
+            VerificationError: The outputs are no vectors of the target space.
+        """
         ...
 
 
@@ -112,7 +120,7 @@ class Windows(Protocol):
     """The vectors that a source space has and a target lacks."""
 
     def chunks(self, order: Order, size: int) -> Iterator[Chunk]:
-        """Yield chunks of items until none is left; all or none of a chunk have
+        """Yield chunks of at most `size` items until none is left; all or none of a chunk have
         side-information."""
         ...
 
@@ -782,7 +790,13 @@ class Remaining:
                         yield chunk
 
     def all_labels(self) -> Labels:
-        """Return every label that `chunks` would yield if nothing changed."""
+        """Return every label that `chunks` would yield if nothing changed, int64, in passes by
+        side-information.
+
+        Raises:
+            VerificationError: The gallery's file is damaged.
+            NotFoundError: The gallery was closed.
+        """
         return np.concatenate([self.labels("label", with_side) for with_side in self._passes])
 
     def labels(self, order: Order, with_side: bool | None, start_after: int = 0) -> Labels:

@@ -494,7 +494,11 @@ class Store:
         self._connections.close()
 
     def suspend(self) -> bool:
-        """Close every connection until one is needed; return False if one is in use."""
+        """Close every connection until one is needed. Never waits.
+
+        Returns:
+            False if a thread uses one; they stay open.
+        """
         return self._connections.suspend()
 
     def __enter__(self) -> Self:
@@ -590,7 +594,12 @@ class Store:
         self._connections.compact(pages)
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
-        """Call `listener` after each commit of this process, in order, in the writer's thread."""
+        """Call `listener` after each commit of this process, in order, in the writer's thread.
+
+        Args:
+            listener: Gets the change, once it is durable. Its error reaches the writer, and later
+                listeners are not called.
+        """
         with self._reporting:
             self._listeners.append(listener)
 

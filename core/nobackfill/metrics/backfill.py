@@ -19,7 +19,7 @@ from nobackfill.metrics.retrieval import PerQuery, average_precision, cmc, mean
 
 TENTHS = np.linspace(0, 1, 11)
 # Neighbours of an item that count as its searches.
-NEAR = 10
+GAIN_NEIGHBOURS = 10
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
     """Return items by falling expected gain: items that are uncertain and occur in many searches
     first.
 
-    Gain = (times among the NEAR nearest of another served item) * variance^(1/4). Variance alone
-    puts outliers first, which few searches meet, while a random tenth gives every search a
-    re-embedded item nearby: CMC-1 over the curve is then below random order's, even with the true
-    error. The root was chosen on development seeds of digits.
+    Gain = (times among the GAIN_NEIGHBOURS nearest of another served item) * variance^(1/4).
+    Variance alone puts outliers first, which few searches meet. Yet a random tenth gives every
+    search a re-embedded item nearby: CMC-1 over the curve is then below random order's, even with
+    the true error. The root was chosen on development seeds of digits.
 
     Args:
         served: The vectors that are searched, [n, dim].
@@ -125,7 +125,7 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
     Raises:
         ValueError: There are no items, the vectors are not finite, or one is zero with cosine.
     """
-    neighbours, _ = nearest(served, served, min(NEAR + 1, len(served)), metric)
+    neighbours, _ = nearest(served, served, min(GAIN_NEIGHBOURS + 1, len(served)), metric)
     occurrences = np.bincount(
         neighbours[neighbours != np.arange(len(served))[:, None]], minlength=len(served)
     )

@@ -10,7 +10,10 @@ SHARED = Path(__file__).parent
 def environment(*folders: Path) -> Environment:
     """Return a Jinja environment over some folders and the shared templates.
 
-    Values are escaped, and an undefined name is an error.
+    Values are escaped, and an undefined name raises jinja2.UndefinedError when a page is rendered.
+
+    Args:
+        folders: Folders of templates, which are searched before the shared ones.
     """
     return Environment(
         loader=FileSystemLoader([*folders, SHARED]), autoescape=True, undefined=StrictUndefined

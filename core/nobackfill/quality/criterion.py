@@ -21,7 +21,7 @@ from nobackfill.quality.retrieval import MatrixCell
 
 Judgement = dict[str, float | bool | None]
 # The embedder method that ignores older models.
-ALONE = "independent"
+INDEPENDENT = "independent"
 
 
 def criterion(
@@ -60,7 +60,7 @@ def criterion(
         if source == query or old is None or new is None:
             continue
         reference = independent
-        if independent is None and queries.manifest(query).method == ALONE:
+        if independent is None and queries.manifest(query).method == INDEPENDENT:
             reference = query
         bound = None if reference is None else by_name.get(own_cell(reference))
         strict = _strict(cell.name, queries, gallery, relevance)

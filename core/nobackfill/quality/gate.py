@@ -455,7 +455,8 @@ class Measuring:
         return self._done[name, int8]
 
     def replace(self, manifest: Manifest) -> None:
-        """Use another manifest of a release; figures of int8 files are measured again."""
+        """Use another manifest of a release; cells with int8 files are measured again when they are
+        needed."""
         for one in (self.queries, self.embedded):
             one.manifests[manifest.release] = manifest
         self._done = {key: figures for key, figures in self._done.items() if not key[1]}

@@ -37,6 +37,11 @@ class TextListing(Listing):
     queries: tuple[str, ...] = ()
 
     def select(self, rows: NDArray[np.int64]) -> Self:
+        """Return a listing of some texts with their queries, with the same classes and labels.
+
+        Args:
+            rows: int64 [m], indices of the n texts; they may repeat.
+        """
         paths = tuple(self.paths[row] for row in rows)
         texts = tuple(self.texts[row] for row in rows)
         queries = tuple(self.queries[row] for row in rows) if self.queries else ()

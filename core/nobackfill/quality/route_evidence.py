@@ -307,10 +307,10 @@ def both_evidence(
     )
     gains = {}
     for name, one in (("carried", carried), ("stayed", stayed)):
-        alone_ = one.measure(judging.relevance)
+        figures = one.measure(judging.relevance)
         gains[name] = (
-            judging.gained(fused.map, alone_.map),
-            judging.gained(fused.cmc1, alone_.cmc1),
+            judging.gained(fused.map, figures.map),
+            judging.gained(fused.cmc1, figures.cmc1),
         )
     if any(gain.high < 0 for pair in gains.values() for gain in pair):
         return None

@@ -89,7 +89,7 @@ class Scorer:
         self._probabilities = np.array(calibration.probabilities)
 
     def points(self) -> tuple[list[float], list[float]]:
-        """Return the distances of the breakpoints, and the probabilities there."""
+        """Return the breakpoints: their distances, increasing, and the probabilities there."""
         return self._distances.tolist(), self._probabilities.tolist()
 
     def scores(self, distances: ArrayLike) -> NDArray[np.float64]:

@@ -91,7 +91,7 @@ def upgrade_int8_path(from_release: int, to_release: int) -> str:
 
 
 def config_path(model: str) -> str:
-    """Return the published path of the Triton configuration of a model."""
+    """Return the published path of a model's Triton configuration, by its Triton name."""
     return f"{model}/config.pbtxt"
 
 
@@ -195,7 +195,7 @@ class TextEncoder(Strict):
     pooling: Literal["mean", "cls", "none"]
 
     def prefix(self, role: TextRole) -> str:
-        """Return the text that is put before each text of a role."""
+        """Return the text that is put before each text of a role; empty for none."""
         return self.query_prefix if role == "query" else self.document_prefix
 
     def model_file(self, role: TextRole) -> PublishedFile:
@@ -325,7 +325,8 @@ class HealingEvidence(Strict):
 
     @property
     def scaled_valley(self) -> float:
-        """Return the same as `valley`, for converted distances."""
+        """Return how far mAP or CMC-1 by converted distances falls below the lower of its ends, at
+        most; 0 if it never does."""
         return max(_depth(self.scaled_map), _depth(self.scaled_cmc1))
 
 
@@ -660,14 +661,16 @@ class Manifest(Strict):
         return self.text_encoder
 
     def no_images(self) -> NoEncoderError:
-        """Return the error for an image that is sent to a release that embeds none."""
+        """Return, without raising it, the error for an image that is sent to a release that embeds
+        none."""
         return NoEncoderError(
             f"release {self.release} embeds no images; send "
             f"{'a text, or ' if self.text_encoder else ''}an embedding of its space"
         )
 
     def no_texts(self) -> NoEncoderError:
-        """Return the error for a text that is sent to a release that embeds none."""
+        """Return, without raising it, the error for a text that is sent to a release that embeds
+        none."""
         return NoEncoderError(
             f"release {self.release} embeds no texts; send "
             f"{'an image, or ' if self.embedder.file else ''}an embedding of its space"

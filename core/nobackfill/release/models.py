@@ -232,7 +232,8 @@ def open_upgrade(
 
 
 def no_vector(manifest: "Manifest | ImageModel") -> InvalidInputError:
-    """Return the error for an image of which the release's model makes no usable vector."""
+    """Return, without raising it, the error for an image of which the release's model makes no
+    usable vector."""
     return InvalidInputError(
         f"image: the models of release {manifest.release} make no vector of it (zero, or not "
         "finite); leave out images of a single colour"
@@ -309,6 +310,19 @@ class Session:
             raise VerificationError(f"{path}: onnxruntime cannot load it ({error})") from error
 
     def run(self, inputs: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
+        """Run the model on the CPU.
+
+        Args:
+            inputs: Arrays by input name, [n, ...], of the dtypes and shapes that the graph
+                declares.
+            outputs: Names of the outputs.
+
+        Returns:
+            The outputs in this order, [n, ...], unchecked.
+
+        Raises:
+            VerificationError: onnxruntime cannot run the model on these inputs.
+        """
         try:
             with self._denormals_as_zero():
                 return list(self._session.run(outputs, inputs))

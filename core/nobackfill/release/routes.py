@@ -59,7 +59,7 @@ class Route:
 
     @property
     def quantised(self) -> bool:
-        """Tell whether a step has an int8 twin."""
+        """Tell whether a step of the route has an int8 twin; False for an empty route."""
         return any(upgrade.int8_file is not None for _, upgrade in self.steps)
 
 

@@ -97,6 +97,7 @@ class TextModel:
 
         Raises:
             UnusableOutputError: The model returns no usable vector for some texts.
+            VerificationError: onnxruntime cannot run the model, or its output has another shape.
         """
         (embedding,) = self._sessions[role].run(dict(tokens), ["embedding"])
         count = len(tokens["input_ids"])
@@ -126,7 +127,8 @@ def open_text_encoder(files: Files, manifest: Manifest, threads: int = 1) -> Tex
 
 
 def no_text_vector(manifest: Manifest) -> InvalidInputError:
-    """Return the error for a text of which the release's model makes no usable vector."""
+    """Return, without raising it, the error for a text of which the release's model makes no usable
+    vector."""
     return InvalidInputError(
         f"text: the model of release {manifest.release} makes no vector of it (zero, or not finite)"
     )

@@ -171,7 +171,8 @@ def _limit(memory_bytes: int, cpu_seconds: int) -> None:
 
 
 def main() -> None:
-    """Read a request from stdin, and write the refusal or null to stdout, both as JSON."""
+    """Read a request from stdin, and write the reason of a refusal, or null, to stdout, both as
+    JSON."""
     request = _Request.model_validate_json(sys.stdin.read())
     _limit(request.memory_bytes, request.cpu_seconds)
     print(json.dumps({"refused": refusal(request)}))

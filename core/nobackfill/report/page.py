@@ -164,7 +164,8 @@ def downloads(
 
 
 def facts(manifest: Manifest) -> list[tuple[str, str]]:
-    """Return version, method, digests and recipe of a release, as rows of name and value."""
+    """Return version, method, digests and recipe of a release, as rows of name and value; empty
+    values are left out."""
     embedder = manifest.embedder
     rows = [
         ("release", str(manifest.release)),
@@ -228,7 +229,7 @@ VERDICTS = {
     "not_measured": "not measured, published by force",
 }
 # Queries of each group, and least certain items, on the page.
-SHOWN = 6
+EXAMPLES = 6
 LEAST_CERTAIN = 16
 
 
@@ -353,13 +354,13 @@ def _groups(comparison: Comparison) -> list[Group]:
             "Searches that improved",
             f"{len(changed.improved)} {total} now find the right class first, where the old model "
             "did not. Green is right, dotted red wrong.",
-            [_query_hits(comparison, query) for query in changed.improved[:SHOWN]],
+            [_query_hits(comparison, query) for query in changed.improved[:EXAMPLES]],
         ),
         Group(
             "Searches that worsened",
             f"{len(changed.worsened)} {total}, {changed.worsened_percent:.1f} %, found the right "
             "class first before and do not any more.",
-            [_query_hits(comparison, query) for query in changed.worsened[:SHOWN]],
+            [_query_hits(comparison, query) for query in changed.worsened[:EXAMPLES]],
         ),
     ]
 
@@ -444,7 +445,7 @@ def upgrade_page(
             comparison = compare(model_repo, manifests, old, release, pictures)
             basis = (
                 f"Measured on {len(pictures)} of {total} images of {images.resolve().name}: each "
-                "is asked, all others are the gallery. Upgraded as gateways and devices do it, by "
+                "is a query, all others are the gallery. Upgraded as gateways and devices do, by "
                 "int8 transforms where they are published."
             )
         return render(manifests, release, old, comparison, basis, SEED, links)

@@ -119,9 +119,12 @@ class HnswIndex:
         return self._exact.search(queries, k, elements)
 
     def seeking(self, ef: int) -> "HnswIndex":
-        """Return the same index with at least `ef` candidates for each search.
+        """Return an index over the same graph with at least `ef` candidates for each search.
 
         The graph itself does not change: it may be in use, and its own ef applies to every search.
+
+        Args:
+            ef: Minimum number of candidates; 0 for the graph's own.
         """
         index = copy.copy(self)
         index._least = ef
@@ -247,7 +250,11 @@ class HnswIndex:
         return rows, distances
 
     def skeleton(self, *, sums: bool = True) -> Skeleton:
-        """Return the graph without its vectors."""
+        """Return a copy of the graph without its vectors.
+
+        Args:
+            sums: Compute a sum of each vector, which an index file needs; it reads every vector.
+        """
         links = graph_file.links_of(self.graph)
         vector_sums = sums_of(graph_file.vectors_of(self.graph)) if sums else None
         ef = self.graph.ef

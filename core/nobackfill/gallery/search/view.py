@@ -82,7 +82,15 @@ class GraphIndex(Protocol):
     graph: Any
     compiled: "_native.Graph | None"
 
-    def walked(self, k: int, ef: int) -> int | None: ...
+    def walked(self, k: int, ef: int) -> int | None:
+        """Return the number of candidates of a walk for one query; None if every row is compared
+        instead.
+
+        Args:
+            k: Number of hits, at least 1.
+            ef: Minimum number of candidates.
+        """
+        ...
 
 
 class CompiledSearch:
@@ -243,15 +251,26 @@ class QuerySample:
 
     @property
     def count(self) -> int:
-        """Return how many queries were answered."""
+        """Return how many queries were answered since the start."""
         return self._count
 
     def see(self, queries: Vectors) -> None:
-        """Offer checked and answered queries [q, dim] to the sample."""
+        """Count answered queries, and store a random part of them in the sample.
+
+        Args:
+            queries: float32 [q, dim], checked.
+        """
         self.keep(queries[self.draw(len(queries))])
 
     def draw(self, count: int) -> list[int]:
-        """Count answered queries, and return the numbers of those to keep."""
+        """Count answered queries, and draw those that the sample shall store.
+
+        Args:
+            count: Number of answered queries.
+
+        Returns:
+            Their indices from 0, increasing: all until the sample is full, then a random share.
+        """
         # The choice is no secret: it decides on which queries an index is tuned. Two threads may
         # count as one.
         before_these, self._count = self._count, self._count + count
@@ -262,7 +281,11 @@ class QuerySample:
         ]
 
     def keep(self, queries: Vectors) -> None:
-        """Store queries [q, dim] in the sample."""
+        """Store queries in the sample; in a full one, each replaces a random other.
+
+        Args:
+            queries: float32 [q, dim].
+        """
         with self._lock:
             if not len(self._vectors):
                 self._vectors = np.empty((SAMPLE_QUERIES, queries.shape[1]), np.float32)
@@ -342,7 +365,7 @@ class IndexPart:
         return self.index.search(queries, k, self.mask(label_filter), passing, ef)
 
     def live_rows(self) -> Mask | slice:
-        """Return an index of the live rows."""
+        """Return the live rows as a mask bool [n], or as a slice of all rows."""
         return slice(None) if self.live is None else self.live
 
     def content(self) -> tuple[Labels, Content]:
@@ -367,7 +390,7 @@ class Snapshot:
 
     @cached_property
     def graphed(self) -> bool:
-        """Tell whether the base is a graph."""
+        """Tell whether the base is a graph, so that a search may miss an item."""
         return not isinstance(self.base.index, ExactIndex)
 
     @cached_property
@@ -424,8 +447,8 @@ class Snapshot:
         return replace(self, base=self.base.less(labels), delta=self.delta.less(labels))
 
     def content(self) -> tuple[Labels, Content]:
-        """Return every live label, increasing, and its vector as engines store it, without
-        copying."""
+        """Return every live label, int64 [n], increasing, and its vector as engines store it, [n,
+        dim], without copying vectors."""
         if not len(self.delta):
             return self.base.content()
         (old, old_vectors), (new, new_vectors) = self.base.content(), self.delta.content()
@@ -440,7 +463,7 @@ class Snapshot:
 
 
 def snapshot_of(spec: SpaceSpec, base: Index) -> Snapshot:
-    """Return a snapshot with a base and an empty delta."""
+    """Return a snapshot with an index as its base and an empty delta."""
     nothing = ExactIndex(spec, np.empty(0, np.int64), np.empty((0, spec.dim), np.float32))
     return Snapshot(spec, IndexPart(base), IndexPart(nothing))
 
@@ -529,7 +552,7 @@ class LiveView:
         self._store.unsubscribe(self._apply)
 
     def snapshot(self) -> Snapshot:
-        """Return the snapshot for one search."""
+        """Return the current snapshot; use one snapshot for one search."""
         assert self._snapshot is not None, "set in the constructor"
         return self._snapshot
 

@@ -59,7 +59,7 @@ def staging(repo: Path) -> Path:
 
 
 def lock_path(repo: Path) -> Path:
-    """Return the lock file that protects a publication and its staging folder."""
+    """Return the path of the lock file that protects a publication and its staging folder."""
     return repo.absolute().parent / f"{repo.absolute().name}.lock"
 
 

@@ -96,6 +96,16 @@ class FolderFetcher:
         self.base_url = f"{folder}/"
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        """Yield the bytes of a file in the folder, in pieces of 64 KiB.
+
+        Args:
+            url: The base URL and the published path.
+            offset: The first byte.
+
+        Raises:
+            tuf.api.exceptions.DownloadHTTPError: With status 404: no such file.
+            tuf.api.exceptions.DownloadError: The file cannot be read.
+        """
         path = self._folder / unquote(url.removeprefix(self.base_url))
         try:
             with path.open("rb") as file:
@@ -124,6 +134,20 @@ class HttpFetcher:
         weakref.finalize(self, self._pool.clear)
 
     def fetch_from(self, url: str, offset: int) -> Iterator[bytes]:
+        """Yield the bytes of a file from the host, in pieces.
+
+        A host that does not serve ranges sends the whole file; the bytes before `offset` are
+        skipped.
+
+        Args:
+            url: The base URL and the published path.
+            offset: The first byte.
+
+        Raises:
+            tuf.api.exceptions.DownloadHTTPError: The host answers with another status than 200 or
+                206.
+            tuf.api.exceptions.DownloadError: The host cannot be reached, or the answer breaks off.
+        """
         try:
             response = self._answer(quote(url, safe=":/@%?=&[]"), offset)
         except _LIBRARY_ERRORS as error:
@@ -397,7 +421,11 @@ class TrustedState:
 
 
 def expiry_message(what: str) -> str:
-    """Append to a message about expired metadata what to do about it."""
+    """Return a message about expired metadata with what to do about it.
+
+    Args:
+        what: The beginning of the message.
+    """
     return (
         f"{what}; this machine's clock says {datetime.now(UTC):%Y-%m-%d}. If the clock is and was "
         "right, the publisher must run `publication resign`; nothing was changed"
