@@ -88,7 +88,7 @@ class LanceSource:
         if not Path(folder).is_dir():
             raise NotFoundError(f"{folder}: there is no folder of LanceDB")
         self._name, self._process = table, os.getpid()
-        with _refused(table):
+        with _translate_errors(table):
             # Each call sees what others have committed.
             database = lancedb.connect(folder, read_consistency_interval=timedelta(0))
             names = database.list_tables().tables
@@ -137,7 +137,7 @@ class LanceSource:
     @property
     def schema(self) -> Any:
         """The present schema of the table."""
-        with _refused(self._name):
+        with _translate_errors(self._name):
             return self.table.schema
 
     @property
@@ -157,12 +157,12 @@ class LanceSource:
 
     def vector_indexes(self) -> list[tuple[str, str, str]]:
         """Return name, type and metric of each index of the old vectors."""
-        with _refused(self._name):
-            found = [one for one in self.table.list_indices() if one.columns == [self.vector]]
-            stats = [self.table.index_stats(one.name) for one in found]
+        with _translate_errors(self._name):
+            result = [one for one in self.table.list_indices() if one.columns == [self.vector]]
+            stats = [self.table.index_stats(one.name) for one in result]
         return [
             (one.name, one.index_type, str((stat and stat.distance_type) or ""))
-            for one, stat in zip(found, stats, strict=True)
+            for one, stat in zip(result, stats, strict=True)
         ]
 
     def metric(self) -> SearchMetric | None:
@@ -181,7 +181,7 @@ class LanceSource:
     def count_vectors(self, column: str) -> int:
         if column not in self.schema.names:
             return 0
-        with _refused(self._name):
+        with _translate_errors(self._name):
             return int(self.table.count_rows(f"{_quoted(column)} IS NOT NULL"))
 
     def windows(self, rows: int) -> Iterator[Window]:
@@ -191,26 +191,27 @@ class LanceSource:
                 f"{self._name}.{self.key}: expected a key in every row, found rows without one"
             )
         keys.sort()
-        twice = [one for one, other in pairwise(keys) if one == other]
-        if twice:
+        duplicates = [one for one, other in pairwise(keys) if one == other]
+        if duplicates:
             raise InvalidInputError(
-                f"{self._name}.{self.key}: expected unique keys, found {few(map(repr, twice))} "
-                "twice; delete one of each, or name another column with --key"
+                f"{self._name}.{self.key}: expected unique keys, found "
+                f"{few(map(repr, duplicates))} twice; delete one of each, or name another column "
+                "with --key"
             )
-        after = None
+        lower = None
         for last in keys[rows - 1 : -1 : rows]:
-            yield Window(after, last)
-            after = last
+            yield Window(lower, last)
+            lower = last
         # Open at the end, so that it includes rows that are added meanwhile.
-        yield Window(after)
+        yield Window(lower)
 
     def select(self, columns: Sequence[str], where: str | None) -> Any:
         """Read columns of the rows that fulfil a condition, as a table of Arrow."""
-        with _refused(self._name):
+        with _translate_errors(self._name):
             query = self.table.search().select(list(dict.fromkeys(columns)))
             return (query if where is None else query.where(where)).to_arrow()
 
-    def within(self, window: Window, column: str, columns: Sequence[str] = ()) -> Any:
+    def read_window(self, window: Window, column: str, columns: Sequence[str] = ()) -> Any:
         """Read the rows of a window with a value in `column`, in the order of their keys."""
         bounds = [(">", window.lower), ("<=", window.upper)]
         conditions = [f"{_quoted(column)} IS NOT NULL"] + [
@@ -218,22 +219,22 @@ class LanceSource:
             for sign, bound in bounds
             if bound is not None
         ]
-        found = self.select([self.key, column, *columns], " AND ".join(conditions))
-        return found.sort_by(self.key)
+        result = self.select([self.key, column, *columns], " AND ".join(conditions))
+        return result.sort_by(self.key)
 
     def read(self, window: Window) -> Rows:
-        return self.rows(self.within(window, self.vector), self.vector)
+        return self.rows(self.read_window(window, self.vector), self.vector)
 
-    def rows(self, found: Any, column: str) -> Rows:
+    def rows(self, result: Any, column: str) -> Rows:
         """Convert rows of Arrow to Rows, with the vectors of a column."""
-        keys = found[self.key].to_pylist()
-        dim = _dim(found.schema.field(column)) or 0
-        return Rows([str(one) for one in keys], _vectors(found[column], dim), keys)
+        keys = result[self.key].to_pylist()
+        dim = _dim(result.schema.field(column)) or 0
+        return Rows([str(one) for one in keys], _vectors(result[column], dim), keys)
 
     def column(self, window: Window, name: str) -> ColumnValues:
         self._check_column(name)
-        found = self.within(window, name)
-        return ColumnValues(*_texts(found, self.key, name))
+        result = self.read_window(window, name)
+        return ColumnValues(*_texts(result, self.key, name))
 
     def _check_column(self, name: str) -> None:
         if name not in self.schema.names:
@@ -244,28 +245,28 @@ class LanceSource:
         self._check_column(column)
         metric = self.metric() or "cosine"
         theirs = next(name for name, ours in _METRICS.items() if ours == metric)
-        with _refused(self._name):
+        with _translate_errors(self._name):
             query = self.table.search(np.asarray(vector, np.float32), vector_column_name=column)
             query = query.distance_type(theirs).where(f"{_quoted(column)} IS NOT NULL")
-            found = query.limit(count).select([self.key, "_distance"]).to_arrow()
-        return [str(one) for one in found[self.key].to_pylist()]
+            result = query.limit(count).select([self.key, "_distance"]).to_arrow()
+        return [str(one) for one in result[self.key].to_pylist()]
 
     def _looked_up(self, ids: Sequence[str], column: str) -> Any:
         whole = pa.types.is_integer(self.schema.field(self.key).type)
-        wanted = [one for one in dict.fromkeys(ids) if not whole or _is_number(one)]
-        if not wanted:
+        keys_to_read = [one for one in dict.fromkeys(ids) if not whole or _is_number(one)]
+        if not keys_to_read:
             return self.select([self.key, column], "false")
-        keys = ", ".join(_literal(int(one) if whole else one) for one in wanted)
-        there = f"{_quoted(self.key)} IN ({keys}) AND {_quoted(column)} IS NOT NULL"
-        return self.select([self.key, column], there)
+        keys = ", ".join(_literal(int(one) if whole else one) for one in keys_to_read)
+        condition = f"{_quoted(self.key)} IN ({keys}) AND {_quoted(column)} IS NOT NULL"
+        return self.select([self.key, column], condition)
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         return self.rows(self._looked_up(ids, self.vector), self.vector)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         self._check_column(column)
-        found = _texts(self._looked_up(ids, column), self.key, column)
-        return dict(zip(*found, strict=True))
+        result = _texts(self._looked_up(ids, column), self.key, column)
+        return dict(zip(*result, strict=True))
 
     def close(self) -> None:
         """Do nothing: LanceDB keeps no lock."""
@@ -274,26 +275,26 @@ class LanceSource:
         return []
 
     def obstacles(self, target: Target) -> list[str]:
-        schema, found = self.schema, []
+        schema, sentences = self.schema, []
         if self._flipped(target, schema):
             return []
         before = name_before(self.vector)
         if before in schema.names:
-            found.append(f"column {before!r} is left of an earlier flip: drop it first")
-        with _refused(self._name):
+            sentences.append(f"column {before!r} is left of an earlier flip: drop it first")
+        with _translate_errors(self._name):
             computed = [str(name) for name in self.table.embedding_functions]
         if computed:
-            found.append(
+            sentences.append(
                 f"LanceDB embeds {few(computed)} itself, by a function in the table's metadata: "
                 "copy the rows into a table without it"
             )
-        found += [
+        sentences += [
             f"index {name!r} has the type {kind}, which nobackfill cannot build for the new "
             "vectors: drop it first"
             for name, kind, _ in self.vector_indexes()
             if kind not in _INDEXES
         ]
-        return found
+        return sentences
 
     def _flipped(self, target: Target, schema: Any) -> bool:
         """Tell whether a flip gave the target's name to vectors of its map."""
@@ -320,10 +321,10 @@ class LanceSource:
                     f"{self._name}: column {self.vector!r} holds the vectors of this map already"
                 )
             kind = pa.list_(schema.field(self.vector).type.value_type, target.dim)
-            said = {"map": target.mark, "model": target.model, "to": name}
-            metadata = {_MARK: json.dumps({key: one for key, one in said.items() if one})}
+            facts = {"map": target.mark, "model": target.model, "to": name}
+            metadata = {_MARK: json.dumps({key: one for key, one in facts.items() if one})}
             columns = [pa.field(name, kind, metadata=metadata), pa.field(_of(name), pa.string())]
-            with _refused(self._name):
+            with _translate_errors(self._name):
                 self.table.add_columns(pa.schema(columns))
         return NewLanceColumn(self, target, flipped)
 
@@ -331,13 +332,13 @@ class LanceSource:
         schema = self.schema
         if name not in schema.names or not self._is_new(name, schema):
             return False
-        with _refused(self._name):
+        with _translate_errors(self._name):
             self.table.drop_columns([name, _of(name)])
         return True
 
     def name_model(self, model: str) -> None:
         mark = _mark(self.schema, self.vector) | {"model": model}
-        with _refused(self._name):
+        with _translate_errors(self._name):
             update = {"path": self.vector, "metadata": {_MARK: json.dumps(mark)}}
             self.table.update_field_metadata(update)
 
@@ -349,8 +350,8 @@ class LanceSource:
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         schema = self.schema
-        old_exists, found = name_before(self.vector) in schema.names, _mark(schema, self.vector)
-        if found.get("map") != mark or found.get("to") == self.vector:
+        old_exists, result = name_before(self.vector) in schema.names, _mark(schema, self.vector)
+        if result.get("map") != mark or result.get("to") == self.vector:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 
@@ -360,42 +361,42 @@ class LanceSource:
         made = _mark(schema, self.vector).get("to")
         if old not in schema.names or made is None:
             raise NotFoundError(f"{self._name}: no column {old!r}: nothing was flipped")
-        found = self.within(Window(), self.vector, [old, _of(made)])
-        digests = found[_of(made)].to_pylist()
-        new = self.rows(found, self.vector)
-        old_there = found[old].is_valid().to_pylist()
+        result = self.read_window(Window(), self.vector, [old, _of(made)])
+        digests = result[_of(made)].to_pylist()
+        new = self.rows(result, self.vector)
+        old_there = result[old].is_valid().to_pylist()
         changed = [
             row
             for row, digest in enumerate(digests)
             if old_there[row] and (digest or "")[_DIGEST:] != _digest(new.vectors[row])
         ]
-        lost: int = len(changed) + old_there.count(False)
-        if lost and not lose:
+        losses: int = len(changed) + old_there.count(False)
+        if losses and not lose:
             raise InvalidInputError(
-                f"{self._name}: {lost} rows were written since the flip and have no old vector; "
+                f"{self._name}: {losses} rows were written since the flip and have no old vector; "
                 "run it with --yes to lose them"
             )
         self.empty([new.keys[row] for row in changed], old)
-        with _refused(self._name):
+        with _translate_errors(self._name):
             self.table.alter_columns(
                 {"path": self.vector, "rename": made}, {"path": old, "rename": self.vector}
             )
             self.table.drop_columns([made, _of(made)])
-        return lost
+        return losses
 
     def drop_old(self) -> None:
         schema, old = self.schema, name_before(self.vector)
         if old not in schema.names:
             raise NotFoundError(f"{self._name}: no column {old!r}: nothing was flipped")
         digests = _of(_mark(schema, self.vector).get("to") or "")
-        with _refused(self._name):
+        with _translate_errors(self._name):
             self.table.drop_columns([one for one in (old, digests) if one in schema.names])
 
     def empty(self, keys: Sequence[Any], *columns: str) -> None:
         """Empty columns of rows."""
         for first in range(0, len(keys), _PAGE):
             some = ", ".join(map(_literal, keys[first : first + _PAGE]))
-            with _refused(self._name):
+            with _translate_errors(self._name):
                 self.table.update(
                     where=f"{_quoted(self.key)} IN ({some})",
                     values_sql=dict.fromkeys(columns, "NULL"),
@@ -403,7 +404,7 @@ class LanceSource:
 
     def merge(self, rows: Any) -> None:
         """Write columns of existing rows, found by their keys; LanceDB repeats it in a conflict."""
-        with _refused(self._name):
+        with _translate_errors(self._name):
             self.table.merge_insert(self.key).when_matched_update_all().execute(rows)
 
 
@@ -425,33 +426,33 @@ class NewLanceColumn:
         source, digests = self._source, _of(self._target.name)
         contents = [] if self._target.content is None else [self._target.content]
         if self.flipped:
-            found = source.within(window, old, [new])
-            return source.rows(found.filter(found[new].is_null()), old)
-        found = source.within(window, old, [new, digests, *contents])
-        rows = source.rows(found, old)
-        values = found[contents[0]].to_pylist() if contents else [None] * len(rows)
-        noted = found[digests].to_pylist()
-        there = found[new].is_valid().to_pylist()
-        now = [_digest(one, text) for one, text in zip(rows.vectors, values, strict=True)]
+            result = source.read_window(window, old, [new])
+            return source.rows(result.filter(result[new].is_null()), old)
+        result = source.read_window(window, old, [new, digests, *contents])
+        rows = source.rows(result, old)
+        values = result[contents[0]].to_pylist() if contents else [None] * len(rows)
+        noted = result[digests].to_pylist()
+        present = result[new].is_valid().to_pylist()
+        current = [_digest(one, text) for one, text in zip(rows.vectors, values, strict=True)]
         stale = [
             row
             for row, digest in enumerate(noted)
-            if digest is not None and digest[:_DIGEST] != now[row]
+            if digest is not None and digest[:_DIGEST] != current[row]
         ]
-        gone = self._without_old(window, old, digests)
-        source.empty([rows.keys[row] for row in stale] + gone, new, digests)
-        left = sorted({row for row, one in enumerate(there) if not one} | set(stale))
+        orphans = self._without_old(window, old, digests)
+        source.empty([rows.keys[row] for row in stale] + orphans, new, digests)
+        pending_rows = sorted({row for row, one in enumerate(present) if not one} | set(stale))
         return Rows(
-            [rows.ids[row] for row in left],
-            rows.vectors[left],
-            [rows.keys[row] for row in left],
-            [now[row] for row in left],
+            [rows.ids[row] for row in pending_rows],
+            rows.vectors[pending_rows],
+            [rows.keys[row] for row in pending_rows],
+            [current[row] for row in pending_rows],
         )
 
     def _without_old(self, window: Window, old: str, digests: str) -> list[Any]:
         """Return the keys of rows with a new vector of ours and no old one."""
-        found = self._source.within(window, digests, [old])
-        keys: list[Any] = found.filter(found[old].is_null())[self._source.key].to_pylist()
+        result = self._source.read_window(window, digests, [old])
+        keys: list[Any] = result.filter(result[old].is_null())[self._source.key].to_pylist()
         return keys
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
@@ -460,10 +461,10 @@ class NewLanceColumn:
         name, schema = self._target.name, self._source.schema
         kind = schema.field(name).type
         values = pa.array(np.ascontiguousarray(vectors).ravel()).cast(kind.value_type)
-        stored = _vectors(pa.chunked_array([made := _fixed(values, kind)]), kind.list_size)
+        new_vectors = _vectors(pa.chunked_array([made := _fixed(values, kind)]), kind.list_size)
         key = pa.array(rows.keys, schema.field(self._source.key).type)
-        seen = rows.versions or [""] * len(rows)
-        digests = [f"{one}{_digest(new)}" for one, new in zip(seen, stored, strict=True)]
+        versions = rows.versions or [""] * len(rows)
+        digests = [f"{one}{_digest(new)}" for one, new in zip(versions, new_vectors, strict=True)]
         # After the flip, a row that was filled has the digest of no original.
         self._source.merge(pa.table({self._source.key: key, name: made, self._digests: digests}))
 
@@ -474,8 +475,8 @@ class NewLanceColumn:
 
     def read(self, window: Window) -> Rows:
         """Read the new vectors that were computed here, not those that a writer put."""
-        found = self._source.within(window, self._target.name, [self._digests])
-        return self._source.rows(found.filter(found[self._digests].is_valid()), self._target.name)
+        result = self._source.read_window(window, self._target.name, [self._digests])
+        return self._source.rows(result.filter(result[self._digests].is_valid()), self._target.name)
 
     def count(self) -> int:
         return self._source.count_vectors(self._target.name)
@@ -485,9 +486,9 @@ class NewLanceColumn:
             raise InvalidInputError(f"{self._name}: cannot flip: {'; '.join(obstacles)}")
         for name, kind, metric in self._source.vector_indexes():
             new = f"{name}_{self._target.name}"
-            with _refused(self._name):
-                there = [one.name for one in self._source.table.list_indices()]
-                if new not in there:
+            with _translate_errors(self._name):
+                present = [one.name for one in self._source.table.list_indices()]
+                if new not in present:
                     config = _INDEXES[kind](distance_type=metric)
                     self._source.table.create_index(self._target.name, config=config, name=new)
         return nullcontext()
@@ -498,31 +499,31 @@ class NewLanceColumn:
         yield
         source, vector, new = self._source, self._source.vector, self._target.name
         before, table = name_before(vector), source.table
-        with _refused(self._name):
+        with _translate_errors(self._name):
             version = table.version
         self._refuse_pending(vector, new)
-        with _refused(self._name):
+        with _translate_errors(self._name):
             table.alter_columns(
                 # A writer that knows the new model alone leaves the old vector out.
                 {"path": vector, "rename": before, "nullable": True},
                 {"path": new, "rename": vector},
             )
-            now = table.version
-        if now == version + 1:
+            current = table.version
+        if current == version + 1:
             return
         try:
             self._refuse_pending(before, vector)
         except BusyError:
-            with _refused(self._name):
+            with _translate_errors(self._name):
                 table.alter_columns(
                     {"path": vector, "rename": new}, {"path": before, "rename": vector}
                 )
             raise
 
     def _refuse_pending(self, old: str, new: str) -> None:
-        if left := len(self._pending(Window(), old, new)):
+        if count := len(self._pending(Window(), old, new)):
             raise BusyError(
-                f"{self._name}: others wrote {left} rows at the moment of the flip, so it did not "
+                f"{self._name}: others wrote {count} rows at the moment of the flip, so it did not "
                 "take place; run it again"
             )
 
@@ -560,8 +561,8 @@ def _of(column: str) -> str:
 def _mark(schema: Any, column: str) -> dict[str, str]:
     """Return what our metadata says about a column; {} without it."""
     try:
-        found = json.loads((schema.field(column).metadata or {}).get(_MARK.encode(), b"{}"))
-        return {str(name): str(value) for name, value in found.items()}
+        result = json.loads((schema.field(column).metadata or {}).get(_MARK.encode(), b"{}"))
+        return {str(name): str(value) for name, value in result.items()}
     except (ValueError, AttributeError):
         return {}
 
@@ -590,9 +591,9 @@ def _fixed(values: Any, kind: Any) -> Any:
     return pa.FixedSizeListArray.from_arrays(values, kind.list_size).cast(kind)
 
 
-def _texts(found: Any, key: str, column: str) -> tuple[list[str], list[str]]:
+def _texts(result: Any, key: str, column: str) -> tuple[list[str], list[str]]:
     """Return keys and values as text, without the rows where the value is empty."""
-    pairs = zip(found[key].to_pylist(), found[column].to_pylist(), strict=True)
+    pairs = zip(result[key].to_pylist(), result[column].to_pylist(), strict=True)
     filled = [(str(one), str(value)) for one, value in pairs if value not in (None, "")]
     return [one for one, _ in filled], [value for _, value in filled]
 
@@ -619,11 +620,11 @@ def _is_number(name: str) -> bool:
 
 
 @contextmanager
-def _refused(name: str) -> Iterator[None]:
+def _translate_errors(name: str) -> Iterator[None]:
     """Convert errors of LanceDB in the block to errors of nobackfill."""
     try:
         yield
     except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        kind = BusyError if any(word in said for word in _CONFLICTS) else InvalidInputError
-        raise kind(f"{name}: LanceDB says: {said[:300]}") from error
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
+        kind = BusyError if any(word in message for word in _CONFLICTS) else InvalidInputError
+        raise kind(f"{name}: LanceDB says: {message[:300]}") from error

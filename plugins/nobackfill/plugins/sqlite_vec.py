@@ -16,7 +16,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -145,6 +145,9 @@ class VecRow:
         return hashlib.sha256(whole + text).hexdigest()[:32]
 
 
+_INHERITED: list[object] = []
+
+
 class VecDatabase:
     """A file of SQLite with sqlite-vec. Each thread of each process has its own connection."""
 
@@ -158,19 +161,21 @@ class VecDatabase:
     def connection(self) -> Any:
         """The connection of this thread. Raises our errors for those of SQLite."""
         if getattr(self._local, "process", None) != os.getpid():
+            # Closed in a forked process, a connection would end its parent's transaction.
+            _INHERITED.append(getattr(self._local, "connection", None))
             self._local.process, self._local.depth = os.getpid(), 0
-            with refused(self.path):
+            with translate_errors(self.path):
                 self._local.connection = _connect(self.path)
         return self._local.connection
 
     def all(self, query: str, *values: object) -> list[Any]:
         """Return all rows of a query."""
-        with refused(self.path):
+        with translate_errors(self.path):
             return list(self.connection.execute(query, values).fetchall())
 
     def many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
         """Run a statement for each row of values."""
-        with refused(self.path):
+        with translate_errors(self.path):
             self.connection.executemany(statement, rows)
 
     @contextmanager
@@ -184,17 +189,18 @@ class VecDatabase:
         if self._local.depth:
             yield
             return
-        with refused(self.path):
+        with translate_errors(self.path):
             connection.execute(f"BEGIN {kind}")
         self._local.depth = 1
         try:
             yield
-        except BaseException:
-            connection.execute("ROLLBACK")
-            raise
-        else:
-            with refused(self.path):
+            with translate_errors(self.path):
                 connection.execute("COMMIT")
+        except BaseException:
+            # A COMMIT that finds readers leaves the transaction open.
+            with suppress(sqlite3.Error, apsw.Error):
+                connection.execute("ROLLBACK")
+            raise
         finally:
             self._local.depth = 0
 
@@ -225,16 +231,16 @@ class VecDatabase:
         """Return what is noted about a table: `map`, `model`, `of`, `flipped`; {} for nothing."""
         if "nobackfill_copies" not in self.tables():
             return {}
-        found = self.all("SELECT facts FROM nobackfill_copies WHERE name = ?", name)
-        return dict(json.loads(found[0][0])) if found else {}
+        result = self.all("SELECT facts FROM nobackfill_copies WHERE name = ?", name)
+        return dict(json.loads(result[0][0])) if result else {}
 
     def note(self, name: str, facts: Mapping[str, str | None]) -> None:
         """Note facts about a table; no facts remove the note."""
         for statement in filter(None, map(str.strip, _OURS.split(";"))):
             self.all(statement)
         self.all("DELETE FROM nobackfill_copies WHERE name = ?", name)
-        if said := {key: one for key, one in facts.items() if one}:
-            self.all("INSERT INTO nobackfill_copies VALUES (?, ?)", name, json.dumps(said))
+        if facts := {key: one for key, one in facts.items() if one}:
+            self.all("INSERT INTO nobackfill_copies VALUES (?, ?)", name, json.dumps(facts))
 
 
 class VecTable:
@@ -256,13 +262,13 @@ class VecTable:
         if name not in tables:
             there = few(one for one, sql in tables.items() if _CREATE.fullmatch(sql or ""))
             raise NotFoundError(f"{name}: no such table; vec0 tables are {there or 'none'}")
-        found = _CREATE.fullmatch(tables[name] or "")
-        if found is None:
+        result = _CREATE.fullmatch(tables[name] or "")
+        if result is None:
             raise InvalidInputError(
                 f"{name}: expected a virtual table of vec0, found another table; copy its vectors "
                 "into a vec0 table, or into a Parquet file"
             )
-        self.columns = [_column(one, name) for one in found[1].split(",")]
+        self.columns = [_column(one, name) for one in result[1].split(",")]
         made_by = dict(database.all(f"SELECT key, value FROM {self.shadow('info')}"))
         if not _KNOWN.fullmatch(str(made_by.get("CREATE_VERSION"))):
             raise InvalidInputError(
@@ -310,11 +316,11 @@ class VecTable:
         bounds = [(">", window.lower), ("<=", window.upper)]
         given = [(sign, bound) for sign, bound in bounds if bound is not None]
         where = " AND ".join(["true", *(f"rowid {sign} ?" for sign, _ in given)])
-        found = self.database.all(
+        result = self.database.all(
             f"SELECT rowid FROM {self.shadow('rowids')} WHERE {where} ORDER BY rowid",
             *(bound for _, bound in given),
         )
-        return [place for (place,) in found]
+        return [place for (place,) in result]
 
     def existing(self, keys: Sequence[Any]) -> dict[Any, int]:
         """Return the rowids of keys that exist, by key."""
@@ -347,19 +353,19 @@ class VecTable:
             if values or one == self.vector
         ]
         read = [one for one in self._vectors if values or one == self.vector]
-        found = []
+        result = []
         others = self._values(listed) if values else [{} for _ in listed]
         for row, (place, name, _, _) in enumerate(listed):
             vectors = {one.name: blob[row] for one, blob in zip(read, blobs, strict=True)}
             vector = np.frombuffer(vectors.pop(self.vector.name), "<f4").astype(np.float32)
             key = name if self.textual else place
-            found.append(VecRow(key, place, vector, others[row] | vectors))
-        return found
+            result.append(VecRow(key, place, vector, others[row] | vectors))
+        return result
 
     def _cut(self, number: int, listed: Sequence[Any]) -> list[bytes]:
         """Cut the vectors of the column `number` out of its chunks."""
         size, chunks = self._vectors[number].size, dict[int, bytes]()
-        table, found = self.shadow(f"vector_chunks{number:02}"), []
+        table, result = self.shadow(f"vector_chunks{number:02}"), []
         for _, _, chunk, offset in listed:
             if chunk not in chunks:
                 if len(chunks) > 1:
@@ -367,8 +373,8 @@ class VecTable:
                 ((chunks[chunk],),) = self.database.all(
                     f"SELECT vectors FROM {table} WHERE rowid = ?", chunk
                 )
-            found.append(chunks[chunk][offset * size : (offset + 1) * size])
-        return found
+            result.append(chunks[chunk][offset * size : (offset + 1) * size])
+        return result
 
     def _values(self, listed: Sequence[Any]) -> list[dict[str, Any]]:
         if not self.values:
@@ -376,9 +382,9 @@ class VecTable:
         columns = ", ".join(map(_quoted, self.values))
         query = f"SELECT {columns} FROM {self.quoted} WHERE {_quoted(self.key)} = ?"
         return [
-            dict(zip(self.values, found[0], strict=True))
+            dict(zip(self.values, result[0], strict=True))
             for place, name, _, _ in listed
-            if (found := self.database.all(query, name if self.textual else place))
+            if (result := self.database.all(query, name if self.textual else place))
         ]
 
     def texts(self, places: Sequence[int], column: str) -> dict[Any, str]:
@@ -404,12 +410,12 @@ class VecTable:
                 )
             source = _quoted(table)
             on = f"t.{_quoted(self.key)} = {key}" if self.textual else f"t.rowid = {key}"
-        found = self.database.all(
+        result = self.database.all(
             f"SELECT {key}, t.{_quoted(name)} FROM {self.shadow('rowids')} r JOIN {source} t "
             f"ON {on} WHERE r.rowid IN (SELECT value FROM json_each(?))",
             json.dumps(list(places)),
         )
-        return {one: str(value) for one, value in found if value not in (None, "")}
+        return {one: str(value) for one, value in result if value not in (None, "")}
 
     def delete(self, keys: Iterable[Any]) -> None:
         self.database.many(
@@ -462,19 +468,19 @@ class SqliteVecSource:
         return self._table.count()
 
     def windows(self, rows: int) -> Iterator[Window]:
-        after: int | None = None
+        lower: int | None = None
         while True:
             last = self._database.all(
                 f"SELECT rowid FROM {self._table.shadow('rowids')} WHERE rowid > ? "
                 "ORDER BY rowid LIMIT 1 OFFSET ?",
-                -(2**63) if after is None else after,
+                -(2**63) if lower is None else lower,
                 rows - 1,
             )
             # The last window is open: it includes rows that are inserted meanwhile.
-            yield Window(after, last[0][0] if last else None)
+            yield Window(lower, last[0][0] if last else None)
             if not last:
                 return
-            after = last[0][0]
+            lower = last[0][0]
 
     def read(self, window: Window) -> Rows:
         with self._database.transaction("DEFERRED"):
@@ -483,20 +489,20 @@ class SqliteVecSource:
 
     def column(self, window: Window, name: str) -> ColumnValues:
         with self._database.transaction("DEFERRED"):
-            found = self._table.texts(self._table.places(window), name)
-        return ColumnValues([str(one) for one in found], list(found.values()))
+            result = self._table.texts(self._table.places(window), name)
+        return ColumnValues([str(one) for one in result], list(result.values()))
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
         table = self._table
         if new_name is not None:
             table = VecTable(self._database, new_name, self.vector)
-        found = self._database.all(
+        result = self._database.all(
             f"SELECT {_quoted(table.key)} FROM {table.quoted} "
             f"WHERE {_quoted(self.vector)} MATCH ? AND k = ? ORDER BY distance",
             np.asarray(vector, "<f4").tobytes(),
             min(count, _MOST_HITS),
         )
-        return [str(key) for (key,) in found]
+        return [str(key) for (key,) in result]
 
     def lookup(self, ids: Sequence[str]) -> Rows:
         with self._database.transaction("DEFERRED"):
@@ -510,8 +516,8 @@ class SqliteVecSource:
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
         with self._database.transaction("DEFERRED"):
-            found = self._table.texts(self._table.places_of(self._keys(ids)), column)
-        return {str(key): value for key, value in found.items()}
+            result = self._table.texts(self._table.places_of(self._keys(ids)), column)
+        return {str(key): value for key, value in result.items()}
 
     def close(self) -> None:
         """Do nothing: a connection ends with its thread or with this object."""
@@ -544,15 +550,15 @@ class SqliteVecSource:
                 f"--to: expected a table name of letters, digits and _, got {name!r}"
             )
         with database.transaction():
-            here, said = database.facts(table.name), database.facts(name)
+            here, facts = database.facts(table.name), database.facts(name)
             if here.get("map") == target.mark:
                 raise InvalidInputError(
                     f"{table.name}: it holds the vectors of this map already: it was flipped"
                 )
             wanted = {"map": target.mark, "of": table.name, "vector": self.vector}
-            ours = all(said.get(key) == value for key, value in wanted.items())
+            ours = all(facts.get(key) == value for key, value in wanted.items())
             there = name in database.tables()
-            if there and not (ours and "flipped" not in said):
+            if there and not (ours and "flipped" not in facts):
                 raise AlreadyExistsError(
                     f"{table.name}: table {name!r} exists already and was not made by this map; "
                     "choose another --to, or remove it with --rollback"
@@ -567,17 +573,17 @@ class SqliteVecSource:
     def rollback(self, name: str) -> bool:
         database = self._database
         with database.transaction():
-            said = database.facts(name)
-            if name not in database.tables() or said.get("of") != self._table.name:
+            facts = database.facts(name)
+            if name not in database.tables() or facts.get("of") != self._table.name:
                 return False
-            if "flipped" in said:
+            if "flipped" in facts:
                 return False
-            self._forget(name, said)
+            self._forget(name, facts)
             database.all(f"DROP TABLE {_quoted(name)}")
         return True
 
-    def _forget(self, name: str, said: Mapping[str, str]) -> None:
-        self._database.all("DELETE FROM nobackfill_items WHERE map = ?", f"{name} {said['map']}")
+    def _forget(self, name: str, facts: Mapping[str, str]) -> None:
+        self._database.all("DELETE FROM nobackfill_items WHERE map = ?", f"{name} {facts['map']}")
         self._database.note(name, {})
 
     def count_vectors(self, column: str) -> int:
@@ -587,19 +593,19 @@ class SqliteVecSource:
 
     def name_model(self, model: str) -> None:
         with self._database.transaction():
-            said = self._database.facts(self._table.name)
-            self._database.note(self._table.name, said | {"model": model})
+            facts = self._database.facts(self._table.name)
+            self._database.note(self._table.name, facts | {"model": model})
 
     def mark_of(self, column: str) -> str | None:
-        said = self._database.facts(column)
-        if column not in self._database.tables() or "flipped" in said:
+        facts = self._database.facts(column)
+        if column not in self._database.tables() or "flipped" in facts:
             return None
-        return said.get("map")
+        return facts.get("map")
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         name = self._table.name
-        said, old_exists = self._database.facts(name), self._before() in self._database.tables()
-        if "flipped" not in said or said.get("map") != mark:
+        facts, old_exists = self._database.facts(name), self._before() in self._database.tables()
+        if "flipped" not in facts or facts.get("map") != mark:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 
@@ -609,8 +615,8 @@ class SqliteVecSource:
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         database, table = self._database, self._table
         with database.transaction():
-            said = database.facts(table.name)
-            if self._before() not in database.tables() or "flipped" not in said:
+            facts = database.facts(table.name)
+            if self._before() not in database.tables() or "flipped" not in facts:
                 raise NotFoundError(
                     f"{table.name}: no table {self._before()!r}: nothing was flipped"
                 )
@@ -618,7 +624,7 @@ class SqliteVecSource:
                 VecTable(database, table.name, self.vector),
                 VecTable(database, self._before(), self.vector),
             )
-            items = f"{said['flipped']} {said['map']}"
+            items = f"{facts['flipped']} {facts['map']}"
             noted = dict(
                 database.all("SELECT key, made FROM nobackfill_items WHERE map = ?", items)
             )
@@ -646,10 +652,10 @@ class SqliteVecSource:
     def drop_old(self) -> None:
         database, name = self._database, self._table.name
         with database.transaction():
-            said = database.facts(name)
+            facts = database.facts(name)
             if self._before() not in database.tables():
                 raise NotFoundError(f"{name}: no table {self._before()!r}: nothing was flipped")
-            items = f"{said.get('flipped')} {said.get('map')}"
+            items = f"{facts.get('flipped')} {facts.get('map')}"
             database.all("DELETE FROM nobackfill_items WHERE map = ?", items)
             database.note(self._before(), {})
             database.all(f"DROP TABLE {_quoted(self._before())}")
@@ -673,7 +679,7 @@ class NewVecTable:
 
     def pending(self, window: Window) -> Rows:
         """Remove the new vectors of deleted and changed rows; then read the rows without one."""
-        left: list[VecRow] = []
+        pending_rows: list[VecRow] = []
         digests: list[str] = []
         stale: list[Any] = []
         with self._database.transaction("DEFERRED"):
@@ -681,33 +687,33 @@ class NewVecTable:
             self._version = self._database.version
             items = self._noted(window)
             for page in _pages(places):
-                found = list(self._digests(page))
-                here = self._copy.existing([row.key for row, _ in found])
-                for row, now in found:
+                result = list(self._digests(page))
+                here = self._copy.existing([row.key for row, _ in result])
+                for row, now in result:
                     of = items.pop(row.key, None)
                     if of not in (None, now):
                         stale.append(row.key)
                     if of != now and (of is not None or row.key not in here):
-                        left.append(row)
+                        pending_rows.append(row)
                         digests.append(now)
             # Items that are left over have no row in this window any more.
             stale += items
         if stale:
             self._remove(stale)
-        self._pending = {str(row.key) for row in left}
-        rows = _rows(left, self._source.name)
-        return Rows(rows.ids, rows.vectors, left, digests)
+        self._pending = {str(row.key) for row in pending_rows}
+        rows = _rows(pending_rows, self._source.name)
+        return Rows(rows.ids, rows.vectors, pending_rows, digests)
 
     def _noted(self, window: Window) -> dict[Any, str]:
         """Return the digests of the originals of our items in a window, by key."""
         lowest, highest = -(2**63), 2**63 - 1
-        after = lowest if window.lower is None else window.lower
+        lower = lowest if window.lower is None else window.lower
         last = highest if window.upper is None else window.upper
         return dict(
             self._database.all(
                 "SELECT key, of FROM nobackfill_items WHERE map = ? AND place BETWEEN ? AND ?",
                 self._items,
-                after if window.lower is None else int(str(after)) + 1,
+                lower if window.lower is None else int(str(lower)) + 1,
                 last,
             )
         )
@@ -795,10 +801,10 @@ class NewVecTable:
                 rows = self._copy.rows(page)
                 vectors = even([row.vector for row in rows], [str(row.key) for row in rows], name)
                 self._note(rows, vectors, [""] * len(rows))
-            said = database.facts(new)
+            facts = database.facts(new)
             database.note(before, database.facts(name))
             database.note(new, {})
-            database.note(name, said | {"flipped": new})
+            database.note(name, facts | {"flipped": new})
             database.rename(name, before)
             database.rename(new, name)
 
@@ -859,16 +865,16 @@ def _column(definition: str, table: str) -> VecColumn:
     """Parse one definition of CREATE VIRTUAL TABLE. Raises InvalidInputError."""
     text = definition.strip()
     for role, form in _FORMS.items():
-        found = form.fullmatch(text)
-        if found is None:
+        result = form.fullmatch(text)
+        if result is None:
             continue
         if role == "option":
             return VecColumn("", role, "", text)
-        name, kind = found[1], found[2].lower()
+        name, kind = result[1], result[2].lower()
         if role != "vector":
             return VecColumn(name, role, kind, text)
-        metric = (found[4] or "").lower()
-        one = VecColumn(name, role, kind, text, int(found[3]), metric)
+        metric = (result[4] or "").lower()
+        one = VecColumn(name, role, kind, text, int(result[3]), metric)
         if one.floats and metric and metric not in _METRICS:
             break
         return one
@@ -882,7 +888,7 @@ def _quoted(name: str) -> str:
 
 
 @contextmanager
-def refused(name: str) -> Iterator[None]:
+def translate_errors(name: str) -> Iterator[None]:
     """Convert errors of SQLite in the block to errors of nobackfill."""
     try:
         yield

@@ -1,0 +1,218 @@
+"""Tables of LanceDB and of sqlite-vec: the flip and its way back, what goes along, and refusals."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import lancedb
+import numpy as np
+import pyarrow as pa
+import pytest
+from lancedb import index
+
+from nobackfill.adopt.carrying import carry
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import read_all
+from nobackfill.adopt.sources.opening import open_source
+from nobackfill.adopt.sources.source import Reversible, Target
+from nobackfill.errors import BusyError, InvalidInputError, NotFoundError
+from nobackfill.vectors import Vectors
+from tests.adopt.stores import MADE, Lance, SqliteVec
+
+MAP = fit_maps(MADE.old, MADE.new)["affine"]
+
+
+def target(name: str, content: str | None = None) -> Target:
+    return Target(name, MAP.dims[1], MAP.digest, content=content)
+
+
+@pytest.fixture
+def lance(tmp_path: Path) -> Lance:
+    return Lance(tmp_path / "lance")
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> Iterator[SqliteVec]:
+    store = SqliteVec(tmp_path / "store.db")
+    yield store
+    store.connection.close()
+
+
+def reversible(address: str, vector: str | None = None) -> Reversible:
+    source = open_source(address, vector=vector)
+    assert isinstance(source, Reversible)
+    return source
+
+
+def vectors_of(address: str, vector: str | None = None) -> dict[str, Vectors]:
+    rows = read_all(open_source(address, vector=vector))
+    return dict(zip(rows.ids, rows.vectors, strict=True))
+
+
+def check_mapped(found: dict[str, Vectors]) -> None:
+    assert set(found) == set(MADE.ids)
+    for name, vector in zip(MADE.ids, MAP(MADE.old), strict=True):
+        np.testing.assert_allclose(found[name], vector, atol=1e-5)
+
+
+def test_lancedb_flips_and_goes_back(lance: Lance) -> None:
+    address = f"lancedb:{lance.folder}#docs"
+    lance.table.create_index("vector", config=index.IvfFlat(distance_type="cosine"))
+    assert lance.open().facts().metric == "cosine"
+    assert carry(lance.open(), target("vector_new"), MAP, flip=True).total == 230
+    assert {one.columns[0] for one in lance.table.list_indices()} == {"vector", "vector_before"}
+    check_mapped(vectors_of(address, "vector"))
+    with pytest.raises(InvalidInputError, match="of this map already"):
+        open_source(address, vector="vector").open_target(target("again"))
+    # One row changes, one comes and one goes after the flip.
+    changed = pa.FixedSizeListArray.from_arrays(pa.array(MADE.new[:2].ravel()), MAP.dims[1])
+    rows = pa.table({"id": [MADE.ids[7], "new"], "vector": changed, "text": ["changed", "new"]})
+    upsert = lance.table.merge_insert("id").when_matched_update_all()
+    upsert.when_not_matched_insert_all().execute(rows)
+    lance.delete(MADE.ids[8])
+    with pytest.raises(InvalidInputError, match="2 rows were written since the flip"):
+        reversible(address, "vector").flip_back("vector_new")
+    assert reversible(address, "vector").flip_back("vector_new", lose=True) == 2
+    assert set(lance.table.schema.names) == {"id", "vector", "text"}
+    found = vectors_of(address)
+    assert set(found) == set(MADE.ids) - {MADE.ids[7], MADE.ids[8]}
+    np.testing.assert_array_equal(found[MADE.ids[3]], MADE.old[3])
+
+
+def test_a_writer_that_opened_lancedb_before_the_flip_loses_nothing(lance: Lance) -> None:
+    stale = lancedb.connect(lance.folder).open_table("docs")
+    assert stale.schema.names == ["id", "vector", "text"]
+    carry(lance.open(), target("vector_new"), MAP, flip=True)
+    stale.add(lance._rows(["late"], MADE.old[5:6]))
+    address = f"lancedb:{lance.folder}#docs"
+    filled = carry(open_source(address, vector="vector_before"), target("vector"), MAP)
+    assert filled.written == 1
+    found = vectors_of(address, "vector")
+    np.testing.assert_allclose(found["late"], MAP(MADE.old[5:6])[0], atol=1e-5)
+
+
+def test_lancedb_undoes_a_flip_that_others_write_into(
+    lance: Lance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = lance.open()
+    carry(source, target("vector_new"), MAP)
+    place = source.open_target(target("vector_new"))
+    check = type(place)._refuse_pending  # type: ignore[attr-defined]
+
+    def written_after(self: object, old: str, new: str) -> None:
+        check(self, old, new)
+        if old == "vector":
+            lance.put(MADE.ids[0], MADE.old[1])
+
+    monkeypatch.setattr(type(place), "_refuse_pending", written_after)
+    with pytest.raises(BusyError, match="run it again"):
+        carry(lance.open(), target("vector_new"), MAP, flip=True)
+    monkeypatch.undo()
+    assert "vector_before" not in lance.table.schema.names
+    assert carry(lance.open(), target("vector_new"), MAP, flip=True).written == 1
+
+
+def test_lancedb_refuses_by_name(lance: Lance) -> None:
+    def refuse(rows: pa.Table, words: str, **options: str) -> None:
+        lance.database.create_table("odd", rows, mode="overwrite")
+        with pytest.raises(InvalidInputError, match=words):
+            list(open_source(f"lancedb:{lance.folder}#odd", **options).windows(10))
+
+    short = lance._rows(MADE.ids[:2], MADE.old[:2])
+    refuse(short.drop_columns("vector"), "found none")
+    lists = pa.array([[1.0], [1.0, 2.0]], pa.list_(pa.float32()))
+    refuse(short.set_column(1, "points", lists), "points are lists of another kind")
+    refuse(short.set_column(0, "id", pa.array(["a", "a"])), "expected unique keys, found 'a' twice")
+    refuse(short.set_column(0, "id", pa.array([0.5, 1.5])), "expected keys of text or integers")
+    refuse(short, "expected a column of keys 'name'", key="name")
+    with pytest.raises(NotFoundError, match="no such table; there are docs"):
+        open_source(f"lancedb:{lance.folder}#nowhere")
+    with pytest.raises(InvalidInputError, match="object stores"):
+        open_source("lancedb:s3://bucket#docs")
+
+
+def test_half_precision_and_integers_as_keys_in_lancedb(lance: Lance) -> None:
+    halves = pa.FixedSizeListArray.from_arrays(pa.array(MADE.old.astype(np.float16).ravel()), 24)
+    rows = pa.table({"number": list(range(-100, 130)), "vector": halves})
+    lance.database.create_table("halves", rows)
+    source = open_source(f"lancedb:{lance.folder}#halves", key="number")
+    assert carry(source, target("vector_new"), MAP, window=60).total == 230
+    assert carry(source, target("vector_new"), MAP, window=60).written == 0
+    kind = lance.database.open_table("halves").schema.field("vector_new").type
+    assert kind == pa.list_(pa.float16(), MAP.dims[1])
+
+
+def test_sqlite_flips_with_all_columns_and_goes_back(sqlite: SqliteVec) -> None:
+    address = f"sqlite:{sqlite.path}#docs"
+    sqlite.connection.execute("CREATE TABLE items (id text primary key)")
+    sqlite.connection.execute(
+        "CREATE TRIGGER gone AFTER DELETE ON items BEGIN DELETE FROM docs WHERE id = OLD.id; END"
+    )
+    sqlite.connection.execute("INSERT INTO items VALUES (?)", (MADE.ids[8],))
+    query = "SELECT id, kind, bits, number, text FROM docs ORDER BY id"
+    before = sqlite.connection.execute(query).fetchall()
+    assert carry(sqlite.open(), target("docs_new"), MAP, flip=True).total == 230
+    assert sqlite.connection.execute(query).fetchall() == before
+    check_mapped(vectors_of(address))
+    with pytest.raises(InvalidInputError, match="it was flipped"):
+        sqlite.open().open_target(target("docs_new"))
+    # After the flip a row changes, one comes, and a trigger deletes one.
+    sqlite.put(MADE.ids[7], MADE.new[0])
+    sqlite.put("new", MADE.new[1])
+    sqlite.connection.execute("DELETE FROM items")
+    with pytest.raises(InvalidInputError, match="2 rows were written since the flip"):
+        reversible(address).flip_back("docs_new")
+    assert reversible(address).flip_back("docs_new", lose=True) == 2
+    found = vectors_of(address)
+    assert set(found) == set(MADE.ids) - {MADE.ids[7], MADE.ids[8]}
+    np.testing.assert_array_equal(found[MADE.ids[3]], MADE.old[3])
+    assert sqlite.connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_sqlite_keeps_rows_that_a_writer_puts_into_both_tables(sqlite: SqliteVec) -> None:
+    carry(sqlite.open(), target("docs_new"), MAP)
+    sqlite.put("both", MADE.old[3])
+    sqlite.put("both", MADE.new[4], "docs_new")
+    sqlite.put(MADE.ids[7], MADE.old[9])
+    assert carry(sqlite.open(), target("docs_new"), MAP, flip=True).written == 1
+    found = vectors_of(f"sqlite:{sqlite.path}#docs")
+    np.testing.assert_allclose(found["both"], MADE.new[4], atol=1e-6)
+    np.testing.assert_allclose(found[MADE.ids[7]], MAP(MADE.old[9:10])[0], atol=1e-5)
+
+
+def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:
+    sqlite.connection.execute("CREATE TABLE items (id text primary key, body text)")
+    sqlite.connection.execute("INSERT INTO items SELECT id, 'about ' || id FROM docs")
+    source, wanted = sqlite.open(), target("docs_new", content="items.body")
+    name = MADE.ids[5]
+    assert source.column(next(source.windows(300)), "items.body").values[0].startswith("about ")
+    assert carry(source, wanted, MAP).written == 230
+    sqlite.connection.execute("UPDATE items SET body = 'changed' WHERE id = ?", (name,))
+    assert carry(source, wanted, MAP).written == 1
+    with pytest.raises(InvalidInputError, match=r"no column 'body'; .* TABLE\.COLUMN"):
+        source.column(next(source.windows(300)), "body")
+
+
+def test_sqlite_refuses_by_name(sqlite: SqliteVec) -> None:
+    def refuse(definition: str, words: str) -> None:
+        sqlite.connection.execute("DROP TABLE IF EXISTS odd")
+        sqlite.connection.execute(definition)
+        with pytest.raises(InvalidInputError, match=words):
+            open_source(f"sqlite:{sqlite.path}#odd")
+
+    refuse("CREATE TABLE odd (id integer primary key, v blob)", "expected a virtual table of vec0")
+    refuse("CREATE VIRTUAL TABLE odd USING vec0(v int8[8])", "v int8 cannot be migrated")
+    refuse("CREATE VIRTUAL TABLE odd USING vec0(a float[8], b float[8])", "found a, b; name one")
+    with pytest.raises(NotFoundError, match="vec0 tables are docs"):
+        open_source(f"sqlite:{sqlite.path}#nowhere")
+    with pytest.raises(InvalidInputError, match="not a database"):
+        text = sqlite.path.with_suffix(".txt")
+        text.write_text("no database" * 100)
+        open_source(f"sqlite:{text}#docs")
+    with pytest.raises(InvalidInputError, match="omit --key"):
+        open_source(f"sqlite:{sqlite.path}#docs", key="id")
+    # vec0 takes "float16" for float: it stores 32 bits.
+    sqlite.connection.execute("CREATE VIRTUAL TABLE halves USING vec0(v float16[24])")
+    vector = (1, MADE.old[0].astype("<f4").tobytes())
+    sqlite.connection.execute("INSERT INTO halves (rowid, v) VALUES (?, ?)", vector)
+    found = vectors_of(f"sqlite:{sqlite.path}#halves")
+    np.testing.assert_array_equal(found["1"], MADE.old[0])
