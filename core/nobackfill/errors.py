@@ -28,7 +28,7 @@ def writer_of(version: object) -> str:
     """Name the program that wrote what this one cannot read.
 
     Args:
-        version: The version that stands beside it, as it was read from outside; None without one.
+        version: The version that is stored with it, as it was read from outside; None without one.
 
     Returns:
         "nobackfill 1.2.3, which wrote it", or "the newer nobackfill that wrote it" where no

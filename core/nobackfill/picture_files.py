@@ -1,4 +1,4 @@
-"""Recognise picture files by name, and files that cameras and systems leave beside them."""
+"""Recognise picture files by name, and files that cameras and systems add to them."""
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 # These need the extra `heic`.

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 def end_with_parent() -> None:
     """End this child process as soon as its parent has ended, however the parent ended.
 
-    Without it, a child would go on working beside the children of a restarted parent. Starts a
+    Without it, a child would go on working along with the children of a restarted parent. Starts a
     daemon thread. Call it only in a process that multiprocessing started.
     """
     parent = parent_process()

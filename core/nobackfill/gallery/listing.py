@@ -305,7 +305,7 @@ class CarriedLabels:
             inside = labels < len(self._carried)
             carried[inside] = self._carried[labels[inside]]
             masks_of_labels = carried, ~carried
-            # Cached for the last two indexes: a graph, and the items beside it.
+            # Cached for the last two indexes: a graph, and the exact delta.
             self._masks = [*self._masks[-1:], (labels, masks_of_labels)]
             return masks_of_labels
 

@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class SpaceSpec:
-    """A vector space and the side-information that is stored beside its vectors.
+    """A vector space and the side-information that is stored with its vectors.
 
     Attributes:
         space: Its id.

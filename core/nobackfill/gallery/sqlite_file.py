@@ -1,6 +1,6 @@
 """Open, lock and read the SQLite file of a gallery, and write its tables.
 
-A lock file beside the gallery is held in shared mode while the gallery is open. A process that is
+A lock file next to the gallery is held in shared mode while the gallery is open. A process that is
 alone and finds a write-ahead log knows that the last process died, and checks the pages before use.
 """
 
@@ -145,7 +145,7 @@ def from_blobs(blobs: Sequence[bytes], dim: int) -> Vectors:
         joined = b"".join(blobs)
     except TypeError as error:
         raise DamagedError("the gallery file", "a vector that is no blob") from error
-    # Check each length: a longer blob may stand beside a shorter one.
+    # Check each length: a longer blob may make up for a shorter one.
     if not set(map(len, blobs)) <= {4 * dim}:
         raise DamagedError(
             "the gallery file",
@@ -509,7 +509,7 @@ def draw_labels(
 
 
 _ORIGINS = (None, *get_args(Origin))
-# Rows fetched at a time: their Python objects stay small beside the resulting array.
+# Rows fetched at a time: their Python objects stay small compared with the resulting array.
 FETCH_ROWS = 4096
 
 
@@ -810,11 +810,11 @@ def set_state_values(connection: sqlite3.Connection, values: Mapping[str, Any]) 
 
 
 # Ways to open a gallery file; they are tried without writing.
-# shared: read and write beside other processes, through SQLite's shared memory (-shm). sole: no
+# shared: read and write along with other processes, through SQLite's shared memory (-shm). sole: no
 # space for the shared memory, so only one process with one connection. reading: the file or its
 # folder cannot be written.
 
-# SQLite maps 32 KiB beside the gallery before it reads a row. Where blocks are smaller than its
+# SQLite maps 32 KiB next to the gallery before it reads a row. Where blocks are smaller than its
 # pages, a lack of space ends the process by SIGBUS. The rest is for the first pages of the log.
 LEAST_ROOM = 256 << 10
 # How long a writer waits for another process before BusyError, in milliseconds.
@@ -981,7 +981,7 @@ def _stamp(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-# The lock file beside a gallery: shared while the gallery is open, exclusive for a process that
+# The lock file next to a gallery: shared while the gallery is open, exclusive for a process that
 # must be alone.
 
 
@@ -1075,7 +1075,7 @@ _NO_ROOM = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN)
 
 
 class _NoRoomError(Exception):
-    """SQLite could not create its files beside the gallery."""
+    """SQLite could not create its files next to the gallery."""
 
 
 class FileConnections:
@@ -1393,7 +1393,7 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
 
 
 def refuse_leftovers(path: Path) -> None:
-    """Refuse a path beside which the log of a missing gallery lies.
+    """Refuse a path if the log of a missing gallery is in its folder.
 
     SQLite would write that gallery's last changes into the new file.
 

@@ -76,7 +76,7 @@ def query_encoder_path(release: int) -> str:
 
 
 def tokenizer_path(release: int) -> str:
-    """Return the published path of the tokenizer, beside the text encoder."""
+    """Return the published path of the tokenizer, in the text encoder's folder."""
     return f"{text_encoder_model(release)}/1/tokenizer.json"
 
 
@@ -383,8 +383,8 @@ class RouteEvidence(Strict):
 
 
 class Unlabelled(Strict):
-    """A cell of the compatibility matrix, measured without labels, beside staying with the old
-    model.
+    """A cell of the compatibility matrix, measured without labels, and the figures of staying with
+    the old model.
 
     All figures are shares. A second view of a picture, or a part of a text, is the query for its
     own item.

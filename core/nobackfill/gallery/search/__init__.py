@@ -1,6 +1,6 @@
 """Search the vectors of one space: exactly, or by a graph (`hnsw`, which needs hnswlib).
 
-An index is immutable; a `LiveView` adds changes beside it.
+An index is immutable; a `LiveView` adds changes in a second index.
 
 >>> import numpy as np
 >>> from nobackfill.gallery import SpaceSpec

@@ -153,7 +153,7 @@ class ExactIndex:
     def improve(self, queries: Vectors, hits: Neighbours, mask: Mask | None = None) -> Neighbours:
         """Add the rows of this index that are nearer than the last hits of another index.
 
-        This is much cheaper than `search` if few rows are: for a small index beside a large one.
+        This is much cheaper than `search` if few rows are: for a small index next to a large one.
 
         Args:
             queries: float32 [q, dim].

@@ -1,6 +1,6 @@
 """Read declarations about an ONNX model that others exported: pooling, prefix, tokenizer, pixels.
 
-A declaration is `NAME.json` beside `NAME.onnx`. Without it, the files that sentence-transformers
+A declaration is `NAME.json` next to `NAME.onnx`. Without it, the files that sentence-transformers
 exports are read; for pixels, the files of transformers, open_clip and timm.
 """
 
@@ -48,7 +48,7 @@ class Declaration(BaseModel):
     """Facts about a model that its ONNX file does not contain.
 
     Attributes:
-        tokenizer: Name of the tokenizer's file, beside the ONNX file or one folder above.
+        tokenizer: Name of the tokenizer's file, next to the ONNX file or one folder above.
         prefix: Text that is put before each text.
         query_prefix: Text that is put before queries instead; None: the same as `prefix`.
         max_length: Tokens after which a text is truncated.
@@ -89,7 +89,7 @@ class Declaration(BaseModel):
 
 
 def tokenizer_file(path: Path, declaration: Declaration) -> Path:
-    """Find the tokenizer of a model, beside its ONNX file or one folder above.
+    """Find the tokenizer of a model, next to its ONNX file or one folder above.
 
     Args:
         path: The ONNX file.
@@ -188,7 +188,7 @@ def guess(path: Path, declaration: Declaration) -> str:
         declaration: The declaration in use.
 
     Returns:
-        Empty if a file beside the model declares how it makes vectors.
+        Empty if a file next to the model declares how it makes vectors.
     """
     if _declaring_file(path) is not None:
         return ""

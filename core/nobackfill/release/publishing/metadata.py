@@ -41,7 +41,7 @@ ROLES: tuple[Role, ...] = ("root", "targets", "snapshot", "timestamp")
 class Keys:
     """The files of the signing keys.
 
-    During a rotation, the new key lies beside the old one as ROLE.next.pem; the root metadata
+    During a rotation, the new key lies next to the old one as ROLE.next.pem; the root metadata
     decides which of the two signs.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Read how an image model prepares pixels, from files that exporters write beside its ONNX file."""
+"""Read how an image model prepares pixels, from files that exporters write next to it."""
 
 import re
 from collections.abc import Iterator
@@ -226,7 +226,7 @@ _FILES: dict[str, _Kind] = {
 
 
 def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
-    """Read the preprocessing of an image model from files beside its ONNX file or one folder above.
+    """Read the preprocessing of an image model from files next to the model or one folder above.
 
     Args:
         path: The ONNX file.

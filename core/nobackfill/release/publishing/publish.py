@@ -1,6 +1,6 @@
 """Publish releases atomically: readers see a release wholly or not at all.
 
-Everything is staged beside the publication folder. Then model folders are renamed into it, then
+Everything is staged next to the publication folder. Then model folders are renamed into it, then
 targets and snapshot metadata, and timestamp.json last: replacing it is the commit point. Under the
 lock, files that no committed metadata lists are leftovers of an interrupted publish; they are
 removed first.
@@ -46,7 +46,7 @@ from nobackfill.release.publishing.metadata import (
 )
 from nobackfill.release.trust.trust import verify_metadata, with_share
 
-# Drafts lie beside the publication folder, because Triton fails on any other folder in it. They lie
+# Drafts are next to the publication, because Triton fails on any other folder in it. They lie
 # on its file system, so that finished ones can be renamed into it.
 
 _DRAFT = "draft-"
