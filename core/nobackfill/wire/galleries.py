@@ -524,7 +524,8 @@ class GalleryCalls(Connection):
         Args:
             gallery: Name of the gallery.
             values: Values to set, by key.
-            ids: Ids of the items; unknown ids are ignored. Give ids or a filter.
+            ids: Ids of the items; at most 10,000; unknown ids are ignored. Give either ids or a
+                filter.
             where: A filter that chooses the items; None if ids do.
             remove: Keys to remove.
 
@@ -532,7 +533,8 @@ class GalleryCalls(Connection):
             Number of chosen items.
 
         Raises:
-            InvalidInputError: An invalid filter or value, or neither ids nor a filter.
+            InvalidInputError: An invalid filter or value, a key that is both set and removed, or
+                not exactly one of ids and a filter.
             NotFoundError: No such gallery.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
@@ -558,7 +560,8 @@ class GalleryCalls(Connection):
             Number of deleted items.
 
         Raises:
-            InvalidInputError: An invalid filter, too many ids, or neither ids nor a filter.
+            InvalidInputError: An invalid filter, too many ids, or not exactly one of ids and a
+                filter.
             NotFoundError: No such gallery.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
