@@ -19,6 +19,7 @@ from tritonclient.grpc.service_pb2 import SystemSharedMemoryStatusRequest
 from nobackfill.errors import UnavailableError
 from nobackfill.release.manifest import Manifest, embedder_model
 from nobackfill.server.triton import client as shared_memory_module
+from nobackfill.server.triton import process as process_module
 from nobackfill.server.triton.client import TritonClient
 from nobackfill.v1 import gallery_pb2, release_pb2, search_pb2, vault_pb2
 from tests.server.conftest import Stages, publish_stage
@@ -69,6 +70,18 @@ def programs(served: Served, name: str) -> set[int]:
 def shared_memory(served: Served) -> set[Path]:
     """What it holds in shared memory, by name."""
     return set(Path("/dev/shm").glob(f"nobackfill-{served.process.pid}-*"))
+
+
+def test_only_files_of_dead_gateways_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_SHM", tmp_path)
+    dead = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
+    orphan, of_another = tmp_path / f"nobackfill-{dead}-1", tmp_path / f"nobackfill-{dead}"
+    orphan.touch()
+    of_another.mkdir()
+    process_module._remove_orphaned_shared_memory()
+    assert not orphan.exists() and of_another.is_dir()
 
 
 def wait_healed(client: Client) -> float:

@@ -143,11 +143,13 @@ OnnxFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Also write the map for `export.py --upgrade`.")
 ]
 JoiningFile = Annotated[
-    Path | None, typer.Option(help="File for the rank fusion that serves `both` and `lazily`.")
+    Path | None,
+    typer.Option(help="File to write: the rank fusion that searches need for `both` and `lazily`."),
 ]
 ReportFile = Annotated[Path | None, typer.Option(help="HTML page of the verdict.")]
 QueriesOld = Annotated[
-    str | None, typer.Option(help="SOURCE of queries by the old model; the id is the item to find.")
+    str | None,
+    typer.Option(help="SOURCE of query vectors by the old model; the id is the item to find."),
 ]
 QueriesNew = Annotated[
     str | None, typer.Option(help="SOURCE of the same queries by the new model.")
@@ -238,7 +240,7 @@ def embed(
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for an endpoint that is busy.")
     ] = 120.0,
-    batch: Annotated[int, typer.Option(min=1, help="Items at a time.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Items that the model embeds at a time.")] = 32,
     queries: Annotated[
         bool,
         typer.Option(

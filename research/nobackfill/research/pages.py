@@ -306,7 +306,11 @@ def rows_shown(results: Results) -> list[str]:
 
 
 def reaching(results: Results) -> dict[str, list[str]]:
-    """Return by row the columns in which it beats or, as rounded, ties ours."""
+    """Return by row the columns in which it beats or, as rounded, ties ours.
+
+    Returns:
+        Only rows with such a column that share the data of ours; empty if ours has no row.
+    """
     if OURS not in results.main.rows:
         return {}
     ours = _columns(results, OURS)

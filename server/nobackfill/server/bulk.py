@@ -403,7 +403,7 @@ def fill(
 
 
 def is_texts(place: str) -> bool:
-    """Tell whether a place is a file of texts."""
+    """Tell whether a place is a local file of texts, by its name: it ends with .jsonl."""
     return "://" not in place and place.endswith(".jsonl")
 
 

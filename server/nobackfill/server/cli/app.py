@@ -61,7 +61,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON object instea
 Rollout = Annotated[
     str | None,
     typer.Option(
-        help="how queries are answered meanwhile: direct, dual or cutover",
+        help="how queries are answered during the upgrade: direct, dual or cutover",
         show_default="direct if the release declares it, else cutover",
     ),
 ]

@@ -56,7 +56,7 @@ def list_command(server: Server = DEFAULT_SERVER, as_json: Json = False) -> None
 def delete(
     name: _Name,
     confirm: Annotated[
-        bool, typer.Option("--yes", help="do it; else only say what would be lost")
+        bool, typer.Option("--yes", help="delete it; without it, only count its items")
     ] = False,
     server: Server = DEFAULT_SERVER,
     as_json: Json = False,

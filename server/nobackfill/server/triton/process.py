@@ -302,10 +302,10 @@ def _enter(folder: Path) -> int:
 
 
 def _remove_orphaned_shared_memory() -> None:
-    """Remove shared memory that killed gateways have left."""
+    """Remove shared memory that killed gateways have left; folders are of other programs."""
     for path in _SHM.glob(f"{_SHM_PREFIX}*"):
         pid = path.name.removeprefix(_SHM_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
+        if pid.isdecimal() and not Path("/proc", pid).exists() and not path.is_dir():
             path.unlink(missing_ok=True)
 
 

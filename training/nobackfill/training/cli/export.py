@@ -209,12 +209,18 @@ def main(
     int8_loss: Annotated[
         float, typer.Option(min=0, help="The mAP points that an int8 twin may lose.")
     ] = 0.3,
-    share: Annotated[str, typer.Option(help="Share of devices that get it at first.")] = "100%",
+    share: Annotated[
+        str, typer.Option(help="Share of devices that get the release at first.")
+    ] = "100%",
     force: Annotated[bool, typer.Option("--force", help="Publish despite a failed gate.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Do all but write to DIR.")] = False,
     targets_key: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The targets key.", show_default="DIR.keys/targets.pem"),
+        typer.Option(
+            metavar="FILE",
+            help="File of the key that signs the release.",
+            show_default="DIR.keys/targets.pem",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object on stdout.")

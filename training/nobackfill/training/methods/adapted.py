@@ -272,6 +272,10 @@ class LambdaObjective(AdaptedObjective):
             )
 
     def preservation(self, embedding: Tensor) -> Terms:
+        """Return the penalty on how far the map is from an orthogonal one, beyond `threshold`.
+
+        The embedding has no part in it. The distance goes to the statistics as `from_orthogonal`.
+        """
         weight = self.layer.map.weight
         excess = (weight.t() @ weight - torch.eye(len(weight), device=weight.device)).norm()
         self.statistics["from_orthogonal"] = float(excess.detach())

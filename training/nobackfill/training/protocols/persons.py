@@ -305,7 +305,15 @@ def relevance(queries: Sightings, gallery: Sightings) -> Relevance:
 
 
 def market1501(root: Path, _scratch: Path) -> Protocol:
-    """Read the protocol of rank-1 and mAP of `query` in `bounding_box_test`."""
+    """Read Market-1501's protocol: rank-1 and mAP of `query` in `bounding_box_test`.
+
+    Args:
+        root: The folder of the data set.
+
+    Raises:
+        NotFoundError: One of the two folders does not exist.
+        InvalidInputError: A folder is empty, or a file has another name than Market-1501's.
+    """
     queries, gallery = (read_sightings(root / part) for part in ("query", "bounding_box_test"))
     asked, searched = (
         images(sightings.paths[0].parent, [path.name for path in sightings.paths])

@@ -304,7 +304,7 @@ def _lacking(schema: str, number: int, after: int) -> str:
 
 
 def begin(connection: Connection, schema: str, spec: SpaceSpec) -> bool:
-    """Create a staging space; see staging.begin. Returns False if it exists."""
+    """Create a staging space, and return True; return False if it exists."""
     for info in rows.read_spaces(connection, schema):
         if info.spec.space == spec.space:
             ensure_same(info.spec, spec)
@@ -318,10 +318,23 @@ def write(
     connection: Connection, schema: str, checked: CheckedVectors, labels: Labels,
     uncertainty: NDArray[np.float32] | None, *, replace: bool,
 ) -> tuple[Labels, Vectors]:  # fmt: skip
-    """Write vectors of a space, with the gate shared; see staging.write.
+    """Write vectors of existing items into a space.
+
+    The rows of the items are locked (FOR KEY SHARE) until the transaction ends.
+
+    Args:
+        connection: a connection inside a transaction.
+        schema: the gallery's schema, quoted.
+        checked: the vectors and their space.
+        labels: int64 [n], distinct; a label without an item is skipped.
+        uncertainty: float32 [n], or None.
+        replace: replace vectors that the space has; otherwise they are skipped.
 
     Returns:
         The labels that were written, increasing, and their embeddings.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have the space.
     """
     info = rows.find_space(connection, schema, checked.info.spec.space)
     order = np.argsort(labels)
@@ -343,14 +356,14 @@ def write(
 
 
 def flip(connection: Connection, schema: str, space: str, *, leave_behind: bool) -> None:
-    """Make a space the active one; see staging.flip."""
+    """Make a space the active one, and the active space the previous one."""
     target = rows.find_space(connection, schema, space)
     if target.state != "active":
         _activate(connection, schema, target, "previous", leave_behind)
 
 
 def rollback(connection: Connection, schema: str, *, leave_behind: bool) -> str:
-    """Make the previous space the active one; see staging.rollback. Returns its id."""
+    """Make the previous space the active one, and return its id."""
     target = previous_of(rows.read_spaces(connection, schema))
     _activate(connection, schema, target, "staging", leave_behind)
     return target.spec.space
@@ -384,7 +397,7 @@ def _activate(
 
 
 def drop(connection: Connection, schema: str, space: str) -> None:
-    """Delete a space; see staging.drop."""
+    """Delete a space with its vectors."""
     info = rows.find_space(connection, schema, space)
     ensure_not_active(info)
     run(connection, f"DROP TABLE {table_of(schema, info.number)}")
