@@ -57,7 +57,7 @@ ALLOWED = {
     "adopt": (3, 27),
     "server": (34, 11),
     "client": (0, 0),
-    "plugins": (8, 0),
+    "plugins": (0, 0),
     "training": (25, 2),
     "research": (38, 1),
     "protos": (0, 0),
