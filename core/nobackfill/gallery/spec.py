@@ -28,6 +28,7 @@ __all__ = [
     "SpaceInfo",
     "SpaceSpec",
     "State",
+    "missing_space",
     "side_passes",
     "space_of",
 ]
@@ -95,8 +96,13 @@ def space_of(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
     for info in spaces:
         if info.spec.space == space:
             return info
+    raise missing_space(spaces, space)
+
+
+def missing_space(spaces: Collection[SpaceInfo], space: str) -> IncompatibleSpaceError:
+    """Return the error for a space that a gallery does not have."""
     listed = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
-    raise IncompatibleSpaceError(
+    return IncompatibleSpaceError(
         f"space {space} is not one of this gallery's ({listed}); use a model of one of these "
         "releases"
     )

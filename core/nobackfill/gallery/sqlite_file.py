@@ -35,7 +35,7 @@ from nobackfill.errors import (
     writer_of,
 )
 from nobackfill.gallery.search.index import Labels
-from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, State, space_of
+from nobackfill.gallery.spec import Metadata, Origin, SpaceInfo, SpaceSpec, State, missing_space
 from nobackfill.vectors import Metric, Vectors
 
 VECTOR_TABLE = (
@@ -117,7 +117,23 @@ def find_space(connection: sqlite3.Connection, space: str) -> SpaceInfo:
         IncompatibleSpaceError: The gallery does not have it.
         DamagedError: A row of the table of spaces is invalid.
     """
-    return space_of(read_spaces(connection), space)
+    spaces = read_spaces(connection)
+    for info in spaces:
+        if info.spec.space == space:
+            return info
+    raise missing_space(spaces, space)
+
+
+def commit_count(connection: sqlite3.Connection) -> int:
+    """Return the number of commits so far.
+
+    Raises:
+        DamagedError: It is missing.
+    """
+    rows = connection.execute("SELECT count FROM commits").fetchall()
+    if len(rows) != 1 or not isinstance(rows[0][0], int):
+        raise DamagedError("the gallery file", "its count of commits is missing")
+    return int(rows[0][0])
 
 
 def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:

@@ -34,6 +34,7 @@ from nobackfill.gallery.sqlite_file import (
     StoredItem,
     all_vectors,
     check_pages,
+    commit_count,
     count_rows,
     create_file,
     find_space,
@@ -550,13 +551,13 @@ class Store:
             old_count = new_count = -1
             try:
                 with self._connections.transaction() as connection:
-                    old_count = _commits(connection)
+                    old_count = commit_count(connection)
                     connection.execute("UPDATE commits SET count = count + 1")
                     yield connection, changes
             finally:
                 # An error may follow the commit: report what is durable.
                 with self._connections.writer() as connection:
-                    new_count = _commits(connection) if old_count >= 0 else old_count
+                    new_count = commit_count(connection) if old_count >= 0 else old_count
                 if new_count > old_count:
                     for change in changes:
                         for listener in list(self._listeners):
@@ -850,10 +851,3 @@ class Store:
         """
         with self.transaction() as connection:
             set_state_values(connection, values)
-
-
-def _commits(connection: Connection) -> int:
-    rows = connection.execute("SELECT count FROM commits").fetchall()
-    if len(rows) != 1 or not isinstance(rows[0][0], int):
-        raise DamagedError("the gallery file", "its count of commits is missing")
-    return int(rows[0][0])

@@ -330,6 +330,8 @@ class IndexPart:
         Args:
             labels: int64 [m].
         """
+        if not len(labels):
+            return self
         rows = np.unique(rows_of(self.index.labels, labels))
         if self.live is not None:
             rows = rows[self.live[rows]]

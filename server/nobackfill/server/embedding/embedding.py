@@ -870,9 +870,10 @@ class ImageQueue(Generic[Of]):
         self._answer([(waiting, None) for waiting in (*self._encoded, *self._decoded)])
 
     def _work(self) -> None:
-        while (turn := self._next()) is not None:
+        while not self._is_closed:
             with error_boundary(self._metrics, "images"):
-                turn()
+                while (turn := self._next()) is not None:
+                    turn()
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next task; None once the queue is closed."""

@@ -164,14 +164,18 @@ class RolloutRun:
         """Yield all events from the beginning to DONE or FAILED.
 
         Args:
-            is_gone: checked about twice a second; True ends the iteration early.
+            is_gone: checked when there was no event for half a second; True ends the iteration
+                early.
         """
         known: list[Event] = []
-        while not is_gone():
-            for event in self._wait(known):
+        while True:
+            new = self._wait(known)
+            for event in new:
                 yield event
                 if event.phase in (Phase.DONE, Phase.FAILED):
                     return
+            if not new and is_gone():
+                return
 
     def _run_work(self) -> None:
         """Run the work; the end is reported whatever it raises."""
@@ -183,7 +187,7 @@ class RolloutRun:
             self.end(phase, message)
 
     def _wait(self, known: list[Event]) -> list[Event]:
-        """Wait up to half a second for new events, and add them to `seen`.
+        """Wait up to half a second for new events, and add them to `known`.
 
         Returns:
             The new events.

@@ -246,7 +246,7 @@ class ReleaseService(ReleaseServiceServicer):
                 canary,
             )
         self._audit("promote" if request.promote else "activate", f"release {number}")
-        for event in run.events(is_gone=lambda: self._is_gone()):
+        for event in run.events(self._is_gone):
             yield _response(event)
 
     def WatchCanary(  # type: ignore[override] # noqa: N802 - None: nothing is new
