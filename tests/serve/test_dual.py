@@ -118,7 +118,8 @@ def test_what_fit_predicts_is_what_the_documented_dual_finds(tmp_path: Path) -> 
 
     for way in ("both", "lazily"):
         assert found(way, "new") == pytest.approx(told[way]["agreement@10"].mean(), abs=0.01)
-    assert found("lazily", None) < told["lazily"]["agreement@10"].mean() - 0.3
+    # Without carried vectors, the query mapped back finds candidates of the new model, too.
+    assert found("lazily", None) > told["lazily"]["agreement@10"].mean() - 0.1
 
 
 class Watched(MemorySource):
@@ -340,11 +341,12 @@ def test_a_killed_process_loses_nothing_it_kept_and_blocks_nobody(tmp_path: Path
             wait_until(lambda: len(probe) > 0, seconds=60, what="the first batch is kept")
             process.send_signal(signal.SIGKILL)
             process.wait()
-            kept = len(probe)
-    assert 0 < kept < 100
+            native = {name for name, _ in probe.ids("", 1000)}
+    assert 0 < len(native) < 100
     model = NewModel()
     with closing(dual(tmp_path, loaded(tmp_path), model)) as found:
-        assert found.progress().native == kept
+        assert found.progress().native == len(native)
         answer = found.search(MADE.queries_old[5], MADE.queries_new[5])
         assert answer.native == 1
-        assert sum(model.times.values()) == 100 - kept
+        assert max(model.times.values()) == 1
+        assert not native & set(model.times)

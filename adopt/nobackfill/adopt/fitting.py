@@ -20,7 +20,7 @@ from nobackfill.adopt.converters import (
 from nobackfill.adopt.joining import save_joining
 from nobackfill.adopt.judgement import Queries
 from nobackfill.adopt.maps import Map, open_trainer, save_map
-from nobackfill.adopt.page import duration, render
+from nobackfill.adopt.page import duration, percent, render
 from nobackfill.adopt.pairs import WINDOW, Matched, Pairs, match
 from nobackfill.adopt.sources.arrays import ArraySource
 from nobackfill.adopt.sources.opening import not_read_as, open_items, open_source
@@ -152,6 +152,7 @@ def fit_and_judge(
         items_available=items_available,
         converter=converter.mapping if converter else None,
         trainer=trainer,
+        source=old_source,
     )
     verdict = replace(
         verdict, notes=[*_side_notes(old_source, new_source, matched), *verdict.notes]
@@ -322,7 +323,7 @@ def _lines(verdict: Verdict) -> list[str]:
         f"{'way':10s}{head}{'a query':>14s}{'in all':>14s}",
     ]
     for way in verdict.ways:
-        figures = "".join(f"{100 * way.figures[name]:13.1f}%" for name in names)
+        figures = "".join(f"{percent(way, name):>14s}" for name in names)
         cost = f"{duration(way.query_seconds):>14s}{duration(way.all_seconds):>14s}"
         worse = f"  worse than staying in {', '.join(way.worse)}" if way.worse else ""
         lines.append(f"{way.name:10s}{figures}{cost}{worse}")

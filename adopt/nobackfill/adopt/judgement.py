@@ -146,10 +146,12 @@ class ScaleChoice:
         lines: Fitted to all queries.
         curves: Figures while items become native, each query by lines that were fitted without it.
         native: Scores [q, g] of native items, each query by lines that were fitted without it.
+        halves: The lines for the first half of the queries, and for the others.
     """
 
     lines: Lines
     curves: Curves
+    halves: tuple[Lines, Lines]
     native: Block
 
 
@@ -199,7 +201,8 @@ class MixedGallery:
 
         best = min(curves, key=cost)
         native = self._scores(lines[best], halves, slice(None))[1]
-        return ScaleChoice(self._lines(best, np.ones(len(halves), bool)), curves[best], native)
+        every = np.ones(len(halves), bool)
+        return ScaleChoice(self._lines(best, every), curves[best], lines[best], native)
 
     def raw(self) -> Curves:
         """Measure the curves of the nearness as it is."""
@@ -315,11 +318,14 @@ class Judgement:
     Attributes:
         ways: Figures of "stay", "map", "both", "lazily" and "re-embed".
         joining: The rank fusion of "both", without the map's digest.
+        halves: The rank fusion that judges the even queries, fitted to the odd ones; and that of
+            the odd queries.
         healing: Figures while items become native.
     """
 
     ways: dict[str, Figures]
     joining: Joining
+    halves: tuple[Joining, Joining]
     healing: HealingCurves
 
 
@@ -340,7 +346,7 @@ def judge(
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
     figures, truth = measure_figures(native, queries)
-    anchors = _anchors(gallery, seed)
+    anchors = anchor_rows(gallery, seed)
     halves = np.arange(len(queries.rows)) % 2 == 0
     near_old, near_new = standardise(stay, anchors), standardise(migrated, anchors)
     # Hubs for either half of the queries are measured by the other half.
@@ -359,8 +365,9 @@ def judge(
     choices = [(weight, corrected) for weight in WEIGHTS for corrected in (False, correctable)]
     scores = {one: figures(candidates_alone(-fused(one))) for one in dict.fromkeys(choices)}
     both = np.empty_like(stay)
-    for half in (halves, ~halves):
-        both[half] = -fused(_best(scores, queries.own, ~half))[half]
+    by_half = [_best(scores, queries.own, ~half) for half in (halves, ~halves)]
+    for half, choice in zip((halves, ~halves), by_half, strict=True):
+        both[half] = -fused(choice)[half]
     both = candidates_alone(both)
     best = _best(scores, queries.own, np.ones(len(halves), bool))
     mixed = MixedGallery(fused(best), standardise(native, anchors), truth, queries)
@@ -377,11 +384,21 @@ def judge(
         normalise(part[anchors]) if queries.metric == "cosine" else part[anchors]
         for part in (gallery.old, gallery.carried, gallery.new)
     )
-    joining = Joining(best[0], *scale.lines, old, mapped, new, metric=queries.metric)
-    if best[1]:
-        joining = replace(joining, crowd=normalise(queries.new[:CROWD]))
+
+    def joining(choice: FusionChoice, lines: Lines, crowd: Mask) -> Joining:
+        weight, corrected = choice
+        fusion = Joining(weight, *lines, old, mapped, new, metric=queries.metric)
+        if not corrected:
+            return fusion
+        return replace(fusion, crowd=normalise(queries.new[crowd][:CROWD]))
+
     by_way = {name: figures(block) for name, block in ways.items()}
-    return Judgement(by_way, joining, HealingCurves(scale.curves, raw))
+    even, odd = (
+        joining(choice, lines, crowd)
+        for choice, lines, crowd in zip(by_half, scale.halves, (~halves, halves), strict=True)
+    )
+    whole = joining(best, scale.lines, np.ones(len(halves), bool))
+    return Judgement(by_way, whole, (even, odd), HealingCurves(scale.curves, raw))
 
 
 def judge_switch(pairs: Pairs, queries: Queries) -> Figures:
@@ -423,7 +440,7 @@ def rank_by_way(
         are as in `judge_fusion` and `judge`.
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
-    anchors = _anchors(gallery, seed)
+    anchors = anchor_rows(gallery, seed)
     near_new = standardise(migrated + hubs(gallery.carried, joining.crowd)[None], anchors)
     near_old = standardise(stay, anchors)
     near = fuse(joining.weight, near_old, near_new)
@@ -441,7 +458,7 @@ def _blocks(
     return stay, own if migrated is None else migrated, native
 
 
-def _anchors(gallery: Gallery, seed: int) -> Ints:
+def anchor_rows(gallery: Gallery, seed: int = 0) -> Ints:
     """Draw the rows that distances are standardised by."""
     rows = np.random.default_rng(seed).permutation(len(gallery.old))[:ANCHORS]
     return np.sort(rows.astype(np.int64))

@@ -5,7 +5,7 @@ import io
 from pathlib import Path
 
 from nobackfill.adopt.judgement import SHARES
-from nobackfill.adopt.verdict import CurvePoint, Verdict, gain_of_doubling
+from nobackfill.adopt.verdict import CurvePoint, Verdict, Way, gain_of_doubling
 from nobackfill.extras import extra
 
 _COLOUR = "#0072b2"
@@ -26,7 +26,14 @@ def render(verdict: Verdict) -> str:
         healing=_way(verdict),
         gain=gain_of_doubling(verdict.curve),
         seconds=duration,
+        percent=percent,
     )
+
+
+def percent(way: Way, figure: str) -> str:
+    """Format a figure of a way in percent, an estimate with a ~ before it."""
+    mark = "~" if figure in way.estimated else ""
+    return f"{mark}{100 * way.figures[figure]:.1f}%"
 
 
 def duration(seconds: float | None) -> str:

@@ -11,6 +11,13 @@ import numpy as np
 
 from nobackfill.adopt import crossfit, judgement
 from nobackfill.adopt.crossfit import CONVERTER, CORRECTED, CrossFit, correct_converter
+from nobackfill.adopt.gallery_scan import (
+    FEWEST_QUERIES,
+    MOST_DISTANCES,
+    ScanQueries,
+    ScanResult,
+    scan_gallery,
+)
 from nobackfill.adopt.judgement import (
     MOST_BELOW,
     Figures,
@@ -33,9 +40,10 @@ from nobackfill.adopt.maps import (
     trained,
 )
 from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.sources.source import Source
 from nobackfill.metrics.bootstrap import paired_bootstrap
 from nobackfill.ridge import Moments, in_blocks
-from nobackfill.serving.fusion import HITS, Joining
+from nobackfill.serving.fusion import HITS, Joining, Mask
 from nobackfill.vectors import normalise
 
 
@@ -81,6 +89,23 @@ class MapChoice:
         mapping = Solver(moments).maps(penalty, is_unit(pairs.new), [self.kind])[self.kind]
         counts = {"pairs": str(len(pairs)), "queries": str(len(self.fitted_queries.rows))}
         return replace(mapping, facts=mapping.facts | counts)
+
+    def without(self, pairs: Pairs, left_out: Mask, converter: Map | None = None) -> Map:
+        """Fit the chosen candidate without some of the pairs, and without the queries for them.
+
+        Args:
+            pairs: All n pairs.
+            left_out: Bool [n]; if all are left out, the candidate is fitted on all.
+        """
+        if left_out.all():
+            return self.fit(pairs, converter)
+        rows = np.flatnonzero(~left_out)
+        part = Pairs([pairs.ids[row] for row in rows], pairs.old[rows], pairs.new[rows])
+        queries = self.fitted_queries
+        if queries is not None:
+            some = queries.part(np.flatnonzero(~left_out[queries.rows]))
+            queries = replace(some, rows=np.searchsorted(rows, some.rows))
+        return replace(self, fitted_queries=queries).fit(part, converter)
 
 
 def choose_map(
@@ -171,6 +196,8 @@ class Way:
         better: Figures in which it is measurably above staying.
         query_seconds: Seconds a query, on one thread; None: not measured.
         all_seconds: Seconds to get there, on one thread; None: not measured.
+        estimated: Figures that are estimates; all others are measured.
+        interval: The 95 % interval of agreement@10 where that is an estimate; None otherwise.
     """
 
     name: str
@@ -179,6 +206,8 @@ class Way:
     better: tuple[str, ...]
     query_seconds: float | None
     all_seconds: float | None
+    estimated: tuple[str, ...] = ()
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -206,6 +235,9 @@ class Verdict:
         healing: Figures while items become native, none to all.
         pairs: Number of pairs.
         notes: Sentences that qualify the figures.
+        items: Items that the ways are judged among: the pairs, or the whole gallery.
+        candidate_recall: Share of the items to find that are among the candidates of both models;
+            None if only the pairs were judged.
     """
 
     way: str
@@ -220,6 +252,8 @@ class Verdict:
     healing: HealingCurves
     pairs: int
     notes: list[str] = field(default_factory=list)
+    items: int = 0
+    candidate_recall: float | None = None
 
 
 def decide(
@@ -230,6 +264,7 @@ def decide(
     items_available: bool = True,
     converter: Map | None = None,
     trainer: Trainer | None = None,
+    source: Source | None = None,
 ) -> Verdict:
     """Fit the candidate maps, judge each way on pairs that its map was not fitted on, and choose.
 
@@ -241,6 +276,8 @@ def decide(
         items_available: Whether the items themselves can still be embedded.
         converter: A published map of these two models: two more candidates.
         trainer: Trains a residual map: one more candidate.
+        source: The store of the old vectors. With more items than the pairs, it is read once, and
+            the ways are judged among all of its items. None judges them among the pairs.
 
     Raises:
         InvalidInputError: Fewer than 10 pairs.
@@ -256,14 +293,27 @@ def decide(
     gallery = Gallery(pairs.old, choice.cross_fit.vectors, pairs.new)
     judged = judgement.judge(gallery, judged_queries, distances[0])
     figures = judged.ways
+    by_set = [figures]
     if known_items:
         # agreement@10 of each way, with the rank fusion that is served to queries for known items.
-        of_similar = judgement.judge_fusion(gallery, similar, judged.joining, distances[1])
-        for name, one in of_similar.items():
-            figures[name]["agreement@10"] = one["agreement@10"]
-    ways = [_way(name, figures, cost, judged_by) for name in WAYS]
-    way, words = choose_way(ways, judged_by, items_available)
+        by_set.append(judgement.judge_fusion(gallery, similar, judged.joining, distances[1]))
+        figures = _with_agreement(by_set)
     switch = _switch(pairs, judged_queries, similar, figures, cost, judged_by)
+    scans: list[ScanResult] = []
+    items = len(pairs)
+    if source is not None and cost.items > len(pairs):
+        names = () if switch is None else (SWITCH,)
+        items, scans = _scan(
+            source, pairs, query_sets, choice, judged, gallery, by_set, cost.items, converter, names
+        )
+        figures = _with_agreement([one.ways for one in scans])
+        intervals = scans[-1].intervals
+        if switch is not None:
+            switch = _estimated(_way(SWITCH, figures, cost, judged_by), intervals)
+        ways = [_estimated(_way(name, figures, cost, judged_by), intervals) for name in WAYS]
+    else:
+        ways = [_way(name, figures, cost, judged_by) for name in WAYS]
+    way, words = choose_way(ways, judged_by, items_available)
     if switch is not None:
         ways.insert(1, switch)
         way = SWITCH
@@ -272,7 +322,11 @@ def decide(
     joining = replace(judged.joining, mark=mapping.digest)
     curve = _learning_curve(pairs, judged_queries, choice, judged_by, converter)
     search = "finding that very item" if known_items else "finding similar things"
-    notes = _notes(judged_queries, pairs, cost, joining.weight, curve, judged_by)
+    recall = float(scans[0].recall.mean()) if scans else None
+    notes = _scan_notes(scans, pairs, items, known_items) if scans else []
+    notes += _notes(
+        judged_queries, pairs, cost, joining.weight, curve, judged_by, scanned=bool(scans)
+    )
     if choice.fitted_queries is not None:
         notes.append(
             f"the map is also fitted on the {len(judged_queries.rows)} queries, because that finds "
@@ -281,8 +335,84 @@ def decide(
     notes += _curve_notes(judged.healing, ways[-1], judged_by)
     return Verdict(
         way, words, search, judged_by, ways, choice.figures, mapping, joining, curve,
-        judged.healing, len(pairs), notes,
+        judged.healing, len(pairs), notes, items, recall,
     )  # fmt: skip
+
+
+def _with_agreement(by_set: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
+    """Take agreement@10 from the last set of queries, all other figures from the first."""
+    return {
+        name: {**figures, "agreement@10": by_set[-1][name]["agreement@10"]}
+        for name, figures in by_set[0].items()
+    }
+
+
+def _scan(
+    source: Source,
+    pairs: Pairs,
+    query_sets: Sequence[Queries],
+    choice: MapChoice,
+    judged: judgement.Judgement,
+    gallery: Gallery,
+    by_set: Sequence[Mapping[str, Figures]],
+    items: int,
+    converter: Map | None,
+    names: Sequence[str],
+) -> tuple[int, list[ScanResult]]:
+    """Judge the ways among all items of a store, with maps that were fitted without each query.
+
+    Args:
+        items: Items of the store, about.
+        names: Further ways to judge: SWITCH or none. All other arguments are those of `decide`.
+    """
+    # As many folds as leave out about the pairs that the two folds of a cross-fit do.
+    folds = 1 if choice.kind == CONVERTER else crossfit.FEW
+    fold = np.random.default_rng(0).permutation(np.arange(len(pairs)) % folds)
+    maps = [choice.without(pairs, fold == number, converter) for number in range(folds)]
+    most = max(FEWEST_QUERIES, MOST_DISTANCES // items // len(query_sets))
+    sets, figures = [], []
+    for number, (queries, block) in enumerate(
+        zip(query_sets, choice.cross_fit.distances, strict=True)
+    ):
+        joinings = judged.halves if number == 0 else (judged.joining, judged.joining)
+        rows = np.arange(len(queries.rows))
+        in_old = {SWITCH: queries.new} if SWITCH in names else {}
+        whole = ScanQueries(queries, block, joinings, rows % 2 == 0, in_old)
+        if len(rows) > most:
+            rows = np.sort(np.random.default_rng(0).choice(rows, most, replace=False))
+        sets.append(whole.part(rows))
+        figures.append(
+            {
+                way: {figure: values[rows] for figure, values in one.items()}
+                for way, one in by_set[number].items()
+            }
+        )
+    anchors = judgement.anchor_rows(gallery)
+    return scan_gallery(source, pairs, sets, figures, gallery.carried, anchors, maps, fold)
+
+
+def _estimated(way: Way, intervals: Mapping[str, tuple[float, float]]) -> Way:
+    """Mark the figures of a way that are estimates in a gallery of which a sample is native."""
+    names = tuple(way.figures) if way.name in NEEDS_ITEMS else ("agreement@10",)
+    if way.name == "re-embed":
+        # The new model agrees with itself.
+        names = tuple(name for name in names if name != "agreement@10")
+    return replace(way, estimated=names, interval=intervals.get(way.name))
+
+
+def _scan_notes(
+    scans: Sequence[ScanResult], pairs: Pairs, items: int, known_items: bool
+) -> list[str]:
+    """State what was measured over the whole gallery, and what is an estimate."""
+    queries = len(scans[0].recall)
+    recall = 100 * float(scans[0].recall.mean())
+    what = "the items to find" if known_items else "the new model's ten neighbours, an estimate,"
+    return [
+        f"judged among all {items} items of the gallery with {queries} queries; ~ marks an "
+        f"estimate from the {len(pairs)} items that both models embedded, and the other figures "
+        "are measured",
+        f"the candidates of both models hold {recall:.1f} % of {what} with 100 items by each model",
+    ]
 
 
 def _switch(
@@ -336,8 +466,9 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     query_seconds = {
         "stay": old, SWITCH: query, "map": query, "both": both, "lazily": hits, "re-embed": query
     }  # fmt: skip
-    reembed = None if new is None else items * new
     migrate = None if cost.carry_seconds is None else items * cost.carry_seconds
+    # Native vectors are read, written and checked like migrated ones.
+    reembed = None if new is None else items * new + (migrate or 0.0)
     all_seconds = {
         "stay": 0.0,
         SWITCH: 0.0,
@@ -485,11 +616,13 @@ def _notes(
     weight: float,
     curve: list[CurvePoint],
     judged_by: str,
+    *,
+    scanned: bool,
 ) -> list[str]:
     sample = f"measured among {len(pairs)} items with {len(queries.rows)} queries"
     if cost.items > len(pairs):
         sample += f"; the gallery has {cost.items} items, where every figure is lower"
-    notes = [sample]
+    notes = [] if scanned else [sample]
     gain = gain_of_doubling(curve)
     if gain is not None:
         notes.append(

@@ -106,8 +106,9 @@ class Dual:
             joining: the rank fusion of the same `fit`.
             natives: the native vectors. `close` closes them.
             reembedder: re-embeds hits; None: hits are never re-embedded. `close` closes it.
-            carried: the name after `nobackfill carry --to`. Its vectors add candidates for the new
-                model's query. Without it, large galleries find less than `fit` predicted.
+            carried: the name after `nobackfill carry --to`. Its vectors give the new model's
+                candidates that `fit` judged. Without it, these candidates are old vectors near to
+                the query mapped back, except in a store searched by L2.
 
         Raises:
             IncompatibleSpaceError: `joining` was fitted for another map.
@@ -229,6 +230,10 @@ class Dual:
         searches = [partial(self._source.nearest, by_old[0])]
         if self._carried is not None:
             searches.append(partial(self._source.nearest, by_new[0], new_name=self._carried))
+        elif self._joining.metric != "l2":
+            # The product of a query and a migrated vector is that of the query mapped back and the
+            # old vector. The norm of the migrated vector is lost.
+            searches.append(partial(self._source.nearest, by_new[0] @ self._mapping.weight))
         nearest_native = self._natives.nearest(by_new, HITS, self._joining.metric)
         rows = self._source.lookup(candidates(*searches, lambda count: nearest_native[:count]))
         existing = set(rows.ids)

@@ -1,0 +1,764 @@
+"""Measure the ways to go on over the whole gallery, from a sample of native vectors.
+
+The old vectors of the whole gallery are stored. One pass over them measures every ranking of old
+and migrated vectors, and the candidates that searches by both models will have. The new model's own
+vectors exist for the sample alone. Figures that need more of them are estimates:
+
+1. On the sample, the nearness of an item by the new model is regressed on its nearness by the old
+   model and by the map. The residuals of all queries together give its distribution.
+2. The pass counts, for each query, the items at each predicted nearness. The sum over these counts
+   is the expected number of items that the new model would rank before a given one.
+3. Draws from the distribution give the native nearness of candidates outside the sample.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nobackfill.adopt.judgement import NEIGHBOURS, Figures, PerQuery, Queries, blocked
+from nobackfill.adopt.maps import Map
+from nobackfill.adopt.pairs import WINDOW, Pairs
+from nobackfill.adopt.sources.source import Source, checked
+from nobackfill.metrics.distances import Metric
+from nobackfill.metrics.ranking import Ints
+from nobackfill.serving.fusion import HITS, Block, Joining, Mask, candidates, fuse, hubs
+from nobackfill.vectors import Vectors
+
+# Numbers of either precision.
+Values = NDArray[np.floating[Any]]
+Number = TypeVar("Number", np.float32, np.int64)
+
+# Distances that one step of the pass holds, and those that all of it computes at most.
+STEP_DISTANCES = 3_000_000
+MOST_DISTANCES = 6_000_000_000
+# Fewest queries of a set that the pass takes, however large the gallery is.
+FEWEST_QUERIES = 200
+# Bins of predicted nearness, and pairs that share a distribution of residuals, at least.
+BINS = 160
+FEWEST_PAIRS = 300
+# Shares of the pairs with the largest predictions that have a shape of their own.
+TIERS = (0.01, 0.1)
+# Shares of residuals above a knot of their distribution.
+LEVELS = (
+    0.9999, 0.999, 0.99, 0.97, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 3e-3,
+    1e-3, 3e-4, 1e-4, 3e-5, 1e-5,
+)  # fmt: skip
+# A query's own slope is shrunk as by this many distances at one deviation.
+PRIOR = 5.0
+# With fewer knots, a distribution is taken as normal.
+FEWEST_KNOTS = 5
+# Draws of the native nearness of each candidate.
+DRAWS = 8
+# Parts of the sample that are left out in turn for the interval of an estimate.
+PARTS = 10
+
+
+@dataclass(frozen=True)
+class ScanQueries:
+    """A set of q queries, with what the sample has shown of them.
+
+    Attributes:
+        queries: Their vectors by both models; rows are those of the n pairs.
+        migrated: Distances [q, n] to the migrated pairs, by maps that were fitted without both.
+        joinings: Rank fusion of the queries in `first`, and that of the others.
+        first: Bool [q].
+        in_old: More forms of the queries in the old space [q, a], by the name of their way.
+    """
+
+    queries: Queries
+    migrated: Block
+    joinings: tuple[Joining, Joining]
+    first: Mask
+    in_old: Mapping[str, Vectors]
+
+    def part(self, rows: Ints) -> "ScanQueries":
+        """Select queries by their numbers, 0 to q - 1."""
+        in_old = {name: vectors[rows] for name, vectors in self.in_old.items()}
+        return ScanQueries(
+            self.queries.part(rows), self.migrated[rows], self.joinings, self.first[rows], in_old
+        )
+
+
+class _Nearest:
+    """The k nearest items of each of q queries, so far.
+
+    Attributes:
+        order: Their distances [q, k], unordered; infinity where there are fewer.
+        numbers: Their numbers [q, k]; -1 where there are fewer.
+        values: Further values of each, float32 [v, q, k].
+    """
+
+    def __init__(self, queries: int, count: int, values: int) -> None:
+        self.order = np.full((queries, count), np.inf, np.float32)
+        self.numbers = np.full((queries, count), -1, np.int64)
+        self.values = np.zeros((values, queries, count), np.float32)
+
+    def add(self, order: Block, values: Sequence[Block], first: int) -> None:
+        """Add items with the numbers first, first + 1, …
+
+        Args:
+            order: Their distances [q, w]; infinity leaves an item out.
+            values: Blocks [q, w] of further values.
+            first: The number of the first item.
+        """
+        rows, columns = np.nonzero(order < self.order.max(1)[:, None])
+        if not len(rows):
+            return
+        sizes = np.bincount(rows, minlength=len(order))
+        position = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+
+        def append(stored: NDArray[Number], added: NDArray[Number], fill: float) -> NDArray[Number]:
+            wide = np.full((len(order), sizes.max()), fill, stored.dtype)
+            wide[rows, position] = added
+            return np.concatenate([stored, wide], 1)
+
+        count = self.order.shape[1]
+        distances = append(self.order, order[rows, columns], np.inf)
+        best = np.argpartition(distances, count - 1, axis=1)[:, :count]
+        self.order = np.take_along_axis(distances, best, 1)
+        numbers = append(self.numbers, columns + first, -1)
+        self.numbers = np.take_along_axis(numbers, best, 1)
+        for number, block in enumerate(values):
+            whole = append(self.values[number], block[rows, columns], 0)
+            self.values[number] = np.take_along_axis(whole, best, 1)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Mean and deviation of each query's distances to the anchors [q, 1]."""
+
+    mean: Block
+    spread: Block
+
+    @classmethod
+    def of(cls, block: Block, anchors: Ints) -> "_Scale":
+        part = block[:, anchors]
+        spread = np.maximum(part.std(1, keepdims=True), 1e-12)
+        return cls(part.mean(1, keepdims=True), spread)
+
+    def __call__(self, block: Values) -> Block:
+        return np.asarray((self.mean - block) / self.spread, np.float32)
+
+    def part(self, rows: slice) -> "_Scale":
+        return _Scale(self.mean[rows], self.spread[rows])
+
+
+class _Residuals:
+    """The distribution of residuals: a mean and a deviation for each bin, a shape for each tier."""
+
+    def __init__(
+        self, means: Values, deviations: Values, tiers: Ints, shapes: list[tuple[Values, Values]]
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            means: The mean of the residuals in each bin [BINS].
+            deviations: Their standard deviation [BINS].
+            tiers: The tier of each bin [BINS].
+            shapes: For each tier, standardised residuals and their tail scores.
+        """
+        self._means, self._deviations, self._tiers, self._shapes = means, deviations, tiers, shapes
+
+    def share_above(self, residual: Values, bins: Ints) -> PerQuery:
+        """Return the probability that a residual is larger, for values and their bins."""
+        values = (residual - self._means[bins]) / self._deviations[bins]
+        return _share(self._by_tier(values, bins, inverse=False))
+
+    def draw(self, bins: Ints, rng: np.random.Generator) -> PerQuery:
+        """Draw a residual for each bin."""
+        score = _score(rng.random(bins.shape))
+        values = self._by_tier(score, bins, inverse=True)
+        residuals: PerQuery = self._means[bins] + self._deviations[bins] * values
+        return residuals
+
+    def _by_tier(self, values: Values, bins: Ints, *, inverse: bool) -> PerQuery:
+        found: PerQuery = np.empty(values.shape)
+        tier = self._tiers[bins]
+        for number, (knots, scores) in enumerate(self._shapes):
+            some = tier == number
+            sides = (scores, knots) if inverse else (knots, scores)
+            found[some] = np.interp(values[some], *sides)
+        return found
+
+
+def _score(share: Values) -> PerQuery:
+    """Turn the share above a value into a score in which the tail of a normal is straight."""
+    lower = np.minimum(share, 1 - share)
+    score = np.sqrt(-2 * np.log(np.maximum(2 * lower, 1e-300)))
+    signed: PerQuery = np.where(share <= 0.5, score, -score)
+    return signed
+
+
+def _share(score: Values) -> PerQuery:
+    """Invert `_score`."""
+    half = 0.5 * np.exp(-np.square(score) / 2)
+    share: PerQuery = np.where(score >= 0, half, 1 - half)
+    return share
+
+
+def _knots(residuals: Values) -> tuple[Values, Values]:
+    """Describe the distribution of residuals [m] by quantiles, with straight ends."""
+    levels = [one for one in LEVELS if min(one, 1 - one) * len(residuals) >= 3]
+    if len(levels) < FEWEST_KNOTS:
+        # Too few residuals: about those of a normal distribution.
+        return np.array([-9.0, 9.0]), np.array([-12.0, 12.0])
+    values = np.quantile(residuals, 1 - np.asarray(levels))
+    values = np.maximum.accumulate(values) + 1e-9 * np.arange(len(values))
+    scores = _score(np.asarray(levels))
+    low = (values[1] - values[0]) / (scores[1] - scores[0])
+    high = (values[-1] - values[-3]) / (scores[-1] - scores[-3])
+    far = 12.0
+    return (
+        np.r_[values[0] - far * low, values, values[-1] + far * high],
+        np.r_[scores[0] - far, scores, scores[-1] + far],
+    )
+
+
+class NativeModel:
+    """Predicts the native nearness of items from their old and migrated nearness."""
+
+    def __init__(self, old: Block, migrated: Block, native: Block, usable: Mask) -> None:
+        """Fit to the sample.
+
+        Args:
+            old: Standardised nearness [q, n] of the n sampled items by the old model.
+            migrated: The same by the map.
+            native: The same by the new model.
+            usable: Bool [q, n]: neither a query's own item nor the item to find.
+        """
+        weights = np.where(usable & (np.maximum(old, migrated) > 1.5), 1.0, 0.02) * usable
+        features = [one.ravel() for one in _features(old, migrated)]
+        root = np.sqrt(weights).ravel()
+        design = np.stack(features, 1) * root[:, None]
+        self._line = np.linalg.lstsq(
+            design.T @ design + 1e-6 * np.eye(len(features)), design.T @ (root * native.ravel()),
+            rcond=None,
+        )[0].astype(np.float32)  # fmt: skip
+        # How much the old model says of the new one differs from query to query.
+        self._shift, self._slope = np.zeros((len(old), 1), np.float32), np.ones(1, np.float32)
+        pooled = self.predict(old, migrated)
+        total = weights.sum(1, keepdims=True) + 1e-9
+        middles = [(weights * one).sum(1, keepdims=True) / total for one in (pooled, native)]
+        offsets = [one - middle for one, middle in zip((pooled, native), middles, strict=True)]
+        spread = (weights * np.square(offsets[0])).sum(1, keepdims=True)
+        slope = ((weights * offsets[0] * offsets[1]).sum(1, keepdims=True) + PRIOR) / (
+            spread + PRIOR
+        )
+        self._slope = slope.astype(np.float32)
+        self._shift = (middles[1] - slope * middles[0]).astype(np.float32)
+        predicted = self.predict(old, migrated)
+        residual = np.where(usable, native - predicted, 0)
+        count = np.maximum(1, usable.sum(1, keepdims=True))
+        self.deviation = np.sqrt(np.square(residual).sum(1, keepdims=True) / count) + 1e-9
+        low, high = float(predicted[usable].min()), float(predicted[usable].max())
+        self._low, self._width = low, max(1e-6, (high - low) / (BINS - 2))
+        self._bins = self.bins(predicted)
+        self._residual = (residual / self.deviation).astype(np.float32)
+        self._usable = usable
+        self.centres = self._low + self._width * (np.arange(BINS) + 0.5)
+
+    def predict(self, old: Block, migrated: Block) -> Block:
+        """Return the expected native nearness, float32 of the shape of both arguments."""
+        predicted = np.full(old.shape, self._line[0], np.float32)
+        for weight, feature in zip(self._line[1:], _features(old, migrated)[1:], strict=True):
+            predicted += weight * feature
+        own: Block = self._slope * predicted + self._shift
+        return own
+
+    def bins(self, predicted: Block) -> Ints:
+        """Return the bin of each predicted nearness, 0 to BINS - 1."""
+        bins: Ints = np.clip((predicted - self._low) / self._width, 0, BINS - 1).astype(np.int64)
+        return bins
+
+    def residuals(self, left_out: Mask | None = None) -> _Residuals:
+        """Estimate the distribution of residuals.
+
+        Args:
+            left_out: Bool [n] of items to leave out; None for all items.
+        """
+        usable = self._usable if left_out is None else self._usable & ~left_out
+        bins, residual = self._bins[usable], self._residual[usable]
+        sizes = np.bincount(bins, minlength=BINS)
+        groups, group, size = np.zeros(BINS, np.int64), 0, 0
+        for number in range(BINS - 1, -1, -1):
+            groups[number] = group
+            size += sizes[number]
+            if size >= FEWEST_PAIRS and sizes[:number].sum() >= FEWEST_PAIRS:
+                group, size = group + 1, 0
+        of = groups[bins]
+        count = np.bincount(of, minlength=group + 1)
+        # Between the middles of groups, means and deviations change evenly.
+        middles = (np.bincount(of, bins) / count)[::-1]
+        every = np.arange(BINS)
+        means = np.interp(every, middles, (np.bincount(of, residual) / count)[::-1])
+        centred = residual - means[bins]
+        squares = np.bincount(of, np.square(centred)) / count
+        deviations = np.interp(every, middles, np.sqrt(squares + 1e-12)[::-1])
+        # Bins of the largest predictions are the first tier.
+        above = np.cumsum(sizes[::-1])[::-1] / len(bins)
+        tiers = np.searchsorted(TIERS, above)
+        scaled, tier = centred / deviations[bins], tiers[bins]
+        shapes = [_knots(scaled[tier == one]) for one in range(len(TIERS) + 1)]
+        return _Residuals(means, deviations, tiers, shapes)
+
+
+def _straighten(distances: Block, metric: Metric) -> Block:
+    """Stretch cosine distances such that their tail is that of a normal distribution.
+
+    A cosine c of random vectors in d dimensions exceeds t with a probability near
+    (1 - t²)^(d / 2). Other metrics stay as they are.
+    """
+    if metric != "cosine":
+        return distances
+    cosine = np.clip(1 - distances, -0.999999, 0.999999)
+    return np.asarray(-np.sign(cosine) * np.sqrt(-np.log(1 - np.square(cosine))), np.float32)
+
+
+def _bend(straight: Values, metric: Metric) -> Values:
+    """Invert `_straighten`."""
+    if metric != "cosine":
+        return straight
+    distances: Values = 1 + np.sign(straight) * np.sqrt(1 - np.exp(-np.square(straight)))
+    return distances
+
+
+def _features(old: Block, migrated: Block) -> list[Block]:
+    return [np.ones_like(old), old, migrated, old * old, old * migrated, migrated * migrated]
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Some items of each of q queries, [q, c] each.
+
+    Attributes:
+        numbers: Their numbers, those of the sample first; -1 fills up.
+        old: Their nearness by the old model, standardised.
+        migrated: The same by the map.
+        joint: Their score by rank fusion; -infinity where there is no item.
+    """
+
+    numbers: Ints
+    old: Block
+    migrated: Block
+    joint: Block
+
+    def first(self, order: Block, count: int) -> "_Items":
+        """Return the `count` items of each query that have the largest `order` [q, c]."""
+        best = np.argsort(-order, axis=1, kind="stable")[:, :count]
+        old, migrated, joint = (
+            np.take_along_axis(part, best, 1) for part in (self.old, self.migrated, self.joint)
+        )
+        return _Items(np.take_along_axis(self.numbers, best, 1), old, migrated, joint)
+
+
+@dataclass(frozen=True)
+class ScanResult:
+    """Figures of one set of queries in the whole gallery.
+
+    Attributes:
+        ways: Figures of each way.
+        recall: Share of the right items among the candidates of both models [q]. It is measured for
+            items to find, and estimated for the new model's ten neighbours.
+        intervals: For each way the 95 % interval of the mean agreement@10.
+    """
+
+    ways: dict[str, Figures]
+    recall: PerQuery
+    intervals: dict[str, tuple[float, float]]
+
+
+class SetScan:
+    """The pass over the gallery for one set of queries."""
+
+    def __init__(self, one: ScanQueries, pairs: Pairs, carried: Vectors, anchors: Ints) -> None:
+        """Begin with the items of the sample, whose numbers are 0 to n - 1.
+
+        Args:
+            one: The queries.
+            pairs: The n items with native vectors.
+            carried: Their migrated vectors [n, b], by maps that were fitted without each.
+            anchors: Rows of the pairs that distances are standardised by.
+        """
+        queries = one.queries
+        self._one, self._queries, self._sample = one, queries, len(pairs)
+        self._rows = np.arange(len(queries.rows))
+        old = blocked(queries.old, pairs.old, queries.metric)
+        native = blocked(queries.new, pairs.new, queries.metric)
+        self._of_old, self._of_new = _Scale.of(old, anchors), _Scale.of(one.migrated, anchors)
+        straight = _straighten(native, queries.metric)
+        self._of_native = _Scale.of(straight, anchors)
+        self._plain_native = _Scale.of(native, anchors)
+        self.native = self._of_native(straight)
+        hub = self.hub(carried)
+        self._of_corrected = _Scale.of(one.migrated + hub, anchors)
+        self._itself = np.zeros(old.shape, bool)
+        self._itself[self._rows, queries.rows] = True
+        self.model = NativeModel(
+            self._of_old(old), self._of_new(one.migrated), self.native, ~self._itself
+        )
+        if queries.own:
+            self.native = np.where(self._itself, np.float32(-40), self.native)
+        blocks = {
+            "stay": old,
+            "map": one.migrated,
+            **{name: blocked(side, pairs.old, queries.metric) for name, side in one.in_old.items()},
+        }
+        bound = np.float32(-np.inf)
+        self._bounds = {
+            name: np.full((len(old), 1), bound) if queries.own
+            else block[self._rows, queries.rows][:, None]
+            for name, block in blocks.items()
+        }  # fmt: skip
+        self.places = {name: np.zeros(len(old), np.int64) for name in blocks}
+        self._nearest = {
+            name: _Nearest(len(old), HITS if name in ("stay", "map") else NEIGHBOURS, 3)
+            for name in blocks
+        }
+        self._counts = np.zeros((len(old), BINS), np.int64)
+        out = self._itself if queries.own else np.zeros_like(self._itself)
+        self._add({name: np.where(out, np.inf, block) for name, block in blocks.items()}, hub, 0)
+
+    def hub(self, carried: Vectors) -> Block:
+        """Measure the hubness [q, w] of migrated items [w, b] for each query's rank fusion."""
+        first, second = (hubs(carried, joining.crowd)[None] for joining in self._one.joinings)
+        return np.where(self._one.first[:, None], first, second)
+
+    @property
+    def _halves(self) -> list[tuple[Joining, Mask]]:
+        """The rank fusions, each with its queries, bool [q]."""
+        first = self._one.first
+        return list(zip(self._one.joinings, (first, ~first), strict=True))
+
+    @property
+    def corrects_hubs(self) -> bool:
+        return any(len(joining.crowd) for joining in self._one.joinings)
+
+    def add(self, items: Vectors, migrated: Block, hub: Block, first: int) -> None:
+        """Add items outside the sample.
+
+        Args:
+            items: Their old vectors [w, a].
+            migrated: Distances [q, w] of new queries to the migrated items.
+            hub: Their hubness [q, w] or [1, 1].
+            first: The number of the first.
+        """
+        metric = self._queries.metric
+        old = blocked(self._queries.old, items, metric)
+        blocks = {"stay": old, "map": migrated}
+        blocks |= {name: blocked(side, items, metric) for name, side in self._one.in_old.items()}
+        bins = self.model.bins(self.model.predict(self._of_old(old), self._of_new(migrated)))
+        flat = bins + BINS * self._rows[:, None]
+        self._counts += np.bincount(flat.ravel(), minlength=self._counts.size).reshape(-1, BINS)
+        self._add(blocks, np.broadcast_to(hub, old.shape), first)
+
+    def _add(self, blocks: Mapping[str, Block], hub: Block, first: int) -> None:
+        values = (blocks["stay"], blocks["map"], hub)
+        for name, block in blocks.items():
+            self.places[name] += (block <= self._bounds[name]).sum(1)
+            self._nearest[name].add(block, values, first)
+
+    def result(self, items: int, errors: Mapping[str, float] | None = None) -> ScanResult:
+        """Compute the figures, once all items are added.
+
+        Args:
+            items: Items of the gallery, those of the sample too.
+            errors: The error of agreement@10 that each way showed in `back_test`; None leaves the
+                intervals out.
+        """
+        model, queries = self.model, self._queries
+        both = self._candidates()
+        lists = {
+            name: self._items(nearest).first(
+                np.where(nearest.numbers < 0, -np.inf, -nearest.order), NEIGHBOURS
+            )
+            for name, nearest in self._nearest.items()
+        }
+        lists["both"] = both.first(both.joint, NEIGHBOURS)
+        hits = both.first(both.joint, HITS)
+        lists |= {"lazily": hits, "candidates": both}
+        residuals = model.residuals()
+        agreement = self._agreement(residuals, lists)
+        recall = agreement.pop("candidates")
+        agreement["lazily"] = self._lazily(residuals, hits)
+        ways = {name: {"agreement@10": one} for name, one in agreement.items()}
+        ways["re-embed"] = {"agreement@10": np.ones(len(self._rows))}
+        if not queries.own:
+            places: dict[str, NDArray[np.float64]] = {
+                name: place[None].astype(np.float64) for name, place in self.places.items()
+            }
+            found = both.numbers == queries.rows[:, None]
+            recall = found.any(1).astype(np.float64)
+            score = np.where(found, both.joint, -np.inf).max(1, keepdims=True)
+            rank = (both.joint >= score).sum(1)
+            places["both"] = np.where(np.isfinite(score[:, 0]), rank, items)[None]
+            places |= self._native_places(residuals, hits, both, items)
+            for name, place in places.items():
+                ways[name] |= {
+                    "R@1": (place <= 1).mean(0),
+                    "R@10": (place <= 10).mean(0),
+                    "MRR": (1 / place).mean(0),
+                }
+        intervals = {} if errors is None else self._intervals(agreement, lists, errors)
+        return ScanResult(ways, recall, intervals)
+
+    def _items(self, nearest: _Nearest) -> _Items:
+        old, new, hub = nearest.values
+        near_old, near_new = self._of_old(old), self._of_new(new)
+        corrected = self._of_corrected(new + hub)
+        joint = np.empty_like(near_old)
+        for joining, half in zip(
+            self._one.joinings, (self._one.first, ~self._one.first), strict=True
+        ):
+            by_new = corrected if len(joining.crowd) else near_new
+            joint[half] = fuse(joining.weight, near_old, by_new)[half]
+        joint = np.where(nearest.numbers < 0, -np.inf, joint)
+        return _Items(nearest.numbers, near_old, near_new, joint)
+
+    def _candidates(self) -> _Items:
+        """Return each query's candidates, by the rule that searches use."""
+        sides = [self._nearest["stay"], self._nearest["map"]]
+        orders = [np.argsort(side.order, axis=1, kind="stable") for side in sides]
+        ranked = [self._items(side) for side in sides]
+        parts = [
+            np.concatenate([np.take_along_axis(getattr(one, name), order, 1)
+                            for one, order in zip(ranked, orders, strict=True)], 1)
+            for name in ("numbers", "old", "migrated", "joint")
+        ]  # fmt: skip
+        everything = _Items(*parts)
+        mask = np.zeros(everything.numbers.shape, bool)
+        for query, numbers in enumerate(everything.numbers):
+            place = {number: at for at, number in reversed(list(enumerate(numbers.tolist())))}
+            halves = numbers[:HITS].tolist(), numbers[HITS:].tolist()
+            found = candidates(*(lambda count, half=half: half[:count] for half in halves))
+            mask[query, [place[number] for number in found if number >= 0]] = True
+        return _Items(
+            np.where(mask, everything.numbers, -1), everything.old, everything.migrated,
+            np.where(mask, everything.joint, -np.inf),
+        )  # fmt: skip
+
+    def _native(self, items: _Items) -> tuple[Block, Mask]:
+        """Return the native nearness [q, c] of items, and whether the sample has it."""
+        known = (items.numbers >= 0) & (items.numbers < self._sample)
+        rows = np.where(known, items.numbers, 0)
+        return np.where(known, np.take_along_axis(self.native, rows, 1), -40.0), known
+
+    def _shares_above(self, residuals: _Residuals, items: _Items, bound: PerQuery) -> PerQuery:
+        """Return the probability that items are natively nearer than a bound [q]."""
+        native, known = self._native(items)
+        predicted = self.model.predict(items.old, items.migrated)
+        bins = self.model.bins(predicted)
+        unknown = residuals.share_above((bound[:, None] - predicted) / self.model.deviation, bins)
+        share = np.where(known, native >= bound[:, None], unknown)
+        return np.where(items.numbers < 0, 0.0, share)
+
+    def _nearer(self, residuals: _Residuals, bound: PerQuery) -> PerQuery:
+        """Return how many items outside the sample are expected natively nearer than a bound."""
+        some = np.flatnonzero(self._counts.any(0))
+        bins = np.broadcast_to(some, (len(bound), len(some)))
+        over = (bound[:, None] - self.model.centres[some]) / self.model.deviation
+        count: PerQuery = (self._counts[:, some] * residuals.share_above(over, bins)).sum(1)
+        return count
+
+    def _neighbourhood(self, residuals: _Residuals) -> PerQuery:
+        """Return the nearness [q] above which the new model has ten items, as expected."""
+        low, high = np.full(len(self._rows), -4.0), np.full(len(self._rows), 40.0)
+        for _ in range(20):
+            half = (low + high) / 2
+            count = (self.native >= half[:, None]).sum(1) + self._nearer(residuals, half)
+            many = count > NEIGHBOURS
+            low, high = np.where(many, half, low), np.where(many, high, half)
+        middle: PerQuery = (low + high) / 2
+        return middle
+
+    def _draws(self, residuals: _Residuals, items: _Items, seed: int = 0) -> PerQuery:
+        """Draw the native nearness of items, [d, q, c]."""
+        native, known = self._native(items)
+        predicted = self.model.predict(items.old, items.migrated)
+        bins = np.broadcast_to(self.model.bins(predicted), (DRAWS, *predicted.shape))
+        rng = np.random.default_rng(seed)
+        drawn = predicted + self.model.deviation * residuals.draw(bins, rng)
+        drawn = np.where(known, native, drawn)
+        return np.where(items.numbers < 0, -40.0, drawn)
+
+    def _odds(self, native: PerQuery, items: _Items) -> PerQuery:
+        """Score items as native ones, [d, q, c]."""
+        distances = self._of_native.mean - native * self._of_native.spread
+        plain = self._plain_native(_bend(distances, self._queries.metric))
+        odds: PerQuery = np.empty(native.shape)
+        joint = np.where(items.numbers < 0, 0, items.joint)
+        for joining, half in zip(
+            self._one.joinings, (self._one.first, ~self._one.first), strict=True
+        ):
+            line = joining.native
+            odds[:, half] = line.slope * plain[:, half] + line.share * joint[half]
+        return odds
+
+    def _agreement(self, residuals: _Residuals, lists: Mapping[str, _Items]) -> dict[str, PerQuery]:
+        """Estimate the share [q] of the new model's ten neighbours that is among some items."""
+        bound = self._neighbourhood(residuals)
+        found = {
+            name: self._shares_above(residuals, one, bound).sum(1) / NEIGHBOURS
+            for name, one in lists.items()
+        }
+        return {name: np.minimum(1.0, one) for name, one in found.items()}
+
+    def _lazily(self, residuals: _Residuals, hits: _Items) -> PerQuery:
+        """Estimate agreement@10 [q] of hits that are embedded again and ranked as native ones."""
+        bound = self._neighbourhood(residuals)
+        native = self._draws(residuals, hits)
+        best = np.argsort(-self._odds(native, hits), axis=2)[:, :, :NEIGHBOURS]
+        among = np.take_along_axis(native >= bound[None, :, None], best, 2)
+        share: PerQuery = among.sum(2).mean(0) / NEIGHBOURS
+        return share
+
+    def _native_places(
+        self, residuals: _Residuals, hits: _Items, both: _Items, items: int
+    ) -> dict[str, NDArray[np.float64]]:
+        """Draw the places [d, q] of the items to find by the two ways that embed items again."""
+        rows = self._queries.rows
+        answer = self.native[self._rows, rows].astype(np.float64)
+        nearer = (self.native >= answer[:, None]).sum(1)
+        native = self._draws(residuals, hits)
+        unknown = (hits.numbers < 0) | (hits.numbers >= self._sample)
+        among = (native >= answer[None, :, None]) & unknown
+        expected = self._nearer(residuals, answer)
+        expected -= (self._shares_above(residuals, hits, answer) * unknown).sum(1)
+        others = np.random.default_rng(1).poisson(np.maximum(0, expected), among.shape[:2])
+        odds = self._odds(native, hits)
+        found = hits.numbers == rows[:, None]
+        own = np.where(found, odds, -np.inf).max(2)
+        rank = (odds >= own[:, :, None]).sum(2)
+        return {
+            "lazily": np.where(found.any(1), rank, items).astype(np.float64),
+            "re-embed": (nearer + among.sum(2) + others).astype(np.float64),
+        }
+
+    def _intervals(
+        self,
+        agreement: Mapping[str, PerQuery],
+        lists: Mapping[str, _Items],
+        errors: Mapping[str, float],
+    ) -> dict[str, tuple[float, float]]:
+        """Compute the 95 % interval of each mean agreement@10.
+
+        Three sources of error: the choice of the queries, that of the sampled items (jackknife over
+        PARTS of them), and the model of nearness (`errors`).
+        """
+        part = np.random.default_rng(2).permutation(np.arange(self._sample) % PARTS)
+        parts = [self._agreement(self.model.residuals(part == one), lists) for one in range(PARTS)]
+        intervals = {}
+        for name, one in agreement.items():
+            means = np.array([float(found[name].mean()) for found in parts])
+            variance = (PARTS - 1) / PARTS * float(np.square(means - means.mean()).sum())
+            variance += float(one.var()) / len(one) + errors.get(name, 0.0) ** 2
+            error = 1.96 * float(np.sqrt(variance))
+            middle = float(one.mean())
+            intervals[name] = (max(0.0, middle - error), min(1.0, middle + error))
+        return intervals
+
+
+def back_test(
+    one: ScanQueries, pairs: Pairs, carried: Vectors, figures: Mapping[str, Figures]
+) -> dict[str, float]:
+    """Estimate figures of the sample from a quarter of it, and compare them with its own.
+
+    Args:
+        one: The queries.
+        pairs: The n items with native vectors.
+        carried: Their migrated vectors [n, b], by maps that were fitted without each.
+        figures: Figures of each way among the pairs.
+
+    Returns:
+        For each way, how far its mean agreement@10 was off.
+    """
+    order = np.random.default_rng(3).permutation(len(pairs))
+    quarter, others = np.sort(order[: len(pairs) // 4]), np.sort(order[len(pairs) // 4 :])
+    queries = np.flatnonzero(np.isin(one.queries.rows, quarter))
+    if len(quarter) <= NEIGHBOURS or len(queries) < 2:
+        return {}
+    part = one.part(queries)
+    rows = np.searchsorted(quarter, part.queries.rows)
+    small = replace(
+        part, queries=replace(part.queries, rows=rows), migrated=part.migrated[:, quarter]
+    )
+    ids = [pairs.ids[row] for row in quarter]
+    few = Pairs(ids, pairs.old[quarter], pairs.new[quarter], pairs.metric)
+    scan = SetScan(small, few, carried[quarter], np.arange(len(quarter)))
+    hub = scan.hub(carried[others])
+    scan.add(pairs.old[others], part.migrated[:, others], hub, len(quarter))
+    ways = scan.result(len(pairs)).ways
+    return {
+        name: float(ways[name]["agreement@10"].mean() - by_way["agreement@10"][queries].mean())
+        for name, by_way in figures.items()
+        if name in ways
+    }
+
+
+def scan_gallery(
+    source: Source,
+    pairs: Pairs,
+    sets: Sequence[ScanQueries],
+    figures: Sequence[Mapping[str, Figures]],
+    carried: Vectors,
+    anchors: Ints,
+    maps: Sequence[Map],
+    fold: Ints,
+) -> tuple[int, list[ScanResult]]:
+    """Read the gallery once, and compute the figures of each set of queries.
+
+    Holds one window of the store and STEP_DISTANCES distances of each kind at a time.
+
+    Args:
+        source: The store of the old vectors.
+        pairs: The n items with native vectors.
+        sets: Sets of queries.
+        figures: For each set the figures of each way among the pairs.
+        carried: Migrated vectors of the pairs [n, b], by maps that were fitted without each.
+        anchors: Rows of the pairs that distances are standardised by.
+        maps: Maps, each fitted without one fold of the pairs.
+        fold: For each pair the map that was fitted without it [n].
+
+    Returns:
+        The number of items, and for each set its figures.
+
+    Raises:
+        InvalidInputError: A vector of another dimension, or with NaN.
+    """
+    errors = [back_test(one, pairs, carried, ways) for one, ways in zip(sets, figures, strict=True)]
+    scans = [SetScan(one, pairs, carried, anchors) for one in sets]
+    sampled, number = set(pairs.ids), len(pairs)
+    corrects = any(one.corrects_hubs for one in scans)
+    for items in _blocks(source, pairs.old.shape[1], sampled, sets):
+        migrated = [mapping(items) for mapping in maps]
+        for one, scan in zip(sets, scans, strict=True):
+            block = np.empty((len(one.queries.rows), len(items)), np.float32)
+            of = fold[one.queries.rows]
+            for which, vectors in enumerate(migrated):
+                rows = np.flatnonzero(of == which)
+                if len(rows):
+                    block[rows] = blocked(one.queries.new[rows], vectors, one.queries.metric)
+            hub = scan.hub(migrated[0]) if corrects else np.zeros((1, 1), np.float32)
+            scan.add(items, block, hub, number)
+        number += len(items)
+    results = [scan.result(number, error) for scan, error in zip(scans, errors, strict=True)]
+    return number, results
+
+
+def _blocks(
+    source: Source, dim: int, sampled: set[str], sets: Sequence[ScanQueries]
+) -> Iterator[Vectors]:
+    """Yield the old vectors [w, a] of items outside the sample, a step at a time."""
+    step = max(1, STEP_DISTANCES // max(len(one.queries.rows) for one in sets))
+    name = source.facts().name
+    for window in source.windows(WINDOW):
+        rows = checked(source.read(window), dim, name)
+        others = [row for row, one in enumerate(rows.ids) if one not in sampled]
+        for first in range(0, len(others), step):
+            vectors = rows.vectors[others[first : first + step]]
+            # A vector of zeros has no direction: no search finds it.
+            vectors = vectors[vectors.any(1)]
+            if len(vectors):
+                yield vectors

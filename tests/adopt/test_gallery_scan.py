@@ -1,0 +1,178 @@
+"""Figures in the whole gallery, from old vectors of all items and native ones of a sample.
+
+The oracle computes all distances of all items in numpy, with the native vectors that `decide` never
+sees.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from nobackfill.adopt.judgement import Queries
+from nobackfill.adopt.maps import fit_maps
+from nobackfill.adopt.pairs import Pairs
+from nobackfill.adopt.sources.arrays import ArraySource
+from nobackfill.adopt.verdict import Cost, Verdict, decide
+from nobackfill.vectors import Vectors, normalise
+
+Distances = NDArray[np.float32]
+FOLDS = 10
+WAYS = ("stay", "map", "both", "lazily", "re-embed")
+
+
+class Shop:
+    """A gallery of which `sample` items are native, and queries for items of the sample."""
+
+    def __init__(self, items: int, sample: int, queries: int, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        weights = np.linspace(0.3, 1.5, 32)
+        hidden = rng.normal(size=(items, 32))
+        self.rows = rng.choice(sample, queries, replace=False)
+        looks = hidden[self.rows] + 0.7 * rng.normal(size=(queries, 32))
+
+        def embed(points: NDArray[np.float64], by: NDArray[np.float64], noise: float) -> Vectors:
+            blur = noise * rng.normal(size=points.shape)
+            return normalise((points * by + blur).astype(np.float32))
+
+        self.old, self.by_old = (embed(points, weights, 0.5) for points in (hidden, looks))
+        self.new, self.by_new = (embed(points, weights[::-1], 0.2) for points in (hidden, looks))
+        self.sample = sample
+
+    def decide(self, folder: Path, *, known: bool = True) -> Verdict:
+        np.save(folder / "ids.npy", np.arange(len(self.old)))
+        np.save(folder / "old.npy", self.old)
+        ids = [str(row) for row in range(self.sample)]
+        pairs = Pairs(ids, self.old[: self.sample], self.new[: self.sample])
+        queries = Queries(self.by_old, self.by_new, self.rows, own=False)
+        cost = Cost(len(self.old), 0.01, 0.02, 1e-6)
+        source = ArraySource(folder)
+        return decide(pairs, cost, queries if known else None, source=source)
+
+    def truth(self, verdict: Verdict) -> tuple[dict[str, dict[str, float]], float]:
+        """Measure all ways by brute force; then the candidate recall of the known items."""
+        ways, recall = self._known(verdict)
+        # A query for neighbours is an item of the sample.
+        rows = np.random.default_rng(9).permutation(self.sample)[:1000]
+        for name, found in self._agreement(verdict, rows).items():
+            ways[name]["agreement@10"] = found
+        return ways, recall
+
+    def _rankings(
+        self,
+        verdict: Verdict,
+        fold: int,
+        by_old: Vectors,
+        by_new: Vectors,
+        rows: NDArray[np.int64] | None,
+    ) -> tuple[dict[str, Distances], NDArray[np.bool_]]:
+        joining = verdict.joining
+        # A map that was fitted on the item to find would find it too easily.
+        fitted = np.flatnonzero(np.arange(self.sample) % FOLDS != fold)
+        kinds = [verdict.chosen.kind]
+        mapping = fit_maps(self.old[fitted], self.new[fitted], kinds=kinds)[kinds[0]]
+        carried = mapping(self.old)
+        spaces = ((by_old, self.old), (by_new, carried), (by_new, self.new))
+        stay, migrated, native = (1 - queries @ items.T for queries, items in spaces)
+        sides = ((by_old, joining.old), (by_new, joining.carried), (by_new, joining.new))
+        anchors = [1 - queries @ side.T for queries, side in sides]
+        if len(joining.crowd):
+            near = np.sort(carried @ joining.crowd.T, 1)[:, -10:].mean(1) / 2
+            near_anchors = np.sort(joining.carried @ joining.crowd.T, 1)[:, -10:].mean(1) / 2
+            corrected, anchors[1] = migrated + near, anchors[1] + near_anchors
+        else:
+            corrected = migrated
+        old, new, again = (
+            (side.mean(1)[:, None] - block) / side.std(1)[:, None]
+            for block, side in zip((stay, corrected, native), anchors, strict=True)
+        )
+        fused = joining.weight * new + (1 - joining.weight) * old
+        if rows is not None:
+            for block in (stay, migrated, native):
+                block[np.arange(len(rows)), rows] = np.inf
+        some = np.zeros(stay.shape, bool)
+        for block in (stay, migrated):
+            np.put_along_axis(some, np.argpartition(block, 99, 1)[:, :100], True, 1)
+        both = np.where(some, -fused, np.inf)
+        hits = np.argpartition(both, 99, 1)[:, :100]
+        odds = joining.native.slope * again + joining.native.share * fused
+        lazily = np.full(stay.shape, np.inf, np.float32)
+        np.put_along_axis(lazily, hits, np.take_along_axis(-odds, hits, 1), 1)
+        blocks = dict(zip(WAYS, (stay, migrated, both, lazily, native), strict=True))
+        return blocks, some
+
+    def _known(self, verdict: Verdict) -> tuple[dict[str, dict[str, float]], float]:
+        places: dict[str, list[int]] = {name: [] for name in WAYS}
+        recall = []
+        for fold in range(FOLDS):
+            part = np.flatnonzero(self.rows % FOLDS == fold)
+            rows = self.rows[part]
+            by_old, by_new = self.by_old[part], self.by_new[part]
+            blocks, some = self._rankings(verdict, fold, by_old, by_new, None)
+            every = np.arange(len(rows))
+            recall += some[every, rows].tolist()
+            for name, block in blocks.items():
+                places[name] += (block <= block[every, rows][:, None]).sum(1).tolist()
+        figures = {}
+        for name, found in places.items():
+            place = np.array(found)
+            means = (place <= 1).mean(), (place <= 10).mean(), (1 / place).mean()
+            figures[name] = dict(zip(("R@1", "R@10", "MRR"), map(float, means), strict=True))
+        return figures, float(np.mean(recall))
+
+    def _agreement(self, verdict: Verdict, rows: NDArray[np.int64]) -> dict[str, float]:
+        shares: dict[str, list[float]] = {name: [] for name in WAYS}
+        for fold in range(FOLDS):
+            part = rows[rows % FOLDS == fold]
+            blocks, _ = self._rankings(verdict, fold, self.old[part], self.new[part], part)
+            tops = {name: np.argsort(block, 1)[:, :10] for name, block in blocks.items()}
+            for name, top in tops.items():
+                shares[name] += [
+                    len(set(one) & set(right)) / 10
+                    for one, right in zip(top.tolist(), tops["re-embed"].tolist(), strict=True)
+                ]
+        return {name: float(np.mean(found)) for name, found in shares.items()}
+
+
+def check(verdict: Verdict, shop: Shop) -> None:
+    truth, recall = shop.truth(verdict)
+    assert verdict.items == len(shop.old)
+    assert verdict.candidate_recall == pytest.approx(recall, abs=0.02)
+    for way in verdict.ways:
+        assert way.figures == pytest.approx(truth[way.name], abs=0.02), way.name
+        if way.interval is not None:
+            low, high = way.interval
+            assert low <= truth[way.name]["agreement@10"] <= high
+
+
+def test_the_figures_of_all_ways_are_those_of_the_whole_gallery(tmp_path: Path) -> None:
+    shop = Shop(20_000, 1500, 600)
+    verdict = shop.decide(tmp_path)
+    check(verdict, shop)
+    by_name = {way.name: way for way in verdict.ways}
+    assert by_name["stay"].estimated == ("agreement@10",)
+    assert set(by_name["lazily"].estimated) == {"R@1", "R@10", "MRR", "agreement@10"}
+    assert "agreement@10" not in by_name["re-embed"].estimated
+    assert any("judged among all 20000 items" in note for note in verdict.notes)
+    # The sample alone would promise more.
+    assert by_name["stay"].figures["R@1"] < 0.9 * verdict.candidates[verdict.chosen.kind]
+
+
+@pytest.mark.faults
+def test_the_figures_hold_at_200_000_items(tmp_path: Path) -> None:
+    shop = Shop(200_000, 2000, 1000)
+    check(shop.decide(tmp_path), shop)
+
+
+@pytest.mark.faults
+def test_18_of_20_intervals_of_agreement_hold_the_truth(tmp_path: Path) -> None:
+    counts = dict.fromkeys(WAYS[:4], 0)
+    for seed in range(20):
+        shop = Shop(10_000, 1000, 20, seed)
+        verdict = shop.decide(tmp_path, known=False)
+        truth = shop._agreement(verdict, np.random.default_rng(seed).permutation(1000)[:500])
+        for way in verdict.ways:
+            if way.interval is not None and way.name in counts:
+                counts[way.name] += way.interval[0] <= truth[way.name] <= way.interval[1]
+    assert min(counts.values()) >= 18, counts
