@@ -14,11 +14,25 @@ from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.native_vectors import NativeVectorMaker
 from nobackfill.adopt.embedding.vector_folder import EmbeddingRun
+from nobackfill.adopt.pairs import sample_with
+from nobackfill.adopt.sources.source import Rows
 from tests.adopt.models import text_model, topical
 from tests.adopt.table_beside import Connection
 from tests.support.postgres import Server
 
 COUNT = 300
+
+
+def test_the_sample_holds_the_items_of_queries() -> None:
+    """In a large table, a random sample would hold too few of them for a verdict."""
+    vectors = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
+    rows = Rows([str(number) for number in range(2000)], vectors)
+    wanted = [str(number) for number in range(0, 2000, 50)]
+    chosen = sample_with(rows, 100, [*wanted, "unknown"])
+    assert len(chosen) == len(set(chosen)) == 100 and set(wanted) <= set(chosen)
+    many = sample_with(rows, 100, rows.ids[::-1])
+    assert len(many) == len(set(many)) == 100
+    assert set(sample_with(rows, 2000, wanted)) == set(rows.ids)
 
 
 def text_of(number: int) -> str:

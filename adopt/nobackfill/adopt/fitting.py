@@ -273,7 +273,9 @@ def known_items(pairs: Pairs, old: Source, new: Source) -> Queries:
     known = [row for row, name in enumerate(asked.ids) if name in places]
     if len(known) < 20:
         raise InvalidInputError(
-            f"expected at least 20 queries whose item is among the pairs, found {len(known)}"
+            f"expected at least 20 queries whose right item has a new vector, found {len(known)} "
+            f"of {len(asked.ids)}; append the ids of their items to the file of `sample`, and run "
+            "`embed` again"
         )
     rows = np.array([places[asked.ids[row]] for row in known], np.int64)
     return Queries(asked.old[known], asked.new[known], rows, own=False, metric=pairs.metric)

@@ -27,7 +27,7 @@ from nobackfill.adopt.embedding.native_vectors import open_contents, open_native
 from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
-from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample
+from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample_with
 from nobackfill.adopt.sources.opening import open_items
 from nobackfill.adopt.sources.source import MOST_NAME, Flippable, Reversible, Target
 from nobackfill.errors import (
@@ -391,7 +391,9 @@ class Migration:
         ids = self._folder / "sample.txt"
         if not ids.is_file():
             rows = read_all(source)
-            chosen = sample(rows, min(plan.count, len(rows)), 0)
+            # `fit` judges by queries whose item is in the sample.
+            wanted = read_items(plan.queries, column="text").ids if plan.queries else []
+            chosen = sample_with(rows, min(plan.count, len(rows)), wanted)
             durable.write_file(ids, encode_ids(chosen, plan.source).encode(), 0o600)
         only = read_ids(ids)
         tell(f"embedding {len(only)} items by {plan.new}")

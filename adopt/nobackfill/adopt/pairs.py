@@ -149,6 +149,27 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
     return [rows.ids[row] for row in sorted(np.concatenate(draws).tolist())]
 
 
+def sample_with(rows: Rows, count: int, wanted: Sequence[str]) -> list[str]:
+    """Draw ids as `sample` does, with `wanted` items in place of up to half of them.
+
+    Args:
+        rows: All items.
+        count: Number of ids, 1 to all.
+        wanted: Ids of items that queries ask for; unknown ids are ignored.
+
+    Raises:
+        InvalidInputError: As `sample`.
+    """
+    drawn = sample(rows, count)
+    others, queried = set(rows.ids).difference(drawn), set(wanted)
+    spare = [name for name in drawn if name not in queried]
+    missing = [name for name in dict.fromkeys(wanted) if name in others]
+    missing = missing[: min(count // 2, len(spare))]
+    dropped = np.random.default_rng(0).choice(len(spare), len(missing), replace=False)
+    leave = {spare[place] for place in dropped.tolist()}
+    return [name for name in drawn if name not in leave] + missing
+
+
 def encode_ids(ids: Sequence[str], where: str) -> str:
     """Write ids as text, one a line. Raises InvalidInputError for an id of several lines."""
     if broken := next((name for name in ids if "\n" in name or "\r" in name), None):
