@@ -104,7 +104,8 @@ def main(
         typer.Option(help="Groups and methods, separated by commas.", show_default="the preset's"),
     ] = None,
     once: Annotated[
-        str | None, typer.Option(help="More groups and methods, only for the first seed.")
+        str | None,
+        typer.Option(help="Further groups and methods, which run with the first seed only."),
     ] = None,
     images: Annotated[
         Path | None, typer.Option(help="Folder with train and test, for cifar100 and cifar100-cpu.")

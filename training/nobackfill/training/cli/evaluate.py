@@ -101,7 +101,8 @@ _NO_CURVE = (
 
 _Name = Annotated[str | None, typer.Option(metavar="NAME", help="A published test protocol.")]
 _Root = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="The protocol's files and images.")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Folder with the files and images of --protocol."),
 ]
 _Picture = Annotated[
     Path | None, typer.Option(metavar="FILE.png", help="Draw the matrix; a row is a query model.")

@@ -110,7 +110,7 @@ class EvaluationData:
     seed: int
 
     def listing(self) -> Listing | None:
-        """Return the items of the galleries: images, or texts if there are no images."""
+        """Return the items of the galleries: images, or texts if there are no images; else None."""
         return self.texts if self.images is None else self.images
 
     def for_images(self) -> TextListing | None:

@@ -90,7 +90,12 @@ def text_graph(model: onnx.ModelProto, declared: Declaration) -> tuple[str, ...]
 
 
 def declare_output(model: onnx.ModelProto, dim: int | None) -> None:
-    """Declare the output `embedding`, with its dimension if that is known."""
+    """Replace the outputs of a graph by one, `embedding` float32 [n, dim].
+
+    Args:
+        model: the ONNX model; it is changed.
+        dim: the dimension; None if it is unknown.
+    """
     del model.graph.output[:]
     value = helper.make_tensor_value_info("embedding", TensorProto.FLOAT, ["n", dim])
     model.graph.output.append(value)

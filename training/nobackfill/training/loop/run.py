@@ -177,7 +177,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Restore the state of `optimizer_tensors`."""
+    """Load the momenta that `optimizer_tensors` put into a checkpoint.
+
+    Args:
+        optimizer: an optimizer of the same parameters in the same order; it is changed.
+        checkpoint: the checkpoint.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in checkpoint.part("optimizer").items():

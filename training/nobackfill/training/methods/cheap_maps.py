@@ -112,7 +112,12 @@ def build_procrustes(config: UpgradeConfig, shape: UpgradeShape) -> UpgradeNetwo
 
 
 def solve_procrustes(upgrade: UpgradeNetwork, inputs: UpgradeInputs) -> None:
-    """Fit an orthogonal map; with a factor if the spaces do not hold unit vectors."""
+    """Fit an orthogonal map from old to new vectors in closed form (Procrustes).
+
+    Args:
+        upgrade: the network; the weights of its linear map are set.
+        inputs: the pairs of vectors. If they are not unit vectors, the map also has one factor.
+    """
     assert isinstance(upgrade.h, LinearMap)
     x, y = flat(inputs.rows, "old"), flat(inputs.rows, "new")
     set_linear(upgrade.h.up, procrustes(x, y, scaled=not inputs.shape.unit))

@@ -189,6 +189,7 @@ class ResidualObjective(FastFillObjective):
         return total
 
     def distance_terms(self, upgraded: UpgradeOutput, view: Batch) -> Terms:
+        """Add a listwise term: distances to random vectors of the queue rank as the new model's."""
         terms = super().distance_terms(upgraded, view)
         options = self.listwise_options
         assert isinstance(self.queue, Tensor)

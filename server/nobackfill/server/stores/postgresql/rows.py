@@ -33,7 +33,17 @@ def copy_in(
     embedding: Vectors,
     side: Vectors | None,
 ) -> None:
-    """Add a row for each of `labels` [n]; `embedding` [n, dim], `side` [n, side_dim]."""
+    """Add a row to a space's table for each item, by COPY; add nothing without items.
+
+    Args:
+        connection: a connection inside a transaction.
+        table: the table's name, quoted.
+        labels: int64 [n].
+        origin: how the vectors were made, the same for all.
+        uncertainty: float32 [n], or None.
+        embedding: float32 [n, dim].
+        side: side-information, float32 [n, side_dim], or None.
+    """
     if not len(labels):
         return
     dim, name = embedding.shape[1], origin.encode()
