@@ -1,7 +1,9 @@
 """`nobackfill migrate`: a table ends flipped or untouched, and goes back until it is finished."""
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,15 +11,18 @@ from typing import Any
 import numpy as np
 import psycopg
 import pytest
+from PIL import Image
 
 from nobackfill.adopt.cli import main
 from nobackfill.adopt.embedding.embedder import open_embedder
 from nobackfill.adopt.embedding.native_vectors import NativeVectorMaker
 from nobackfill.adopt.embedding.vector_folder import EmbeddingRun
 from nobackfill.adopt.pairs import sample_with
-from nobackfill.adopt.sources.source import Rows
-from tests.adopt.models import text_model, topical
+from nobackfill.adopt.sources.source import Rows, Window
+from nobackfill.serving.natives import Natives, digest
+from tests.adopt.models import image_model, text_model, topical
 from tests.adopt.table_beside import Connection
+from tests.support.disks import fill, small_disk
 from tests.support.postgres import Server
 
 COUNT = 300
@@ -131,7 +136,7 @@ def test_a_table_is_decided_flipped_and_finished(
     ).fetchall()
     assert left == []
     assert run("back") != 0
-    assert "finished: the old vectors are dropped" in capsys.readouterr().err
+    assert "the migration is finished: the old vectors are dropped" in capsys.readouterr().err
 
 
 def test_a_flip_is_taken_back_as_long_as_no_row_would_be_lost(
@@ -302,7 +307,8 @@ def test_another_store_or_another_question_is_refused_by_name(
     assert run(source, *START) == 0
     capsys.readouterr()
     assert run(source, "--new", "old/model.onnx", "--column", "body") == 73
-    assert "holds another migration (new, count differ)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "--new was 'new/model.onnx' and is now 'old/model.onnx'" in error and "--work" in error
     password = source.replace("postgresql://", "postgresql://me:secret@")
     assert run(password, *START, "--work", "other") == 65
     error = capsys.readouterr().err
@@ -311,7 +317,7 @@ def test_another_store_or_another_question_is_refused_by_name(
     np.save(folder / "vectors" / "ids.npy", np.arange(30))
     np.save(folder / "vectors" / "v.npy", np.ones((30, 4), np.float32))
     assert run("vectors", *START, "--work", "other") == 65
-    assert "for other stores use `fit`, then `carry`" in capsys.readouterr().err
+    assert "for others use `fit`, then `carry`" in capsys.readouterr().err
     assert run("status", "--work", "nowhere") == 66
     assert "no migration is here" in capsys.readouterr().err
 
@@ -455,3 +461,274 @@ def test_pause_stops_a_decision_and_is_refused_where_nothing_runs(
     assert "no process works on this migration" in capsys.readouterr().err
     # The pause that was asked for is over.
     assert run(source, *START) == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("stauts", "Did you mean `nobackfill migrate status`?"), ("documents", "")]
+)
+def test_a_misspelt_command_is_answered_with_the_commands(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(word) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"{word!r} is no command of migrate and no SOURCE" in error
+    assert "start, status, pause, back, finish" in error and hint in error
+
+
+def test_another_sample_or_price_continues_the_migration(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    words = (source, "--new", "new/model.onnx", "--column", "body")
+    sample = folder / "nobackfill-migration" / "sample.txt"
+    assert run(*words, "-n", "60") == 0
+    assert len(sample.read_text().split()) == 60
+    assert "costs about" not in capsys.readouterr().out
+    # Another price changes the costs alone; a run that gives neither keeps both.
+    assert run(*words, "--price-per-1000", "5") == 0
+    shown = capsys.readouterr()
+    assert "costs about 1.20" in shown.out and "embedding" not in shown.err
+    assert len(sample.read_text().split()) == 60
+    assert run(*words, "-n", "120") == 0
+    shown = capsys.readouterr()
+    assert len(sample.read_text().split()) == 120
+    assert "costs about 0.90" in shown.out and "embedding 120 items" in shown.err
+    set_plan(folder, state="writing", mark="0" * 64)
+    assert run(*words, "-n", "60") == 0
+    error = capsys.readouterr().err
+    assert "-n 60 is ignored: vectors are being written by the verdict of 120 items" in error
+    assert columns(connection) == {"id", "body", "v"}
+
+
+def test_a_second_folder_of_the_same_model_claims_nothing(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    # The verdict of the second folder is older than the flip of the first.
+    assert run(source, *START, "--work", "second") == 0
+    assert run(source, *START, "--yes") == 0
+    for state, ending in (("flipped", "run `nobackfill migrate finish`"), ("finished", "nothing")):
+        capsys.readouterr()
+        assert run(source, *START, "--yes", "--work", "third") == 73
+        error = capsys.readouterr().err
+        assert "already holds the vectors of new/model.onnx" in error and ending in error, state
+        assert run(source, *START, "--yes", "--work", "second") != 0
+        assert "another migration has flipped it since this verdict" in capsys.readouterr().err
+        assert run("finish") == 0
+    assert columns(connection) == {"id", "body", "v"}
+    same(vectors(connection), folder / "new", connection)
+
+
+def test_what_searches_want_is_embedded_first_and_shown_to_them(
+    documents: tuple[str, Connection, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, connection, folder = documents
+    assert run(source, *START) == 0
+    set_plan(folder, way="lazily")
+    sample = (folder / "nobackfill-migration" / "sample.txt").read_text().split()
+    others = [str(number) for number in range(COUNT) if str(number) not in sample]
+    stored, wanted, late = others[100:110], [others[150], sample[9]], others[160]
+    model = open_embedder("new/model.onnx")
+    old = vectors(connection)
+    natives = Natives(folder / "natives.db", model.fingerprint, 24)
+    versions = [digest(np.array(old[int(name)], np.float32)) for name in stored]
+    # The first of them belongs to an earlier text.
+    made = model.embed([text_of(int(name)) for name in stored])
+    natives.keep(stored, [b"0" * 16, *versions[1:]], made)
+    natives.claim([(name, b"") for name in wanted], "2026-11-27", 0)
+    embeddings: list[list[str]] = []
+    embed = NativeVectorMaker._embedded
+
+    def counting(self: NativeVectorMaker, ids: list[str], *parts: Any) -> Any:
+        embeddings.append(ids)
+        if len(embeddings) == 3:
+            # Somebody searches meanwhile.
+            natives.claim([(late, b"")], "2026-11-27", 0)
+        return embed(self, ids, *parts)
+
+    monkeypatch.setattr(NativeVectorMaker, "_embedded", counting)
+    monkeypatch.setattr(NativeVectorMaker, "window", 50)
+    assert run(source, *START, "--yes", "--natives", "natives.db") == 0
+    # A vector of the sample is reused; the third is the first window in the order of keys.
+    assert embeddings[:2] == [stored[:1], wanted[:1]] and embeddings[3] == [late]
+    assert set(natives.get([*wanted, late])) == {*wanted, late}
+    assert natives.wanted_ids(9) == [] and len(natives) == 13
+    same(vectors(connection), folder / "new", connection)
+    natives.close()
+
+
+def test_pictures_are_migrated_under_their_names(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    rng = np.random.default_rng(1)
+    (folder / "pictures").mkdir()
+    for number in range(60):
+        pixels = rng.integers(0, 255, (6, 6, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / "pictures" / f"{number}.png")
+    turn = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+    first = open_embedder(str(image_model(folder / "first.onnx")))
+    second = open_embedder(str(image_model(folder / "second.onnx", weight=turn)))
+    files = sorted((folder / "pictures").iterdir())
+    connection.execute("CREATE TABLE p (name text PRIMARY KEY, v vector(3))")
+    rows = [
+        (file.name, str(vector.tolist()))
+        for file, vector in zip(files, first.embed(files), strict=True)
+    ]
+    connection.cursor().executemany("INSERT INTO p VALUES (%s, %s)", rows)
+    connection.execute("INSERT INTO p VALUES ('none.png', '[1,2,3]')")
+    words = (source.replace("#t", "#p"), "--new", "second.onnx", "--items", "pictures", "-n", "30")
+    assert run(*words) == 0
+    set_plan(folder, state="decided", way="re-embed")
+    capsys.readouterr()
+    assert run(*words, "--yes") == 65
+    error = capsys.readouterr().err
+    assert "1 items have an old vector and no new one: 'none.png'" in error
+    connection.execute("DELETE FROM p WHERE name = 'none.png'")
+    assert run(*words, "--yes") == 0
+    found: dict[str, list[float]] = dict(
+        connection.execute("SELECT name, v::real[] FROM p").fetchall()
+    )
+    for file, vector in zip(files, second.embed(files), strict=True):
+        np.testing.assert_allclose(found[file.name], vector, atol=1e-5)
+    assert run("back") == 0
+
+
+def test_a_full_disk_leaves_a_migration_that_continues(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, connection, folder = documents
+    before = vectors(connection)
+    with small_disk(folder / "disk", 4) as disk:
+        words = (source, *START, "--work", str(disk / "work"))
+        fill(disk, but=30_000)
+        assert run(*words, "--yes") == 73
+        assert "No space left on device" in capsys.readouterr().err
+        (disk / "filler").unlink()
+        assert run(*words) == 0
+        fill(disk, but=0)
+        assert run(*words, "--yes") == 73
+        assert vectors(connection) == before
+        (disk / "filler").unlink()
+        assert run(*words, "--yes") == 0
+    same(vectors(connection), folder / "new", connection)
+
+
+def test_a_full_disk_of_the_database_leaves_a_migration_that_continues(
+    documents: tuple[str, Connection, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, connection, folder = documents
+    monkeypatch.setattr(NativeVectorMaker, "window", 50)
+    assert run(source, *START) == 0
+    place = Path(f"/dev/shm/nobackfill-{os.getpid()}")
+    with small_disk(place, 8) as disk:
+        folder_of_tables = disk / "tables"
+        folder_of_tables.mkdir()
+        owner = connection.execute("SHOW data_directory").fetchall()[0][0]
+        state = Path(owner).stat()
+        os.chown(folder_of_tables, state.st_uid, state.st_gid)
+        name = f"small_{os.getpid()}"
+        connection.execute(f"CREATE TABLESPACE {name} LOCATION '{folder_of_tables}'".encode())
+        try:
+            connection.execute(f"ALTER TABLE t SET TABLESPACE {name}".encode())
+            connection.execute("CHECKPOINT")
+            fill(disk, but=0)
+            assert run(source, *START, "--yes") == 73
+            assert "No space left on device" in capsys.readouterr().err
+            (disk / "filler").unlink()
+            assert run(source, *START, "--yes") == 0
+            same(vectors(connection), folder / "new", connection)
+        finally:
+            connection.execute("ALTER TABLE t SET TABLESPACE pg_default")
+            connection.execute("DROP VIEW seen; DROP TABLE t")
+            connection.execute("CHECKPOINT")
+            connection.execute(f"DROP TABLESPACE {name}".encode())
+    place.rmdir()
+
+
+def restore(postgres: Server, address: str, connection: Connection) -> None:
+    """Replace the table by what a dump of it restores."""
+    dump = [str(postgres.programs / "pg_dump"), "--dbname", address]
+    text = subprocess.run(dump, check=True, capture_output=True).stdout
+    connection.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    load = [str(postgres.programs / "psql"), "-qX", "-v", "ON_ERROR_STOP=1", "--dbname", address]
+    subprocess.run(load, input=text, check=True, capture_output=True)
+
+
+def test_a_restored_dump_can_be_taken_back_and_continued(
+    documents: tuple[str, Connection, Path],
+    capsys: pytest.CaptureFixture[str],
+    postgres: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, connection, folder = documents
+    address = source.partition("#")[0]
+    before = vectors(connection)
+    assert run(source, *START, "--yes") == 0
+    restore(postgres, address, connection)
+    (vector,) = open_embedder("new/model.onnx").embed(["w3"])
+    connection.execute("UPDATE t SET body = 'w3', v = %s WHERE id = 7", [str(vector.tolist())])
+    assert len(vectors(connection, "v_before")) == COUNT - 1
+    assert state_of(capsys) == "flipped"
+    connection.execute("DELETE FROM t WHERE id = 7")
+    assert run("back") == 65
+    error = capsys.readouterr().err
+    assert "If the database was restored from a dump" in error
+    connection.execute(error[error.index("COMMENT ON") :].strip().encode())
+    assert run("back") == 0
+    del before[7]
+    assert vectors(connection) == before == vectors(connection, relation="seen")
+    assert columns(connection) == {"id", "body", "v"}
+    # The same before a flip: the rows that an interrupted run wrote are not embedded again.
+    monkeypatch.setattr(NativeVectorMaker, "window", 50)
+    make = NativeVectorMaker.make
+    calls, pauses = list[int](), [3]
+
+    def counting(self: NativeVectorMaker, rows: Rows, window: Window) -> Any:
+        calls.append(len(rows))
+        if [len(calls)] == pauses:
+            pauses.clear()
+            assert run("pause") == 0
+        return make(self, rows, window)
+
+    monkeypatch.setattr(NativeVectorMaker, "make", counting)
+    assert run(source, *START, "--yes") == 75
+    restore(postgres, address, connection)
+    capsys.readouterr()
+    assert run(source, *START, "--yes") == 73
+    error = capsys.readouterr().err
+    statement = error[error.index("COMMENT ON") : error.index(". Otherwise")]
+    connection.execute(statement.encode())
+    calls.clear()
+    assert run(source, *START, "--yes") == 0
+    assert sum(calls) == COUNT - 1 - 100
+    same(vectors(connection), folder / "new", connection)
+
+
+def test_progress_counts_what_an_earlier_run_wrote(
+    documents: tuple[str, Connection, Path], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    source, _, _ = documents
+    monkeypatch.setattr("nobackfill.adopt.migrating._EVERY", 0.0)
+    monkeypatch.setattr(NativeVectorMaker, "window", 100)
+    assert run(source, *START) == 0
+    assert re.search(r"120 of 120 items embedded, \d+ a second, \S+ left", capsys.readouterr().err)
+    make = NativeVectorMaker.make
+    calls: list[int] = []
+
+    def pausing(self: NativeVectorMaker, *parts: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            assert run("pause") == 0
+        return make(self, *parts)
+
+    monkeypatch.setattr(NativeVectorMaker, "make", pausing)
+    assert run(source, *START, "--yes") == 75
+    assert "100 of 300 rows re-embedded" in capsys.readouterr().err
+    assert run(source, *START, "--yes") == 0
+    shown = capsys.readouterr().err
+    assert "200 of 300 rows re-embedded" in shown and "300 of 300 rows re-embedded" in shown
+    assert "100 of 300" not in shown

@@ -206,3 +206,37 @@ def test_files_take_native_vectors_too(tmp_path: Path) -> None:
     assert set(found) == set(ids)
     for number, name in enumerate(ids):
         np.testing.assert_allclose(found[name], expected(model.parent, text_of(number)), atol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["n", "table:beside"])
+def test_native_vectors_whose_triggers_were_off_are_refused(
+    texts: tuple[str, Connection, Path], to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address, connection, model = texts
+    words = [
+        "carry", f"{address}#t", "--to", to, "--with", str(model), "--column", "body",
+        "--vector", "v",
+    ]  # fmt: skip
+    assert run(*words) == run(*words) == 0
+    names = connection.execute(
+        "SELECT tgname FROM pg_trigger WHERE tgrelid = 't'::regclass AND NOT tgisinternal"
+    ).fetchall()
+    for state in ("DISABLE", "ENABLE ALWAYS"):
+        for (name,) in names:
+            connection.execute(f"ALTER TABLE t {state} TRIGGER {name}".encode())
+        if state == "DISABLE":
+            connection.execute("UPDATE t SET body = 'w1 w1' WHERE id = 3")
+    capsys.readouterr()
+    assert run(*words) == 73
+    error = capsys.readouterr().err
+    assert "may hold stale vectors" in error and "restored from a dump" in error
+    # Its owner may confirm that no vector is stale; here one is, so it is removed.
+    connection.execute("UPDATE t SET body = %s WHERE id = 3", [text_of(3)])
+    statement = error[error.index("COMMENT ON") : error.index(". Otherwise")]
+    connection.execute(statement.encode())
+    assert run(*words) == 0
+    assert run("carry", f"{address}#t", "--to", to, "--vector", "v", "--rollback") == 0
+    assert run(*words) == 0
+    column, relation = ("n", "t") if to == "n" else ("v", "beside")
+    query = f"SELECT count({column}) FROM {relation}"
+    assert connection.execute(query.encode()).fetchall() == [(COUNT,)]

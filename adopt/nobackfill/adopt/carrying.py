@@ -19,6 +19,7 @@ from nobackfill.adopt.pairs import WINDOW
 from nobackfill.adopt.sources.source import (
     Flippable,
     Multiplied,
+    ReadById,
     Rows,
     Source,
     Target,
@@ -69,6 +70,9 @@ class VectorMaker(Protocol):
     @property
     def rows_under_lock(self) -> int: ...
 
+    def first_ids(self) -> list[str]:
+        """Return ids whose vectors to write before the next window; none in most makers."""
+
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make the new vectors of pending rows.
 
@@ -96,6 +100,9 @@ class MapMaker:
     def __init__(self, mapping: Map, name: str) -> None:
         self._mapping, self._name = mapping, name
         self.missing: dict[str, str] = {}
+
+    def first_ids(self) -> list[str]:
+        return []
 
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         del window
@@ -163,7 +170,8 @@ def carry(
             maker.missing.clear()
 
             def one(range_: Window, first: bool = first) -> int:
-                return _window(source, place, maker, range_, facts.name, first, check)
+                count = _write_first(place, maker, facts.name) if check else 0
+                return count + _window(source, place, maker, range_, facts.name, first, check)
 
             # Where windows share the processors already, a product that takes them all keeps them
             # waiting.
@@ -245,6 +253,37 @@ def _window(
     return len(rows)
 
 
+def _write_first(place: TargetVectors, maker: VectorMaker, name: str) -> int:
+    """Write the items that `maker` wants first, and check them. Returns their number.
+
+    Raises:
+        VerificationError: The store does not hold the vectors that were written.
+    """
+    count = 0
+    while isinstance(place, ReadById) and (ids := maker.first_ids()):
+        rows = checked(place.pending_items(ids), None, name)
+        if len(rows):
+            rows, vectors = maker.make(rows, Window())
+        if not len(rows):
+            continue
+        place.write(rows, vectors)
+        count += len(rows)
+        stored = place.read_items(rows.ids)
+        row_of = {item: row for row, item in enumerate(rows.ids)}
+        expected = vectors[[row_of[item] for item in stored.ids]]
+        if len(stored) and (wrong := np.flatnonzero(_far(expected, stored.vectors))).size:
+            raise _different(name, len(wrong), len(stored), stored.ids[wrong[0]])
+    return count
+
+
+def _different(name: str, wrong: int, count: int, item: str) -> VerificationError:
+    """Make the error for stored vectors that are not those that were written."""
+    return VerificationError(
+        f"{name}: {wrong} of {count} new vectors differ from those that were written, the first in "
+        f"{item!r}; remove them with `carry --rollback` or `migrate back`, and run it again"
+    )
+
+
 def _verify(
     source: Source,
     place: TargetVectors,
@@ -275,11 +314,8 @@ def _verify(
         again = _wrong(source, place, maker, range_, ids, vectors)
         wrong = dict(wrong.items() & again.items())
     if wrong:
-        raise VerificationError(
-            f"{source.facts().name}: {len(wrong)} of {len(place.read(range_))} new vectors are "
-            f"not those that were made, the first in {min(wrong)!r}; take them back with "
-            "--rollback and carry again"
-        )
+        name, count = source.facts().name, len(place.read(range_))
+        raise _different(name, len(wrong), count, min(wrong))
 
 
 def _wrong(

@@ -3,6 +3,7 @@
 Each command imports what it needs when it runs, so `--help` stays quick.
 """
 
+import difflib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from nobackfill.errors import InvalidInputError, NobackfillError
+from nobackfill.errors import InvalidInputError, NobackfillError, NotFoundError
 from nobackfill.framing import Fit, Interpolation
 from nobackfill.terminal import visible
 from nobackfill.version_option import Version
@@ -550,6 +551,11 @@ def carry(
         if mapping is not None or release is not None:
             raise InvalidInputError("expected a map, or --with and --vectors, not both")
         contents = open_contents(opened, column, items)
+        if natives is not None and not natives.is_file():
+            raise NotFoundError(
+                f"--natives {natives}: no such file; expected the file that Dual of "
+                "nobackfill.serve writes"
+            )
         native = open_native_vectors(
             opened,
             contents,
@@ -599,12 +605,25 @@ def _carry_and_answer(
 
 
 class _MigrateGroup(TyperGroup):
-    """Reads `migrate SOURCE …` as `migrate start SOURCE …`."""
+    """Reads `migrate SOURCE …` as `migrate start SOURCE …`, and refuses a misspelt command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in (*self.commands, "--help"):
+            word = args[0]
+            if not word.startswith("-") and not self._is_source(word):
+                near = difflib.get_close_matches(word, self.commands, 1)
+                ctx.fail(
+                    f"{word!r} is no command of migrate and no SOURCE. Expected a SOURCE, such as "
+                    "'postgresql:///shop#documents', or one of the commands "
+                    f"{', '.join(self.commands)}."
+                    + (f" Did you mean `nobackfill migrate {near[0]}`?" if near else "")
+                )
             args = ["start", *args]
         return super().parse_args(ctx, args)
+
+    @staticmethod
+    def _is_source(word: str) -> bool:
+        return any(sign in word for sign in ":/.#") or Path(word).exists()
 
 
 migrate_commands = typer.Typer(
@@ -621,26 +640,34 @@ nobackfill migrate finish""",
     no_args_is_help=True,
 )
 app.add_typer(migrate_commands, name="migrate")
-Work = Annotated[Path, typer.Option(help="Folder with the state of the migration.")]
+Work = Annotated[
+    Path, typer.Option(help="Folder with the state of the migration; one folder per migration.")
+]
 _WORK = Path("nobackfill-migration")
 
 
 @migrate_commands.command()
 def start(
     source: SourceArgument,
-    new: Annotated[str, typer.Option(help="The new model, as `embed --with`.")],
+    new: Annotated[
+        str, typer.Option(help="The new model: FILE.onnx, module:function or an https:// endpoint.")
+    ],
     column: Annotated[
         str | None, typer.Option(help="Column of the texts that the models embed.")
     ] = None,
     items: Annotated[
         str | None,
-        typer.Option(help="Or a folder of images, or FILE.jsonl, with the ids of the table."),
+        typer.Option(
+            help="In place of --column: a folder of images, or FILE.jsonl. File names or the field "
+            "`id` are the table's keys."
+        ),
     ] = None,
     old: Annotated[
-        str | None, typer.Option(help="The old model, as `embed --with`; for --queries.")
+        str | None, typer.Option(help="The old model, as --new; --queries needs it.")
     ] = None,
     queries: Annotated[
-        str | None, typer.Option(help="FILE.jsonl of queries: text, and id of the item to find.")
+        str | None,
+        typer.Option(help="FILE.jsonl of test queries: `text`, and `id` of the item to find."),
     ] = None,
     items_gone: ItemsGone = False,
     new_name: Annotated[str | None, typer.Option(help="The new model's name at an endpoint.")] = (
@@ -650,11 +677,24 @@ def start(
         None
     ),
     count: Annotated[
-        int, typer.Option("-n", min=20, help="Items to re-embed for the verdict.")
-    ] = 2000,
+        int | None,
+        typer.Option(
+            "-n", min=20, help="Items to embed for the verdict.", show_default="2000, or as before"
+        ),
+    ] = None,
     price: Annotated[
         float | None,
-        typer.Option("--price-per-1000", min=0.0, help="What the new model costs per 1,000 items."),
+        typer.Option(
+            "--price-per-1000", min=0.0, help="Price of 1,000 items, for the costs in the verdict."
+        ),
+    ] = None,
+    natives: Annotated[
+        Path | None,
+        typer.Option(
+            help="Verdicts both and lazily: file in which Dual of nobackfill.serve stores native "
+            "vectors. Its vectors are reused, and items that searches want come first.",
+            show_default="natives.db in --work",
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Write without asking.")] = False,
     work: Work = _WORK,
@@ -670,10 +710,14 @@ def start(
     from nobackfill.adopt.sources.source import name_before
 
     if (queries is None) != (old is None):
-        raise InvalidInputError("expected --queries and --old together: both models embed them")
+        raise InvalidInputError(
+            "expected --queries and --old together, because both models embed the queries; give "
+            "both or neither"
+        )
     plan = MigrationPlan(
         source, new, key, vector, column=column, items=items, items_gone=items_gone, old=old,
         queries=queries, new_name=new_name, old_name=old_name, count=count, price=price,
+        natives=None if natives is None else str(natives),
     )  # fmt: skip
     migration = Migration(work)
     for line in migration.decide(plan, _tell):
@@ -685,36 +729,36 @@ def start(
         return
     if not yes:
         if not sys.stdin.isatty():
-            print(f"nothing was written; run it again with --yes to do this: {way}")
+            print(f"nothing was written; run it again with --yes to execute this verdict: {way}")
             return
-        if not typer.confirm(f"do this now: {way}?"):
+        if not typer.confirm(f"execute this verdict now: {way}?"):
             print("nothing was written; run it again when you are ready")
             return
-    done = migration.write(_tell)
+    result = migration.write(_tell)
     after = migration.plan()
     if way == "switch":
         print("no vector was written: the new model serves the stored vectors; switch your queries")
         return
-    print(f"{done.total} rows have a new vector, {done.written} of them written by this run")
+    print(f"{result.total} rows have a new vector, {result.written} of them written by this run")
     if after.state == "flipped":
         new_vectors = after.to.removesuffix("_new")
         old_vectors = name_before(new_vectors)
         print(f"flipped: {new_vectors} holds the new vectors, {old_vectors} the old ones")
         print("next: switch your queries to the new model; then `nobackfill migrate finish` drops")
-        print("the old vectors, and until then `nobackfill migrate back` gives them back")
+        print("the old vectors. Until then `nobackfill migrate back` restores them")
     if after.state == "mapped":
         print(
             f"nothing flips, because the items are gone: search by both models with Dual of "
-            f"nobackfill.serve, carried='{after.to}'; `nobackfill migrate back` removes it"
+            f"nobackfill.serve, carried='{after.to}'. `nobackfill migrate back` removes this column"
         )
         return
-    for step in done.steps:
+    for step in result.steps:
         print(visible(f"  {step}"))
 
 
 @migrate_commands.command()
 def status(work: Work = _WORK, as_json: Json = False) -> None:
-    """Show how far a migration is."""
+    """Show the state of a migration, and how many rows have a new vector."""
     from nobackfill.adopt.migrating import Migration
 
     progress = Migration(work).status()
@@ -735,27 +779,33 @@ def status(work: Work = _WORK, as_json: Json = False) -> None:
 
 @migrate_commands.command()
 def pause(work: Work = _WORK) -> None:
-    """Stop a running migration after the rows that it is writing."""
+    """Stop the running migration after the rows that it is embedding or writing."""
     from nobackfill.adopt.migrating import Migration
 
     Migration(work).pause()
-    print("the migration stops after the present rows; run the same `migrate` again to go on")
+    print(
+        "the migration stops after its present rows; run the same `nobackfill migrate` again to "
+        "continue"
+    )
 
 
 @migrate_commands.command()
 def back(
     yes: Annotated[
-        bool, typer.Option("--yes", help="Lose the vectors of rows written since the flip.")
+        bool,
+        typer.Option(
+            "--yes", help="Go on although rows that were written since the flip lose their vector."
+        ),
     ] = False,
     work: Work = _WORK,
 ) -> None:
-    """Take a migration back, before its flip or after it."""
+    """Undo a migration, before its flip or after it: the table has its old vectors again."""
     from nobackfill.adopt.migrating import Migration
 
     lost = Migration(work).back(lose=yes)
     print("taken back: the table has its old vectors")
     if lost:
-        print(f"{lost} rows have no vector any more; embed them by the old model")
+        print(f"{lost} rows have no vector any more; embed them with the old model")
 
 
 @migrate_commands.command()

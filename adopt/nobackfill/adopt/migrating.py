@@ -1,8 +1,8 @@
 """One migration of a table: decide, write the new vectors, flip; or leave the table untouched.
 
-A migration lives in a working folder. Its file `migration.json` says what was asked for and how far
-it is; beside it lie the sample, the vectors of the sample, the map and the verdict. A killed
-migration goes on from there, and every step may be repeated.
+A migration lives in a working folder. Its file `migration.json` has the request and the state. The
+folder also holds the sample, the vectors of the sample, the map and the verdict. A killed migration
+continues from there, and every step may be repeated.
 
     deciding -> decided -> writing -> flipped -> finished
                   |           |          |
@@ -22,11 +22,17 @@ from pydantic import TypeAdapter, ValidationError
 
 from nobackfill import durable
 from nobackfill.adopt.carrying import CarryResult, carry
-from nobackfill.adopt.embedding.embedder import open_embedder
-from nobackfill.adopt.embedding.native_vectors import open_contents, open_native_vectors
+from nobackfill.adopt.embedding.embedder import Embedder, open_embedder
+from nobackfill.adopt.embedding.native_vectors import (
+    contents_name,
+    native_mark,
+    open_contents,
+    open_native_vectors,
+)
 from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
 from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 from nobackfill.adopt.maps import NEW_MODEL, load_map
+from nobackfill.adopt.page import duration
 from nobackfill.adopt.pairs import encode_ids, read_all, read_ids, sample_with
 from nobackfill.adopt.sources.opening import open_items
 from nobackfill.adopt.sources.source import MOST_NAME, Flippable, Reversible, Target
@@ -49,11 +55,13 @@ _REEMBEDDED = ("both", "lazily", "re-embed")
 _MAPPED = "_mapped"
 # Seconds between two lines of progress.
 _EVERY = 1.0
+# Items of the sample, unless the command line gives another number.
+SAMPLE = 2000
 
 
 @dataclass(frozen=True)
 class MigrationPlan:
-    """The request of a migration, and its state.
+    """The request of a migration, and its state, as `migration.json` has them.
 
     Attributes:
         source: Address of the table.
@@ -67,12 +75,17 @@ class MigrationPlan:
         queries: FILE.jsonl of queries; `id` is the item to find.
         new_name: The new model's name at an endpoint.
         old_name: The old model's name at an endpoint.
-        count: Items of the sample.
+        count: Items of the sample; None in a request that leaves it as it is (2,000 at first).
         to: Name of the new column until the flip.
-        price: Money per 1,000 items or queries that the new model embeds; None where it is free.
-        state: How far it is.
+        price: Money per 1,000 items that the new model embeds; None where it is free, and in a
+            request that leaves it as it is.
+        natives: The file of `Dual` with native vectors and with the items that searches wanted;
+            None for `natives.db` in the working folder.
+        state: The last step that was completed.
         way: The verdict; empty before it.
         mark: Digest of the new vectors in the store; empty before they are written.
+        before: Digest of the vectors that the table had at the verdict, if a flip put them there;
+            empty if none did, None if an earlier version did not record it.
     """
 
     source: str
@@ -86,26 +99,34 @@ class MigrationPlan:
     queries: str | None = None
     new_name: str | None = None
     old_name: str | None = None
-    count: int = 2000
+    count: int | None = None
     to: str = ""
     price: float | None = None
+    natives: str | None = None
     state: State = "deciding"
     way: str = ""
     mark: str = ""
+    before: str | None = None
 
 
 _PLAN = TypeAdapter(MigrationPlan)
-# Parts of a plan that the command line gives: a later run must give the same.
-_REQUESTED = tuple(
-    name
-    for name in MigrationPlan.__dataclass_fields__
-    if name not in ("state", "way", "mark", "vector", "to")
-)
+# Parts of a request that a later run must repeat, with their options.
+_FIXED = {
+    "source": "SOURCE", "new": "--new", "key": "--key", "column": "--column", "items": "--items",
+    "items_gone": "--items-gone", "old": "--old", "queries": "--queries",
+    "new_name": "--new-name", "old_name": "--old-name",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MigrationProgress:
-    """How far a migration is: rows with a new vector, and rows that will have one."""
+    """The progress of a migration.
+
+    Attributes:
+        plan: The plan, with the state that the table shows.
+        rows: Rows with a new vector; 0 in states in which no vectors are written.
+        total: Rows that will have one; 0 in states in which no vectors are written.
+    """
 
     plan: MigrationPlan
     rows: int
@@ -113,14 +134,25 @@ class MigrationProgress:
 
 
 class Migration:
-    """A migration in its working folder. Methods raise what sources, models and `carry` raise."""
+    """A migration in its working folder.
+
+    Methods also raise the errors of `open_items`, `open_embedder` and `carry`.
+
+    Args:
+        folder: The working folder; `decide` creates it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file = folder / "migration.json"
 
     def plan(self) -> MigrationPlan:
-        """Read the plan. Raises NotFoundError where there is none, InvalidInputError."""
+        """Read the plan from the working folder.
+
+        Raises:
+            NotFoundError: The folder has no migration.
+            InvalidInputError: The file of the plan cannot be read.
+        """
         try:
             return _PLAN.validate_json(self._file.read_bytes())
         except FileNotFoundError as error:
@@ -132,81 +164,150 @@ class Migration:
             raise InvalidInputError(f"{self._file}: cannot be read ({error})") from error
 
     def decide(self, request: MigrationPlan, tell: Callable[[str], None]) -> list[str]:
-        """Embed a sample by the new model, and judge the ways to go on.
+        """Embed a sample by the new model, and compare the options.
+
+        A run that continues repeats the verdict of the earlier run. Another number of items makes a
+        new verdict, unless vectors are being written. Another price changes the costs alone.
 
         Args:
-            request: What the command line asks for.
-            tell: Called with a line before each step that takes time.
+            request: The request of the command line.
+            tell: Called with a line before each step that takes time, and with lines of progress.
 
         Returns:
-            The verdict, line by line. The plan is then "decided", or as it was where an earlier run
-            has decided.
+            The verdict, line by line. The plan is then "decided", or "writing" as before.
 
         Raises:
-            AlreadyExistsError: The folder has a migration of something else.
-            InvalidInputError: A store that cannot flip, a password in the address.
+            AlreadyExistsError: The folder has another migration, or the table already has the new
+                model's vectors.
+            PreconditionError: The migration in the folder is flipped or finished.
+            InvalidInputError: The store cannot flip, or the address has a password.
             BusyError: Another process works in this folder, or `pause` was called.
         """
         _refuse_password(request.source)
         if (request.column is None) == (request.items is None):
             raise InvalidInputError(
-                "expected --column NAME or --items PATH, and not both: what the new model embeds"
+                "expected --column NAME or --items PATH, and not both: they name the texts or "
+                "images that the new model embeds"
             )
         durable.make_dir(self._folder)
         with self._locked():
             self._pausing.unlink(missing_ok=True)
-            if self._file.exists():
-                found = self.plan()
-                different = [
-                    name for name in _REQUESTED if getattr(found, name) != getattr(request, name)
-                ]
-                if different:
-                    raise AlreadyExistsError(
-                        f"{self._folder}: holds another migration ({', '.join(different)} differ); "
-                        "give this one a folder of its own with --work"
-                    )
-                state = self._state(found, self._source(found))
-                if state == "finished":
-                    raise PreconditionError(
-                        f"{self._folder}: this migration is finished; start another one in a "
-                        "folder of its own with --work"
-                    )
-                if found.state == state == "flipped":
-                    raise PreconditionError(
-                        f"{self._folder}: this migration is flipped; `migrate finish` drops the "
-                        "old vectors, `migrate back` gives them back"
-                    )
-                if found.state in ("writing", "decided") and self._verdict.is_file():
-                    return self._verdict.read_text("utf-8").splitlines()
+            former = self._former(request) if self._file.exists() else None
+            request = _complete(request, former)
+            if former is not None and self._verdict.is_file():
+                writing = former.state == "writing"
+                if writing or (former.state == "decided" and former.count == request.count):
+                    if former.count != request.count:
+                        tell(
+                            f"-n {request.count} is ignored: vectors are being written by the "
+                            f"verdict of {former.count} items; `nobackfill migrate back` undoes it"
+                        )
+                    plan = replace(former, price=request.price, natives=request.natives)
+                    self._save(plan)
+                    lines = self._verdict.read_text("utf-8").splitlines()
+                    return lines + self._cost(plan, self._source(plan))
             source = self._source(request)
+            embedder = open_embedder(request.new, name=request.new_name)
+            self._refuse_repetition(request, source, embedder)
             name = source.flip_name
-            plan = replace(request, vector=source.vector, to=f"{name}_new", state="deciding")
+            plan = replace(
+                request,
+                vector=source.vector,
+                to=f"{name}_new",
+                state="deciding",
+                before=source.flip_mark() or "",
+            )
             if len((plan.to + _MAPPED).encode()) > MOST_NAME:
                 raise InvalidInputError(
                     f"{name}: expected a name of at most "
                     f"{MOST_NAME - len('_new' + _MAPPED)} bytes, as those of the new vectors add "
                     f"'_new{_MAPPED}' to it; use `fit`, then `carry --to NAME`"
                 )
+            if former is not None and former.count != plan.count:
+                (self._sample).unlink(missing_ok=True)
             self._save(plan)
-            lines = self._judge(plan, source, tell)
+            plan, lines = self._judge(plan, source, embedder, tell)
             durable.write_file(self._verdict, "\n".join(lines).encode(), 0o600)
-            return lines
+            self._save(plan)
+            return lines + self._cost(plan, source)
+
+    def _former(self, request: MigrationPlan) -> MigrationPlan:
+        """Read the plan of an earlier run, and check that a request continues it.
+
+        Raises:
+            AlreadyExistsError: The request differs in a part that cannot change.
+            PreconditionError: The earlier migration is flipped or finished.
+        """
+        plan = self.plan()
+        differences = [
+            f"{option} was {getattr(plan, name)!r} and is now {getattr(request, name)!r}"
+            for name, option in _FIXED.items()
+            if getattr(plan, name) != getattr(request, name)
+        ]
+        if differences:
+            raise AlreadyExistsError(
+                f"{self._folder}: holds another migration: {'; '.join(differences)}. Repeat the "
+                "earlier options to continue it, or give the new migration a folder of its own "
+                "with --work"
+            )
+        state = self._state(plan, self._source(plan))
+        if state == "finished":
+            raise PreconditionError(
+                f"{self._folder}: this migration is finished; start another one in a folder of its "
+                "own with --work"
+            )
+        if plan.state == state == "flipped":
+            raise PreconditionError(
+                f"{self._folder}: this migration is flipped; `nobackfill migrate finish` drops the "
+                "old vectors, `nobackfill migrate back` restores them"
+            )
+        return plan
+
+    def _refuse_repetition(
+        self, plan: MigrationPlan, source: Reversible, embedder: Embedder
+    ) -> None:
+        """Raise AlreadyExistsError where a flip put the new model's vectors into the table."""
+        mark = native_mark(embedder.fingerprint, contents_name(plan.column, plan.items))
+        state = source.flip_state(mark)
+        if state not in ("flipped", "finished"):
+            return
+        ending = (
+            "the migration that wrote them is not finished: run `nobackfill migrate finish` or "
+            "`nobackfill migrate back` with its --work"
+            if state == "flipped"
+            else "nothing is left to do"
+        )
+        raise AlreadyExistsError(
+            f"{source.facts().name}: already holds the vectors of {plan.new}; {ending}"
+        )
+
+    def _cost(self, plan: MigrationPlan, source: Reversible) -> list[str]:
+        """Write a sentence on the money that re-embedding costs; none without a price."""
+        if plan.price is None or plan.way not in _REEMBEDDED:
+            return []
+        rows = max(0, source.count() - len(read_ids(self._sample)))
+        money = plan.price * rows / 1000
+        return [f"re-embedding the rest costs about {money:.2f} at the price given"]
 
     def write(self, tell: Callable[[str], None]) -> CarryResult:
-        """Do what the verdict says, and flip.
+        """Execute the verdict, and flip.
 
         Args:
             tell: Called with a line of progress about once a second.
 
         Returns:
-            What was written. The plan is then "flipped", or "untouched" for the verdicts "stay"
-            and "switch"; "switch" notes the new model in the column's comment.
+            The numbers of vectors. The plan is then "flipped", or "untouched" for the verdicts
+            "stay" and "switch"; "switch" writes the new model into the column's comment. For "both"
+            with items that are gone it is "mapped".
 
         Raises:
             BusyError: Another process works in this folder, or `pause` was called.
+            PreconditionError: Another migration has flipped the table since the verdict.
+            CannotWriteError: The disk of the database or of the folder is full. Run it again.
         """
         with self._locked():
             plan = self.plan()
+            self._check_same_vectors(plan, self._source(plan))
             if plan.way in ("stay", "switch"):
                 if plan.way == "switch":
                     model = open_embedder(plan.new, name=plan.new_name).fingerprint
@@ -223,6 +324,20 @@ class Migration:
             self._save(replace(self.plan(), state="flipped"))
             return done
 
+    def _check_same_vectors(self, plan: MigrationPlan, source: Reversible) -> None:
+        """Raise PreconditionError where another migration has flipped the table since the verdict.
+
+        Its map would read vectors of another model.
+        """
+        mark = source.flip_mark() or ""
+        # An earlier version recorded no digest. Only a run that was killed wrote `plan.mark`.
+        own_flip = plan.state == "writing" and mark == plan.mark
+        if plan.before is not None and mark != plan.before and not own_flip:
+            raise PreconditionError(
+                f"{source.facts().name}: another migration has flipped it since this verdict; "
+                f"nothing was written. Remove the folder {self._folder}, and start again"
+            )
+
     def _map_only(self, plan: MigrationPlan, source: Reversible) -> CarryResult:
         """Write mapped vectors and flip to them; the flip is left out where both models answer."""
         mapping = load_map(self._map)
@@ -232,20 +347,27 @@ class Migration:
         )
         if self._has_flipped(plan, source, target):
             return CarryResult(0, source.count(), [])
-        self._counter.begin("mapped", source.count())
+        self._begin("mapped", source, plan.to)
         done = carry(source, target, mapping, progress=self._counter, flip=flip)
         if not flip:
             _build_indexes(source, target)
         return done
 
     def _reembed(self, plan: MigrationPlan, source: Reversible) -> CarryResult:
-        """Write native vectors and flip to them, with mapped ones to search by until then."""
+        """Write native vectors and flip to them.
+
+        For "both" and "lazily", searches use mapped vectors until then, and the items that they
+        want come first.
+        """
+        searched = plan.way in ("both", "lazily")
+        natives = Path(plan.natives) if plan.natives else self._folder / "natives.db"
         maker = open_native_vectors(
             source,
             open_contents(source, plan.column, plan.items),
             model=plan.new,
             model_name=plan.new_name,
             folder=self._new,
+            natives=natives if searched else None,
             pause=self._check_pause,
         )
         target = maker.target(plan.to, reversible=True)
@@ -253,25 +375,34 @@ class Migration:
         if self._has_flipped(plan, source, target):
             source.rollback(mapped)
             return CarryResult(0, source.count(), [])
-        if plan.way in ("both", "lazily"):
+        if searched:
             mapping = load_map(self._map)
             second = Target(mapped, mapping.dims[1], mapping.digest, mapping.facts.get(NEW_MODEL))
-            self._counter.begin("mapped", source.count())
+            self._begin("mapped", source, mapped)
             carry(source, second, mapping, progress=self._counter)
             _build_indexes(source, second)
             self._counter.tell(
-                f"searches can ask both models now: Dual.open(..., carried={mapped!r}) of "
-                "nobackfill.serve"
+                "searches can ask both models now, by Dual of nobackfill.serve: "
+                f"Dual.open(source, Path({str(self._map)!r}), Path({str(self._joining)!r}), "
+                f"Path({str(natives)!r}), new_model, carried={mapped!r}, items=ITEMS)"
             )
-        self._counter.begin("re-embedded", source.count())
+        self._begin("re-embedded", source, plan.to)
         done = carry(source, target, maker, progress=self._counter, flip=True)
         self._source(plan).rollback(mapped)
         return done
 
     def _has_flipped(self, plan: MigrationPlan, source: Reversible, target: Target) -> bool:
-        """Note what is being written; whether an earlier run was killed after its flip."""
+        """Save that vectors of `target` are being written.
+
+        Returns:
+            Whether an earlier run flipped to them and was killed before it saved this.
+        """
         self._save(replace(plan, state="writing", mark=target.mark))
         return source.flip_state(target.mark) in ("flipped", "finished")
+
+    def _begin(self, verb: str, source: Reversible, column: str) -> None:
+        """Begin the progress of a column, with the rows that an earlier run has written."""
+        self._counter.begin(verb, source.count(), source.count_vectors(column))
 
     @staticmethod
     def _maps(plan: MigrationPlan) -> bool:
@@ -289,7 +420,12 @@ class Migration:
         return source
 
     def status(self) -> MigrationProgress:
-        """Return how far the migration is, from the table itself."""
+        """Read the progress of the migration from the table itself.
+
+        Raises:
+            NotFoundError: The folder has no migration.
+            PreconditionError: The table's comment does not name a flip that was saved.
+        """
         plan = self.plan()
         if plan.state not in ("writing", "decided", "flipped"):
             return MigrationProgress(plan, 0, 0)
@@ -300,9 +436,13 @@ class Migration:
         return MigrationProgress(plan, source.count_vectors(plan.to), source.count())
 
     def pause(self) -> None:
-        """Let the running migration stop after the rows that it embeds or writes.
+        """Stop the running migration after the rows that it is embedding or writing.
 
-        Raises PreconditionError where none is running.
+        Returns at once; the other process ends with BusyError.
+
+        Raises:
+            NotFoundError: The folder has no migration.
+            PreconditionError: No process works on it.
         """
         self.plan()
         try:
@@ -311,16 +451,30 @@ class Migration:
         except BusyError:
             durable.write_file(self._pausing, b"", 0o600)
             return
-        raise PreconditionError(f"{self._folder}: no process works on this migration")
+        raise PreconditionError(
+            f"{self._folder}: no process works on this migration, so nothing was paused; "
+            "`nobackfill migrate status` shows its state"
+        )
 
     def back(self, *, lose: bool = False) -> int:
-        """Take the migration back: remove what was written, or give the old vectors their name.
+        """Undo the migration.
+
+        Before the flip, remove the new vectors. After it, give the old vectors their name back, and
+        remove the new ones. Columns of other migrations stay.
 
         Args:
-            lose: Go on where rows were written since the flip and have no old vector.
+            lose: Whether rows may lose their only vector, which was written since the flip.
 
         Returns:
-            How many rows have no vector any more.
+            The number of rows that lost their only vector.
+
+        Raises:
+            NotFoundError: The folder has no migration.
+            PreconditionError: The migration is finished.
+            InvalidInputError: Rows would lose their only vector and `lose` is False, or the old
+                vectors may be stale.
+            NotPermittedError: Row-level security may hide rows from this role.
+            BusyError: Another process works in this folder, or others hold the table.
         """
         self.plan()
         with self._locked():
@@ -329,8 +483,8 @@ class Migration:
             state = self._state(plan, source)
             if state == "finished":
                 raise PreconditionError(
-                    f"{self._folder}: finished: the old vectors are dropped, so nothing can be "
-                    "taken back"
+                    f"{self._folder}: the migration is finished: the old vectors are dropped, so "
+                    "it cannot be undone"
                 )
             lost = source.flip_back(plan.to, lose=lose) if state == "flipped" else 0
             self._remove(plan, source, plan.to, plan.to + _MAPPED)
@@ -338,7 +492,16 @@ class Migration:
             return lost
 
     def finish(self) -> None:
-        """Drop the old vectors after the flip. Nothing can be taken back then."""
+        """Drop the old vectors after the flip. The migration cannot be undone then.
+
+        A second call changes nothing.
+
+        Raises:
+            NotFoundError: The folder has no migration.
+            PreconditionError: The migration is not flipped.
+            InvalidInputError: An object of the database still depends on the old vectors.
+            BusyError: Another process works in this folder, or others hold the table.
+        """
         self.plan()
         with self._locked():
             plan = self.plan()
@@ -355,28 +518,29 @@ class Migration:
             self._save(replace(plan, state="finished"))
 
     def _state(self, plan: MigrationPlan, source: Reversible) -> State:
-        """Return the state that the table shows: a kill may have come before it was saved.
+        """Return the state that the table shows: a kill may have prevented the saving.
 
-        Raises PreconditionError where a flip is saved of which the table says nothing.
+        Raises:
+            PreconditionError: A flip is saved, and the table's comment does not name it.
         """
         if plan.state not in ("writing", "flipped"):
             return plan.state
-        found = source.flip_state(plan.mark)
-        if found in ("flipped", "finished"):
-            return found
+        state = source.flip_state(plan.mark)
+        if state in ("flipped", "finished"):
+            return state
         if plan.state == "writing":
             return "writing"
-        if found == "old":
+        if state == "old":
             return "taken back"
         name = source.facts().name
         raise PreconditionError(
-            f"{name}: its comment does not name this migration any more, so nothing was changed; "
-            "if its vectors are still those of this migration, write it again: COMMENT ON COLUMN "
+            f"{name}: its comment does not name this migration any more, so nothing was changed. "
+            "If this migration wrote its vectors, write the comment again: COMMENT ON COLUMN "
             f"{name} IS {json.dumps({'carried': plan.mark})!r}"
         )
 
     def _remove(self, plan: MigrationPlan, source: Reversible, *columns: str) -> None:
-        """Remove new columns, but none that another migration or `carry` has made."""
+        """Remove new columns, except those of another migration or of `carry`."""
         ours = {plan.mark} if plan.mark else set[str]()
         if ours and self._map.is_file():
             ours.add(load_map(self._map).digest)
@@ -385,26 +549,34 @@ class Migration:
                 source.rollback(column)
 
     def _judge(
-        self, plan: MigrationPlan, source: Reversible, tell: Callable[[str], None]
-    ) -> list[str]:
-        tell(f"sampling {plan.count} of {source.count()} items")
-        ids = self._folder / "sample.txt"
-        if not ids.is_file():
+        self,
+        plan: MigrationPlan,
+        source: Reversible,
+        embedder: Embedder,
+        tell: Callable[[str], None],
+    ) -> tuple[MigrationPlan, list[str]]:
+        """Embed the sample and the queries, and compare the options.
+
+        Returns:
+            The plan with the verdict, and the lines of the verdict.
+        """
+        if not self._sample.is_file():
             rows = read_all(source)
+            count = min(plan.count or SAMPLE, len(rows))
+            tell(f"sampling {count} of {len(rows)} items")
             # `fit` judges by queries whose item is in the sample.
             wanted = read_items(plan.queries, column="text").ids if plan.queries else []
-            chosen = sample_with(rows, min(plan.count, len(rows)), wanted)
-            durable.write_file(ids, encode_ids(chosen, plan.source).encode(), 0o600)
-        only = read_ids(ids)
-        tell(f"embedding {len(only)} items by {plan.new}")
+            text = encode_ids(sample_with(rows, count, wanted), plan.source)
+            durable.write_file(self._sample, text.encode(), 0o600)
+        counter = _Counter(tell, self._check_pause)
+        only = read_ids(self._sample)
         where = plan.items or plan.source
         key = None if plan.items else plan.key
         items = read_items(
             where, column=plan.column or "text", key=key, vector=plan.vector, only=only
         )
-        embedder = open_embedder(plan.new, name=plan.new_name)
-        counter = _Counter(tell, self._check_pause)
-        counter.begin("embedded", len(only))
+        tell(f"embedding {len(items.ids)} items by {plan.new}")
+        counter.begin("embedded", len(items.ids), unit="items")
         embed_into(self._new, items, embedder, progress=counter)
         by_old = by_new = None
         if plan.queries is not None and plan.old is not None:
@@ -415,10 +587,12 @@ class Migration:
                 (by_old, plan.old, plan.old_name),
                 (by_new, plan.new, plan.new_name),
             ):
-                embed_into(Path(folder), queries, open_embedder(model, name=name, queries=True))
+                encoder = open_embedder(model, name=name, queries=True)
+                counter.begin("embedded", len(queries.ids), unit="queries")
+                embed_into(Path(folder), queries, encoder, progress=counter)
         self._check_pause()
         tell(f"comparing the options on {len(only)} items; nothing is written yet")
-        files = FitFiles(self._map, None, self._folder / "joining.npz", self._page)
+        files = FitFiles(self._map, None, self._joining, self._page)
         verdict = fit_and_judge(
             plan.source,
             str(self._new),
@@ -429,18 +603,15 @@ class Migration:
             key=plan.key,
             vector=plan.vector,
         )
-        way = str(verdict.answer["way"])
-        self._save(replace(plan, state="decided", way=way))
         own_steps = set(map(str, verdict.answer.get("steps") or []))  # type: ignore[call-overload]
         lines = [line for line in verdict.lines if line not in own_steps]
-        if plan.price is not None and way in _REEMBEDDED:
-            money = plan.price * (source.count() - len(items.ids)) / 1000
-            lines.append(f"re-embedding the rest costs about {money:.2f} at the price given")
-        return lines
+        return replace(plan, state="decided", way=str(verdict.answer["way"])), lines
 
     def _check_pause(self) -> None:
         if self._pausing.exists():
-            raise BusyError("paused; run the same `nobackfill migrate` again to go on")
+            raise BusyError(
+                f"{self._folder}: paused; run the same `nobackfill migrate` again to continue"
+            )
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -462,6 +633,14 @@ class Migration:
         return self._folder / "new"
 
     @property
+    def _sample(self) -> Path:
+        return self._folder / "sample.txt"
+
+    @property
+    def _joining(self) -> Path:
+        return self._folder / "joining.npz"
+
+    @property
     def _map(self) -> Path:
         return self._folder / "map.npz"
 
@@ -479,43 +658,64 @@ class Migration:
 
 
 class _Counter:
-    """Tells the number, the rate and the time left, about once a second."""
+    """Progress of one step: a line with the number, the rate and the time left, once a second.
+
+    Args:
+        tell: Called with each line.
+        check: Called for each number; it may raise to end the step.
+    """
 
     def __init__(self, tell: Callable[[str], None], check: Callable[[], None]) -> None:
         self.tell, self._check = tell, check
         self.begin("written", 0)
 
-    def begin(self, verb: str, total: int) -> None:
-        self._verb, self._total = verb, total
-        self._started, self._last = time.monotonic(), 0.0
+    def begin(self, verb: str, total: int, before: int = 0, *, unit: str = "rows") -> None:
+        """Begin a step of `total` units, of which an earlier run has completed `before`."""
+        self._verb, self._unit, self._total = verb, unit, total
+        # Vectors of changed rows are written again, so more than the total may be written.
+        self._before = min(before, total)
+        self._start = self._last = time.monotonic()
 
-    def __call__(self, rows: int) -> None:
+    def __call__(self, count: int) -> None:
+        """Show that this run has completed `count` units of the step."""
         now = time.monotonic()
-        if now - self._last >= _EVERY or rows >= self._total:
+        units = min(self._before + count, self._total)
+        if now - self._last >= _EVERY or (units == self._total and now > self._last):
             self._last = now
-            rate = rows / max(1e-9, now - self._started)
-            left = max(0, self._total - rows) / max(1e-9, rate)
+            rate = count / max(1e-9, now - self._start)
+            left = (self._total - units) / max(1e-9, rate)
             self.tell(
-                f"{rows} of {self._total} rows {self._verb}, {rate:.0f} a second, {left:.0f} s left"
+                f"{units} of {self._total} {self._unit} {self._verb}, {rate:.0f} a second, "
+                f"{duration(left) if left else '0 s'} left"
             )
         self._check()
 
 
+def _complete(request: MigrationPlan, former: MigrationPlan | None) -> MigrationPlan:
+    """Fill the parts that a request leaves as they are in the plan of an earlier run."""
+    count, price, natives = request.count, request.price, request.natives
+    if former is not None:
+        count, natives = count or former.count, natives or former.natives
+        price = former.price if price is None else price
+    return replace(request, count=count or SAMPLE, price=price, natives=natives)
+
+
 def _build_indexes(source: Reversible, target: Target) -> None:
-    second = source.open_target(target)
-    if isinstance(second, Flippable):
-        with second.prepare_flip():
+    """Build the indexes of new vectors that searches use before a flip, or without one."""
+    place = source.open_target(target)
+    if isinstance(place, Flippable):
+        with place.prepare_flip():
             pass
 
 
 def _refuse_password(source: str) -> None:
-    """Raise InvalidInputError for an address with a password, which the folder would keep."""
+    """Raise InvalidInputError for an address with a password: the folder would store it."""
     try:
         password = urlsplit(source).password
     except ValueError:
         password = None
     if password or "password=" in source:
         raise InvalidInputError(
-            "SOURCE: expected no password in the address, which is kept in the working folder; "
-            "put it in ~/.pgpass or PGPASSWORD"
+            "SOURCE: expected no password in the address, because the working folder stores the "
+            "address; put the password in ~/.pgpass or PGPASSWORD"
         )

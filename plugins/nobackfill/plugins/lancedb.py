@@ -348,10 +348,13 @@ class LanceSource:
             return None
         return _mark(schema, column).get("map")
 
+    def flip_mark(self) -> str | None:
+        facts = _mark(self.schema, self.vector)
+        return None if facts.get("to") == self.vector else facts.get("map")
+
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
-        schema = self.schema
-        old_exists, result = name_before(self.vector) in schema.names, _mark(schema, self.vector)
-        if result.get("map") != mark or result.get("to") == self.vector:
+        old_exists = name_before(self.vector) in self.schema.names
+        if self.flip_mark() != mark:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 

@@ -602,10 +602,13 @@ class SqliteVecSource:
             return None
         return facts.get("map")
 
+    def flip_mark(self) -> str | None:
+        facts = self._database.facts(self._table.name)
+        return facts.get("map") if "flipped" in facts else None
+
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
-        name = self._table.name
-        facts, old_exists = self._database.facts(name), self._before() in self._database.tables()
-        if "flipped" not in facts or facts.get("map") != mark:
+        old_exists = self._before() in self._database.tables()
+        if self.flip_mark() != mark:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 

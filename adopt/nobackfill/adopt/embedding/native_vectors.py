@@ -30,7 +30,7 @@ from nobackfill.adopt.sources.source import (
     Window,
     same_model,
 )
-from nobackfill.errors import InvalidInputError, NotFoundError, few
+from nobackfill.errors import InvalidInputError, few
 from nobackfill.serving.natives import Natives, digest
 from nobackfill.vectors import Kind, Vectors, normalise
 
@@ -84,12 +84,27 @@ class ListedContents:
     column: str | None = None
 
     def __init__(self, items: ItemList, path: Path) -> None:
-        self.kind, self.name = items.kind, str(path.resolve())
+        self.kind, self.name = items.kind, contents_name(None, str(path))
         self._values: dict[str, str | Path] = dict(zip(items.ids, items.values, strict=True))
 
     def of(self, rows: Rows, window: Window) -> dict[str, str | Path]:
         del window
         return {name: self._values[name] for name in rows.ids if name in self._values}
+
+
+def contents_name(column: str | None, items: str | None) -> str:
+    """Return the name of the originals in `native_mark`: the column, or the path of the items."""
+    return str(Path(items).resolve()) if items is not None else str(column)
+
+
+def native_mark(model: str, contents: str) -> str:
+    """Return the digest by which a store knows native vectors, 64 hexadecimal digits.
+
+    Args:
+        model: The model's fingerprint.
+        contents: The name of the originals, as `contents_name` returns it.
+    """
+    return hashlib.sha256(f"native\0{model}\0{contents}".encode()).hexdigest()
 
 
 def open_contents(source: Source, column: str | None, items: str | None) -> Contents:
@@ -207,6 +222,10 @@ class NativeVectorMaker:
         self._contents, self._dim, self._embedder, self._batch = contents, dim, embedder, batch
         self._folder, self._natives, self._directions = folder, natives, directions
         self._pause = pause
+        # Ids that `first_ids` returned because searches wanted them, and the last id that it
+        # returned because the file has its vector; None after the last one.
+        self._wanted = set[str]()
+        self._after: str | None = ""
         self._any = False
         self._seconds_per_item = 0.0
 
@@ -222,19 +241,43 @@ class NativeVectorMaker:
 
         Its mark is a digest of the model and of the column, or the path, of the originals.
         """
-        made_of = f"native\0{self.model}\0{self._contents.name}"
         return Target(
             name,
             self._dim,
-            hashlib.sha256(made_of.encode()).hexdigest(),
+            native_mark(self.model, self._contents.name),
             self.model,
             self._contents.column,
             native=True,
             reversible=reversible,
         )
 
+    def first_ids(self) -> list[str]:
+        """Return ids whose vectors to write next, before all others.
+
+        First come the items of which lazy re-embedding stored vectors, then the items that searches
+        want, most wanted first. Each id is returned once.
+
+        Returns:
+            At most WINDOW ids; none without a file of lazy re-embedding.
+        """
+        if self._natives is None:
+            return []
+        if self._after is not None:
+            ids = [name for name, _ in self._natives.ids(self._after, WINDOW)]
+            self._after = ids[-1] if ids else None
+            if ids:
+                return ids
+        wanted = self._natives.wanted_ids(WINDOW + len(self._wanted))
+        ids = [name for name in wanted if name not in self._wanted][:WINDOW]
+        self._wanted.update(ids)
+        return ids
+
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
-        """Make native vectors; see VectorMaker."""
+        """Make native vectors; see VectorMaker.
+
+        Vectors of items that searches want are stored in the file of lazy re-embedding, too, so
+        that searches use them at once.
+        """
         if self._pause is not None:
             self._pause()
         values = self._contents.of(rows, window)
@@ -245,6 +288,7 @@ class NativeVectorMaker:
             self.missing |= dict.fromkeys(rest, "no vector of its present content")
         elif rest:
             vectors |= self._embedded(rest, values)
+        self._store_wanted(rows, vectors)
         places = [row for row, name in enumerate(rows.ids) if name in vectors]
         if not places:
             return Rows([], np.empty((0, 0), np.float32)), np.empty((0, 0), np.float32)
@@ -260,6 +304,17 @@ class NativeVectorMaker:
     def repeat(self, rows: Rows) -> None:
         """Return None: to embed an item again costs as much as the first time."""
         del rows
+
+    def _store_wanted(self, rows: Rows, vectors: dict[str, Vectors]) -> None:
+        """Store the vectors that searches want in the file of lazy re-embedding."""
+        wanted = self._wanted & vectors.keys()
+        places = [row for row, name in enumerate(rows.ids) if name in wanted]
+        if self._natives is not None and places:
+            self._natives.keep(
+                [rows.ids[row] for row in places],
+                [digest(rows.vectors[row]) for row in places],
+                np.stack([vectors[rows.ids[row]] for row in places]).astype(np.float32),
+            )
 
     def _reused(self, rows: Rows, values: dict[str, str | Path]) -> dict[str, Vectors]:
         vectors: dict[str, Vectors] = {}
@@ -311,14 +366,14 @@ def open_native_vectors(
         model: The new model, as `embed --with` takes it; None to use stored vectors alone.
         model_name: Its name at an endpoint.
         folder: Vectors that `nobackfill embed` wrote.
-        natives: The file in which lazy re-embedding keeps vectors.
+        natives: The file in which lazy re-embedding stores vectors; created if it is missing.
         pause: Called before each window; it may raise to end the run.
 
     Raises:
         InvalidInputError: No model and no folder, a folder of another kind, or a model that takes
             no item.
         IncompatibleSpaceError: Folder, file and model are not of one model.
-        NotFoundError: A file, folder or module is not there.
+        NotFoundError: The folder or the module does not exist.
     """
     embedder = None if model is None else open_embedder(model, name=model_name)
     stored = None if folder is None else VectorFolder(folder)
@@ -331,8 +386,6 @@ def open_native_vectors(
         dim = _dimension(source, contents, embedder)
     known = None
     if natives is not None and fingerprint is not None:
-        if not natives.is_file():
-            raise NotFoundError(f"{natives}: no such file; lazy re-embedding writes it")
         known = Natives(natives, fingerprint, dim)
     return NativeVectorMaker(
         contents,

@@ -38,8 +38,14 @@ with extra("adopt"):
         column_obstacles,
         table_obstacles,
     )
-    from nobackfill.adopt.sources.postgres_dependents import column_properties, moves
-    from nobackfill.adopt.sources.postgres_table import Changes, SourceTable, note
+    from nobackfill.adopt.sources.postgres_dependents import column_properties, moves, one_line
+    from nobackfill.adopt.sources.postgres_table import (
+        Changes,
+        SourceTable,
+        Triggers,
+        note,
+        stale_sentence,
+    )
 
 _SIGNS: Mapping[SearchMetric, LiteralString] = {
     "cosine": "<=>", "squared_l2": "<->", "inner_product": "<#>", "l1": "<+>",
@@ -88,8 +94,12 @@ class PgvectorSource:
         self._table = SourceTable(address, table, key)
         vectors = [name for name in self._table.columns if self._table.kind(name)]
         if vector is None:
-            # New vectors are a choice only by their name.
-            vectors = [name for name in vectors if self._table.mark(name) is None]
+            # New vectors, and the old ones of a flip, are a choice only by their name.
+            facts = {name: self._table.comment_facts(name) for name in vectors}
+            before = {name_before(name) for name in vectors if "carried" in facts[name]}
+            vectors = [
+                name for name in vectors if "nobackfill" not in facts[name] and name not in before
+            ]
         if (vector is None and len(vectors) != 1) or (vector is not None and vector not in vectors):
             others = {name: kind for name, kind in self._table.columns.items() if _other(kind)}
             what_next = "name one with --vector"
@@ -285,7 +295,7 @@ class PgvectorSource:
             return place_in_table
         with self._table.changing() as changes:
             made = self._table.mark(target.name)
-            found = self._table.triggers(self._names(target.name)["function"]).digest
+            triggers = self._table.triggers(self._names(target.name)["function"])
             # Also a column that was added since the table was opened.
             there = made is not None or target.name in self._table.columns
             # After a flip, carry fills the rows without a new vector.
@@ -307,7 +317,7 @@ class PgvectorSource:
                     changes.run_text(step)
             digest = None if flipped else self.watch(changes, target)
             if target.native and not flipped:
-                self._check_watched(changes, target, found, digest, there)
+                self._check_watched(changes, target, triggers, digest, there)
         place = PgvectorColumn(self, self._table, self._names(target.name), target, flipped, digest)
         place.drop_unfinished_indexes()
         return place
@@ -316,7 +326,7 @@ class PgvectorSource:
         self,
         changes: Changes,
         target: Target,
-        digest_before: str | None,
+        triggers: Triggers,
         digest: str | None,
         existed: bool,
     ) -> None:
@@ -327,11 +337,13 @@ class PgvectorSource:
                 stale. No map can find them.
         """
         noted = self._table.comment_facts(target.name).get("triggers")
-        if existed and noted != digest_before and self.count_vectors(target.name):
+        if existed and noted != triggers.digest and self.count_vectors(target.name):
+            sentence = stale_sentence(
+                f"column {target.name!r}", self._confirmation(target.name, triggers)
+            )
             raise AlreadyExistsError(
-                f"{self._table.name}: column {target.name!r} may hold stale vectors: its triggers "
-                "were dropped, disabled or made again since they were written; remove it with "
-                "--rollback and carry again"
+                f"{self._table.name}: {sentence}. Otherwise remove it with `carry --rollback` or "
+                "`migrate back`, and start again"
             )
         if noted != digest:
             changes.run(
@@ -339,6 +351,19 @@ class PgvectorSource:
                 mark=note(nobackfill=target.mark, model=target.model, triggers=digest),
                 **self._names(target.name),
             )
+
+    def _confirmation(self, column: str, triggers: Triggers) -> str | None:
+        """Write a statement that records the digest of triggers in a column's comment.
+
+        Returns:
+            The statement on one line; None where a trigger is missing or disabled.
+        """
+        if set(triggers.states + triggers.partition_states) != {"A"}:
+            return None
+        facts = self._table.comment_facts(column) | {"triggers": str(triggers.digest)}
+        comment = note(self._table.comment(column), **facts)
+        names = {"column": sql.Identifier(column), "comment": comment}
+        return one_line(self._table.text("COMMENT ON COLUMN {here}.{column} IS {comment}", **names))
 
     def watch(self, changes: Changes, target: Target) -> str | None:
         """Triggers that empty a vector whose old one changes, made or mended: a writer who knows
@@ -385,10 +410,14 @@ class PgvectorSource:
         """See Reversible."""
         return self._table.mark(column)
 
+    def flip_mark(self) -> str | None:
+        """See Reversible."""
+        return self._table.comment_facts(self.vector).get("carried")
+
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
         """See Reversible."""
         kept = name_before(self.vector) in self._table.columns
-        if self._table.comment_facts(self.vector).get("carried") != mark:
+        if self.flip_mark() != mark:
             return "unknown" if kept else "old"
         return "flipped" if kept else "finished"
 
@@ -402,11 +431,15 @@ class PgvectorSource:
         table.every_row_is_seen()
         triggers = table.triggers(names["function"])
         recorded = table.comment_facts(old).get("triggers")
-        if not triggers.states or recorded is None or triggers.digest != recorded:
+        if not triggers.states or recorded is None:
             raise InvalidInputError(
                 f"{table.name}: column {old!r} may hold stale vectors, because no trigger has "
-                "cleared them since the flip, or the triggers were disabled or made again; only "
-                "`nobackfill migrate` makes a flip that can be taken back"
+                "cleared them since the flip; only a flip of `nobackfill migrate` can be undone"
+            )
+        if triggers.digest != recorded:
+            confirmation = self._confirmation(old, triggers)
+            raise InvalidInputError(
+                f"{table.name}: {stale_sentence(f'column {old!r}', confirmation)}"
             )
 
         def steps() -> list[str]:
@@ -485,22 +518,36 @@ class PgvectorSource:
             )
         )
 
-    def rows(self, column: str, window: Window, missing: str | None = None) -> Rows:
+    def rows(
+        self,
+        column: str,
+        window: Window,
+        missing: str | None = None,
+        ids: Sequence[str] | None = None,
+    ) -> Rows:
         """Read the rows of a window that have a vector in `column` and none in `missing`.
 
         Args:
             column: Column of vectors.
             window: A range of keys.
             missing: A column that must be NULL; None for all rows.
+            ids: Keys of the rows as text; None for all rows.
 
         Raises:
             InvalidInputError: The vectors have several dimensions.
         """
         found = self._table.copied(
             "SELECT t.{key}::text, {column}::{vector}, t.ctid, t.xmin, t.tableoid "
-            "FROM {table} t WHERE {column} IS NOT NULL AND {condition} AND {within} "
+            "FROM {table} t WHERE {column} IS NOT NULL AND {condition} AND {within} AND {which} "
             "ORDER BY t.{key}",
             column=sql.Identifier(column),
+            which=sql.SQL("true")
+            if ids is None
+            else self._table.composed(
+                "t.{key} = ANY({ids}::{kind}[])",
+                ids=list(ids),
+                kind=sql.SQL(self._table.key_type),
+            ),
             condition=sql.SQL("true")
             if missing is None
             else sql.SQL("{} IS NULL").format(sql.Identifier(missing)),

@@ -63,9 +63,11 @@ with extra("adopt"):
         TRIGGERS_DIGEST,
         Changes,
         SourceTable,
+        Triggers,
         definition_of,
         note,
         parse_mark,
+        stale_sentence,
     )
 
 
@@ -90,7 +92,7 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
     """
     with table.changing() as changes:
         place = find_table(table, vector, target.name)
-        names, there = place.names, table.triggers(place.function)
+        names, triggers = place.names, table.triggers(place.function)
         if place.belongs and place.mark.get("carried") == target.mark:
             _check_columns(table, vector, place)
             return names, None
@@ -102,17 +104,44 @@ def make_table(table: SourceTable, vector: str, target: Target) -> tuple[Names, 
         mark = {"nobackfill": target.mark, "of": names["function"].as_string()}
         if not place.exists:
             _make(changes, table, vector, names, target, mark)
-        elif len(there.states) != len(_EVENTS) or "D" in there.states + there.partition_states:
-            raise AlreadyExistsError(
-                f"{table.name}: table {target.name.removeprefix(PREFIX)!r} may hold stale vectors: "
-                "its triggers are missing or disabled; remove it with --rollback and carry again"
-            )
         else:
+            _check_triggers(table, place, triggers, target)
             _follow_names(changes, table, vector, place, note(model=target.model, **mark))
         name = table.trigger_name(vector, target.name)
         events = {name + end: event for end, event in _EVENTS.items()}
         body, content = table.trigger_body(_BODY, **names), table.changed_text(target.content)
-        return names, changes.watch(body, events, content=content, **names)
+        digest = changes.watch(body, events, content=content, **names)
+        if target.native:
+            comment = note(model=target.model, triggers=digest, **mark)
+            changes.run("COMMENT ON TABLE {new_table} IS {comment}", comment=comment, **names)
+        return names, digest
+
+
+def _check_triggers(
+    table: SourceTable, place: "FoundTable", triggers: Triggers, target: Target
+) -> None:
+    """Raise AlreadyExistsError where writes may have fired no trigger of a table of new vectors.
+
+    A map finds stale vectors by computing them again, so for its table it is enough that the
+    triggers are on. Native vectors need the same triggers as at their last `carry`. A table that an
+    earlier version wrote has no record of these.
+    """
+    on = len(triggers.states) == len(_EVENTS) and "D" not in (
+        triggers.states + triggers.partition_states
+    )
+    recorded = place.mark.get("triggers")
+    if on and (not target.native or recorded in (None, triggers.digest)):
+        return
+    confirmation = None
+    if on:
+        mark = note(**{**place.mark, "triggers": triggers.digest})
+        confirmation = table.text(
+            "COMMENT ON TABLE {new_table} IS {mark}", mark=mark, **place.names
+        )
+    sentence = stale_sentence(f"table {target.name.removeprefix(PREFIX)!r}", confirmation)
+    raise AlreadyExistsError(
+        f"{table.name}: {sentence}. Otherwise remove it with `carry --rollback`, and start again"
+    )
 
 
 @dataclass(frozen=True)
@@ -386,7 +415,13 @@ class Columns(Protocol):
 
     def count_vectors(self, column: str) -> int: ...
 
-    def rows(self, column: str, window: Window, missing: str | None = None) -> Rows: ...
+    def rows(
+        self,
+        column: str,
+        window: Window,
+        missing: str | None = None,
+        ids: Sequence[str] | None = None,
+    ) -> Rows: ...
 
     def watch(self, changes: Changes, target: Target) -> str | None: ...
 
@@ -468,6 +503,13 @@ class PgvectorColumn:
 
     def read(self, window: Window) -> Rows:
         return self._source.rows(self._target.name, window)
+
+    def pending_items(self, ids: Sequence[str]) -> Rows:
+        name = self._target.name
+        return self._source.rows(self._source.vector, Window(), missing=name, ids=ids)
+
+    def read_items(self, ids: Sequence[str]) -> Rows:
+        return self._source.rows(self._target.name, Window(), ids=ids)
 
     def products(self, window: Window, probe: Vectors) -> tuple[list[str], Vectors]:
         return products_of(

@@ -936,6 +936,26 @@ class Changes:
             copy.write(_HEAD + rows + _END)
 
 
+def stale_sentence(place: str, confirmation: str | None) -> str:
+    """Write the sentence of an error: new vectors may be stale, because triggers were off.
+
+    Args:
+        place: The vectors, as `column 'v_new'`.
+        confirmation: The statement by which the owner confirms that none is stale; None where the
+            triggers are missing or disabled.
+    """
+    sentence = (
+        f"{place} may hold stale vectors: its triggers were dropped, disabled or made again since "
+        "they were written"
+    )
+    if confirmation is None:
+        return sentence
+    return (
+        f"{sentence}. If the database was restored from a dump, and they were on ever since, run "
+        f"this statement, and the command again: {confirmation}"
+    )
+
+
 def note(owners: str | None = None, **facts: str | None) -> str:
     """A comment of ours, of what is known. `owners`: the owner's comment, which precedes it."""
     ours = json.dumps({name: one for name, one in facts.items() if one is not None})

@@ -188,6 +188,18 @@ class Flippable(TargetVectors, Protocol):
 
 
 @runtime_checkable
+class ReadById(TargetVectors, Protocol):
+    """New vectors that can be read by id, so that some items are written before all others."""
+
+    def pending_items(self, ids: Sequence[str]) -> Rows:
+        """Read the old vectors of the items whose new vector is missing; unknown ids are left
+        out."""
+
+    def read_items(self, ids: Sequence[str]) -> Rows:
+        """Read the new vectors of items; items without one are left out."""
+
+
+@runtime_checkable
 class Multiplied(TargetVectors, Protocol):
     """New vectors whose store computes inner products, so that a check need not read them."""
 
@@ -267,10 +279,21 @@ class Reversible(Source, Protocol):
     def mark_of(self, column: str) -> str | None:
         """Return the digest of what wrote new vectors into a column; None for another column."""
 
+    def flip_mark(self) -> str | None:
+        """Return the digest of what computed the source's vectors; None if no flip put them
+        there."""
+
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
-        """Tell whose vectors have the source's name: the old ones; those with the digest `mark`,
-        while the old ones are there (flipped) or after they were dropped (finished); unknown where
-        the old vectors of a flip are there, and the others have another digest or none."""
+        """Return whose vectors have the source's name.
+
+        Args:
+            mark: Digest of the new vectors.
+
+        Returns:
+            "old"; "flipped" for those with the digest, while the old ones still exist; "finished"
+            after these were dropped; "unknown" where the old vectors of a flip exist and the others
+            have another digest or none.
+        """
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
         """Give the old vectors their name back and drop the new ones.
@@ -280,7 +303,7 @@ class Reversible(Source, Protocol):
             lose: Go on where rows have only a new vector: they lose it.
 
         Returns:
-            How many rows have no vector any more.
+            The number of rows that lost their only vector.
 
         Raises:
             InvalidInputError: Rows have only a new vector, an object keeps the new ones, or the
