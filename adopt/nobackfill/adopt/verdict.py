@@ -633,7 +633,7 @@ def _notes(
         notes.append(
             "without queries whose answer is known, the verdict does not cover searches for one "
             "known item: a map can keep similar items near and still lose that one; give "
-            "--queries-old and --queries-new"
+            "--queries-old and --queries-new, or --old and --queries to `migrate`"
         )
         notes.append("the new model's own neighbours count as the truth, so staying cannot win")
     if weight in (0.0, 1.0):
