@@ -54,7 +54,7 @@ SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"'(])|\n\s*\n|\n\s*[-*|>]\s|\
 ALLOWED = {
     "core": (0, 0),
     "serving": (0, 0),
-    "adopt": (3, 27),
+    "adopt": (3, 5),
     "server": (34, 11),
     "client": (0, 0),
     "plugins": (0, 0),

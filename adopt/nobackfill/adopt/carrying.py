@@ -205,7 +205,7 @@ def carry(
 def _at_once(
     work: Callable[[Window], int], windows: Iterator[Window], threads: int
 ) -> Iterator[int]:
-    """What `work` gives for each window, in their order, some of them at the same time."""
+    """Yield the results of `work` for the windows, in their order, on several threads."""
     if threads == 1:
         yield from map(work, windows)
         return

@@ -1,6 +1,6 @@
 """Converters between public models: published by a user with pairs, used by one without.
 
-A converter is a map as an ONNX graph, in a publication. Whatever is read is verified first: the
+A converter is a map as an ONNX graph, in a publication. Everything is verified when it is read: the
 metadata by a root that the user gave once, the files by the metadata, the fingerprint of the
 vectors' model by the manifest.
 """
@@ -63,7 +63,7 @@ class _Model(BaseModel):
 
 
 class Card(BaseModel):
-    """Who made and may use what is published: the JSON object of `--card FILE`."""
+    """Both models, the corpus and their licences: the JSON object of `--card FILE`."""
 
     model_config = ConfigDict(extra="forbid")
     old: _Model
@@ -117,7 +117,7 @@ def model_card(model: _Model, vectors: Vectors, made_by: str | None, where: str)
 
 
 _OPSET = 17
-# Of `normalised`: a row of zeros stays as it is.
+# The least norm that `normalised` divides by: a row of zeros stays as it is.
 _LEAST_NORM = 1e-12
 
 
@@ -176,7 +176,7 @@ def map_of(data: bytes, kind: str, facts: dict[str, str]) -> Map:
         checked = check_vectors(weight, weight.shape[1], what="weight")
         shift = check_vectors(bias[None], len(weight), what="bias")[0]
     except Exception as error:
-        # What protobuf, onnx and numpy raise at hostile bytes has no common base.
+        # Errors of protobuf, onnx and numpy at hostile bytes have no common base class.
         raise UnfitError(
             f"expected a linear map as `converter publish` writes it ({error})"
         ) from error
@@ -199,7 +199,7 @@ class VerifiedConverter:
 
     @property
     def sentence(self) -> str:
-        """Whose it is and what it was measured to keep, in one line."""
+        """Both models, their licences and the measured quality, in one line."""
         one, said = self.manifest, self.manifest.evidence
         figures = {name: ways.get(said.judged_by, 0.0) for name, ways in said.ways.items()}
         shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in figures.items())
@@ -345,7 +345,7 @@ def _trusted(place: str, root: Path | None) -> Trust:
 
 
 def _state(place: str) -> Path:
-    """What this user trusts of a place, and has fetched of it."""
+    """Return the folder of a place's trusted root and cached files, for this user."""
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "nobackfill" / sha256_bytes(place.encode())[:16]
 

@@ -86,7 +86,7 @@ def add_correction(converter: Map, old: Vectors, correction: Vectors) -> Vectors
     Args:
         converter: The converter; if its `unit` is set, the sums are normalised.
         old: Old vectors [n, a].
-        correction: What to add to the converter's linear output [n, b].
+        correction: The vectors to add to the converter's linear output [n, b].
 
     Returns:
         float32 [n, b].

@@ -108,7 +108,7 @@ def fit_and_judge(
         InvalidInputError: Pairs or queries that do not fit.
         IncompatibleSpaceError: Vectors of another model than expected.
         CannotWriteError: A file cannot be written.
-        NobackfillError: What the sources raise.
+        NobackfillError: Any error of the sources.
     """
     _check_folders(files)
     trainer = None if trainer_name is None else open_trainer(trainer_name)

@@ -110,10 +110,10 @@ class _Nearest:
         sizes = np.bincount(rows, minlength=len(order))
         position = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
-        def append(stored: NDArray[Number], added: NDArray[Number], fill: float) -> NDArray[Number]:
-            wide = np.full((len(order), sizes.max()), fill, stored.dtype)
+        def append(block: NDArray[Number], added: NDArray[Number], fill: float) -> NDArray[Number]:
+            wide = np.full((len(order), sizes.max()), fill, block.dtype)
             wide[rows, position] = added
-            return np.concatenate([stored, wide], 1)
+            return np.concatenate([block, wide], 1)
 
         count = self.order.shape[1]
         distances = append(self.order, order[rows, columns], np.inf)
@@ -150,17 +150,18 @@ class _Residuals:
     """The distribution of residuals: a mean and a deviation for each bin, a shape for each tier."""
 
     def __init__(
-        self, means: Values, deviations: Values, tiers: Ints, shapes: list[tuple[Values, Values]]
+        self, centres: Values, deviations: Values, tiers: Ints, shapes: list[tuple[Values, Values]]
     ) -> None:
         """Take the parts.
 
         Args:
-            means: The mean of the residuals in each bin [BINS].
+            centres: The mean of the residuals in each bin [BINS].
             deviations: Their standard deviation [BINS].
             tiers: The tier of each bin [BINS].
             shapes: For each tier, standardised residuals and their tail scores.
         """
-        self._means, self._deviations, self._tiers, self._shapes = means, deviations, tiers, shapes
+        self._means, self._deviations = centres, deviations
+        self._tiers, self._shapes = tiers, shapes
 
     def share_above(self, residual: Values, bins: Ints) -> PerQuery:
         """Return the probability that a residual is larger, for values and their bins."""
@@ -175,13 +176,13 @@ class _Residuals:
         return residuals
 
     def _by_tier(self, values: Values, bins: Ints, *, inverse: bool) -> PerQuery:
-        found: PerQuery = np.empty(values.shape)
+        results: PerQuery = np.empty(values.shape)
         tier = self._tiers[bins]
         for number, (knots, scores) in enumerate(self._shapes):
             some = tier == number
             sides = (scores, knots) if inverse else (knots, scores)
-            found[some] = np.interp(values[some], *sides)
-        return found
+            results[some] = np.interp(values[some], *sides)
+        return results
 
 
 def _score(share: Values) -> PerQuery:

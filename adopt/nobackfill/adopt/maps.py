@@ -28,9 +28,9 @@ from nobackfill.errors import InvalidInputError, NotFoundError
 from nobackfill.ridge import Blocks, Doubles, Floats, Moments, in_blocks
 from nobackfill.vectors import Vectors, check_vectors, normalise
 
-# Of the file; the second has layers, which a reader of the first would pass over.
+# Formats of the file. The second has layers, which a reader of the first would ignore.
 FORMAT, LAYERED = 1, 2
-# Of the file, which is read whole; a map of 8,192 dims has 268 MB.
+# The most bytes of a file, which is read into memory; a map of 8,192 dims has 268 MB.
 MOST_BYTES = 1 << 31
 # Facts of a map that was made from vectors whose models are known.
 OLD_MODEL, NEW_MODEL = "old_model", "new_model"
@@ -66,7 +66,7 @@ class Map:
 
     @property
     def digest(self) -> str:
-        """What vectors that were made by it are known by."""
+        """The SHA-256 of the map, in 64 hexadecimal digits; it marks migrated vectors."""
         arrays = (self.weight, self.bias, *(part for layer in self.layers for part in layer))
         parts = (str(self.unit).encode(), *(array.tobytes() for array in arrays))
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
@@ -180,23 +180,28 @@ def _linear(weight: Vectors, bias: Vectors) -> tuple[Vectors, Vectors]:
 KINDS = ("affine", "low_rank", "procrustes")
 # Rows whose leave-one-out error chooses a penalty: a curve over 16 penalties needs no more.
 LEFT_OUT = 4000
-# Of an affine map, found on texts and pictures that no figure is told of: the rotation's most
-# share; ridge's penalty over the one of least error, as a mean of two varies less than either; and
-# the singular value, over the mean one, at which the rotation believes a direction by 1 / sqrt(2).
+# Constants of an affine map, tuned on texts and pictures that no published figure uses: the largest
+# share of the rotation; ridge's penalty over the one of least error, as a mean of two varies less
+# than either; and the singular value, over the mean one, at which the rotation weights a direction
+# by 1 / sqrt(2).
 MOST_TURNED, LESS, DOUBTED = 0.6, 0.3, 0.3
 
 
 @dataclass(frozen=True)
 class Strength:
-    """What an affine map is told beside the pairs' moments: ridge's penalty, and the share of the
-    rotation beside it."""
+    """Parameters of an affine map that do not follow from the moments of the pairs.
+
+    Attributes:
+        penalty: Ridge's penalty.
+        turned: Share of the rotation in the mean of both, 0 to 1.
+    """
 
     penalty: float
     turned: float
 
     @property
     def straight(self) -> "Strength":
-        """Of ridge alone: what a converter leaves over is shrunk, and not turned."""
+        """The parameters of ridge alone, for residuals of a converter: they need no rotation."""
         return Strength(self.penalty / LESS, 0.0)
 
 
@@ -239,7 +244,13 @@ class Solver:
     def maps(
         self, strength: Strength | None, unit: bool, kinds: Collection[str] = KINDS
     ) -> dict[str, Map]:
-        """Those of `kinds`; `strength`: where they need one; `unit`: as in Map."""
+        """Solve for the maps of some kinds.
+
+        Args:
+            strength: Parameters of the affine map; None if all kinds are "procrustes".
+            unit: Whether the maps normalise, as in Map.
+            kinds: Names of KINDS.
+        """
         moments, maps = self._moments, {}
         affine = None if strength is None else self._affine(strength)
         for kind in kinds:

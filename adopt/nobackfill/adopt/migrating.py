@@ -84,8 +84,8 @@ class MigrationPlan:
         state: The last step that was completed.
         way: The verdict; empty before it.
         mark: Digest of the new vectors in the store; empty before they are written.
-        before: Digest of the vectors that the table had at the verdict, if a flip put them there;
-            empty if none did, None if an earlier version did not record it.
+        flip_before: Digest of the vectors that the table had at the verdict, if a flip put them
+            there; empty if none did, None if an earlier version did not record it.
     """
 
     source: str
@@ -106,7 +106,7 @@ class MigrationPlan:
     state: State = "deciding"
     way: str = ""
     mark: str = ""
-    before: str | None = None
+    flip_before: str | None = None
 
 
 _PLAN = TypeAdapter(MigrationPlan)
@@ -215,7 +215,7 @@ class Migration:
                 vector=source.vector,
                 to=f"{name}_new",
                 state="deciding",
-                before=source.flip_mark() or "",
+                flip_before=source.flip_mark() or "",
             )
             if len((plan.to + _MAPPED).encode()) > MOST_NAME:
                 raise InvalidInputError(
@@ -332,7 +332,7 @@ class Migration:
         mark = source.flip_mark() or ""
         # An earlier version recorded no digest. Only a run that was killed wrote `plan.mark`.
         own_flip = plan.state == "writing" and mark == plan.mark
-        if plan.before is not None and mark != plan.before and not own_flip:
+        if plan.flip_before is not None and mark != plan.flip_before and not own_flip:
             raise PreconditionError(
                 f"{source.facts().name}: another migration has flipped it since this verdict; "
                 f"nothing was written. Remove the folder {self._folder}, and start again"
@@ -669,11 +669,11 @@ class _Counter:
         self.tell, self._check = tell, check
         self.begin("written", 0)
 
-    def begin(self, verb: str, total: int, before: int = 0, *, unit: str = "rows") -> None:
-        """Begin a step of `total` units, of which an earlier run has completed `before`."""
+    def begin(self, verb: str, total: int, count_before: int = 0, *, unit: str = "rows") -> None:
+        """Begin a step of `total` units, of which an earlier run has completed `count_before`."""
         self._verb, self._unit, self._total = verb, unit, total
         # Vectors of changed rows are written again, so more than the total may be written.
-        self._before = min(before, total)
+        self._before = min(count_before, total)
         self._start = self._last = time.monotonic()
 
     def __call__(self, count: int) -> None:

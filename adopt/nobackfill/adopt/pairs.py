@@ -149,21 +149,21 @@ def sample(rows: Rows, count: int, seed: int = 0) -> list[str]:
     return [rows.ids[row] for row in sorted(np.concatenate(draws).tolist())]
 
 
-def sample_with(rows: Rows, count: int, wanted: Sequence[str]) -> list[str]:
-    """Draw ids as `sample` does, with `wanted` items in place of up to half of them.
+def sample_with(rows: Rows, count: int, queried: Sequence[str]) -> list[str]:
+    """Draw ids as `sample` does, with `queried` items in place of up to half of them.
 
     Args:
         rows: All items.
         count: Number of ids, 1 to all.
-        wanted: Ids of items that queries ask for; unknown ids are ignored.
+        queried: Ids of items that queries ask for; unknown ids are ignored.
 
     Raises:
         InvalidInputError: As `sample`.
     """
     drawn = sample(rows, count)
-    others, queried = set(rows.ids).difference(drawn), set(wanted)
-    spare = [name for name in drawn if name not in queried]
-    missing = [name for name in dict.fromkeys(wanted) if name in others]
+    others, items = set(rows.ids).difference(drawn), set(queried)
+    spare = [name for name in drawn if name not in items]
+    missing = [name for name in dict.fromkeys(queried) if name in others]
     missing = missing[: min(count // 2, len(spare))]
     dropped = np.random.default_rng(0).choice(len(spare), len(missing), replace=False)
     leave = {spare[place] for place in dropped.tolist()}
@@ -269,7 +269,7 @@ def _shares(sizes: Ints, count: int) -> list[int]:
     """`count` divided in proportion to the sizes, one at least of each while there are enough."""
     exact = count * sizes / sizes.sum()
     shares = np.minimum(np.maximum(1, np.floor(exact)), sizes).astype(np.int64)
-    # What is left goes where the most is missing; what is too much comes from where the most is.
+    # The remainder goes where the most is missing; a surplus comes from where the most is.
     while (left := count - int(shares.sum())) != 0:
         owed = np.where(shares < sizes, exact - shares, -np.inf) if left > 0 else shares - exact
         owed = np.where(shares > 0, owed, -np.inf) if left < 0 else owed
@@ -300,7 +300,7 @@ class Inspection:
 
     @property
     def sentences(self) -> list[str]:
-        """What a person should know, one line each."""
+        """The inspection in sentences, one line each."""
         metric = self.facts.metric or "not declared, so cosine"
         lines = [
             f"{self.facts.name}: {self.count} vectors"

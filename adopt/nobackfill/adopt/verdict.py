@@ -90,7 +90,7 @@ class MapChoice:
         counts = {"pairs": str(len(pairs)), "queries": str(len(self.fitted_queries.rows))}
         return replace(mapping, facts=mapping.facts | counts)
 
-    def without(self, pairs: Pairs, left_out: Mask, converter: Map | None = None) -> Map:
+    def fit_without(self, pairs: Pairs, left_out: Mask, converter: Map | None = None) -> Map:
         """Fit the chosen candidate without some of the pairs, and without the queries for them.
 
         Args:
@@ -368,7 +368,7 @@ def _scan(
     # As many folds as leave out about the pairs that the two folds of a cross-fit do.
     folds = 1 if choice.kind == CONVERTER else crossfit.FEW
     fold = np.random.default_rng(0).permutation(np.arange(len(pairs)) % folds)
-    maps = [choice.without(pairs, fold == number, converter) for number in range(folds)]
+    maps = [choice.fit_without(pairs, fold == number, converter) for number in range(folds)]
     most = max(FEWEST_QUERIES, MOST_DISTANCES // items // len(query_sets))
     sets, figures = [], []
     for number, (queries, block) in enumerate(

@@ -433,8 +433,8 @@ AND attgenerated = '' AND attname <> {column} AND format_type(atttypid, atttypmo
 # Each gives oids of what hangs on the column, statements that drop it, and that make it again: none
 # where it is inherited.
 _ON_THE_TABLE: tuple[LiteralString, ...] = (
-    # Columns that PostgreSQL computes from it. Of another length it is emptied first, as a value of
-    # the one length is none of the other.
+    # Columns that PostgreSQL computes from it. A column of another length is emptied first, as a
+    # value of one length is none of the other.
     """
 SELECT d.oid, CASE WHEN own AND sized THEN anew || '(NULL)' END, CASE WHEN own THEN concat(
 CASE WHEN sized THEN format('ALTER TABLE %s ALTER COLUMN %I TYPE %s; ', adrelid::regclass, attname,
