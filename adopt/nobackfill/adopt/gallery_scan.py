@@ -52,6 +52,8 @@ PRIOR = 5.0
 FEWEST_KNOTS = 5
 # Draws of the native nearness of each candidate.
 DRAWS = 8
+# Least error of the model of nearness, as a share of p (1 - p): a back test may be right by chance.
+MODEL_ERROR = 0.2
 # Parts of the sample that are left out in turn for the interval of an estimate.
 PARTS = 10
 
@@ -654,9 +656,10 @@ class SetScan:
         for name, one in agreement.items():
             means = np.array([float(found[name].mean()) for found in parts])
             variance = (PARTS - 1) / PARTS * float(np.square(means - means.mean()).sum())
-            variance += float(one.var()) / len(one) + errors.get(name, 0.0) ** 2
-            error = 1.96 * float(np.sqrt(variance))
             middle = float(one.mean())
+            model = max(abs(errors.get(name, 0.0)), MODEL_ERROR * middle * (1 - middle))
+            variance += float(one.var()) / len(one) + model**2
+            error = 1.96 * float(np.sqrt(variance))
             intervals[name] = (max(0.0, middle - error), min(1.0, middle + error))
         return intervals
 
