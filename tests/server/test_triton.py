@@ -204,7 +204,7 @@ def test_pixels_come_by_memory_and_none_is_left(
         assert np.array_equal(near.infer(name, inputs, "embedding", 10), expected)
         assert regions(near)
         # Without room, pixels go in messages.
-        monkeypatch.setattr(shared_memory_module, "_SPARE", 2**60)
+        monkeypatch.setattr(shared_memory_module, "_FREE_FACTOR", 2**60)
         with contextlib.closing(TritonClient(address)) as third:
             assert np.array_equal(third.infer(name, inputs, "embedding", 10), expected)
             assert regions(third) == regions(near)
