@@ -715,7 +715,9 @@ def test_progress_counts_what_an_earlier_run_wrote(
     monkeypatch.setattr("nobackfill.adopt.migrating._EVERY", 0.0)
     monkeypatch.setattr(NativeVectorMaker, "window", 100)
     assert run(source, *START) == 0
-    assert re.search(r"120 of 120 items embedded, \d+ a second, \S+ left", capsys.readouterr().err)
+    assert re.search(
+        r"120 of 120 items embedded, \d+ a second, [\d.]+ \w+ left", capsys.readouterr().err
+    )
     make = NativeVectorMaker.make
     calls: list[int] = []
 
