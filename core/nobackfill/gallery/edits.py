@@ -59,7 +59,7 @@ class Editing(Protocol):
     """The operations of a store that these changes need; each is one transaction."""
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
-        """Return the labels of existing ids, int64, increasing."""
+        """Return the labels of the ids that exist, int64, increasing; others are skipped."""
         ...
 
     def delete_some(self, labels: Labels, condition: Filter | None) -> int:
@@ -67,10 +67,17 @@ class Editing(Protocol):
 
         Args:
             labels: int64 [n], the items.
-            condition: The filter; None for none.
+            condition: The filter; None deletes all of `labels`.
 
         Returns:
             Number of deleted items.
+
+        Raises:
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The store cannot be written.
+            VerificationError: The gallery is damaged.
+            NotFoundError: The gallery was closed or deleted.
+            UnavailableError: The database does not answer.
         """
         ...
 
@@ -81,7 +88,7 @@ class Editing(Protocol):
 
         Args:
             labels: int64 [n], the items.
-            condition: The filter; None for none.
+            condition: The filter; None changes all of `labels`.
             values: Values to set, by key.
             remove: Keys to remove first.
 
@@ -90,6 +97,11 @@ class Editing(Protocol):
 
         Raises:
             InvalidInputError: The metadata of an item would become too large; nothing is changed.
+            BusyError: Another writer holds the gallery.
+            CannotWriteError: The store cannot be written.
+            VerificationError: The gallery is damaged.
+            NotFoundError: The gallery was closed or deleted.
+            UnavailableError: The database does not answer.
         """
         ...
 

@@ -263,10 +263,11 @@ def read_column(connection: sqlite3.Connection, key: str, labels: Labels) -> Key
     Args:
         connection: The gallery's file.
         key: The key.
-        labels: int64 [n], increasing; other items are left out.
+        labels: int64 [n], increasing. Values of items that are not in it are ignored.
 
     Returns:
-        The column; its rows are indices into `labels`.
+        The column. Each of its row numbers is an index into `labels`; items without the key have
+        no row.
     """
     return KeyColumn(
         _read_texts(connection, key, labels),

@@ -561,10 +561,14 @@ def items_by_label(
 
 
 def item_of(row: tuple[Any, ...]) -> StoredItem:
-    """Build an item from a row (label, id, digest, metadata, origin, uncertainty).
+    """Build an item from a row of a gallery file.
+
+    Args:
+        row: Exactly label, id, digest, metadata, origin, uncertainty. The metadata is JSON text.
+            Digest, origin and uncertainty may be None.
 
     Raises:
-        DamagedError: The row is invalid.
+        DamagedError: A value has the wrong type, or the metadata is no JSON object.
     """
     label, item_id, digest, metadata, origin, uncertainty = row
     fields = _json(metadata, f"item {label}")
@@ -1389,7 +1393,7 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
     """Create an empty gallery file with one active space; it appears in its place as the last step.
 
     Raises:
-        AlreadyExistsError: The file exists, or a log of an earlier gallery is in the same folder.
+        AlreadyExistsError: The file exists, or the log of an earlier gallery of its name does.
         CannotWriteError: The file cannot be written.
         BusyError: Another process creates it.
     """
@@ -1409,9 +1413,10 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
 
 
 def refuse_leftovers(path: Path) -> None:
-    """Refuse a path if the log of a missing gallery is in its folder.
+    """Refuse a path for a new gallery if the log of an earlier one of the same name lies there.
 
-    SQLite would write that gallery's last changes into the new file.
+    SQLite would write the earlier gallery's last changes into the new file. The log is the path
+    with -wal or -journal at its end; an empty one is accepted. The path itself is not checked.
 
     Raises:
         AlreadyExistsError: There is such a log.

@@ -43,11 +43,11 @@ class Difference:
 
     @property
     def verdict(self) -> Verdict:
-        """Decide whether a > b.
+        """Decide from the bounds whether a > b.
 
         Returns:
-            holds with the whole interval above 0, fails with it below 0, undecided otherwise and
-            with fewer than FEWEST_CLASSES classes.
+            undecided with fewer than FEWEST_CLASSES classes. Otherwise, also if `classes` is None:
+            holds if `low` is above 0, fails if `high` is below 0, else undecided.
         """
         if self.of_these_classes:
             return "undecided"

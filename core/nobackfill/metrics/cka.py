@@ -7,9 +7,10 @@ from nobackfill.metrics.distances import Floats
 
 
 def linear_cka(x: Floats, y: Floats) -> float:
-    """Compute linear CKA (FCT section 5.3; Kornblith et al. 2019).
+    """Compute linear CKA of two representations of the same images.
 
-    Yc' Xc|_F^2 / (|Xc' Xc|_F |Yc' Yc|_F) with centred columns, without a matrix of n x n.
+    With centred columns Xc and Yc, this is |Yc' Xc|_F^2 / (|Xc' Xc|_F |Yc' Yc|_F). No matrix of
+    n x n is made (FCT section 5.3; Kornblith et al. 2019).
 
     Args:
         x: [n, a].
@@ -19,7 +20,7 @@ def linear_cka(x: Floats, y: Floats) -> float:
         0 to 1; 0 if one side is constant (FCT's "no side-information").
 
     Raises:
-        ValueError: The sides have different numbers of rows.
+        ValueError: A side is not two-dimensional, or they have different numbers of rows.
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise ValueError(f"expected the same images on both sides, got {x.shape} and {y.shape}")

@@ -86,8 +86,9 @@ class Published(Embedded):
         self.seconds: dict[tuple[int, ...], float] = {}
 
     def native(self, release: int) -> Vectors:
-        """Return embeddings by the release's own model, float32 [n, dim]. They are computed on
-        first use.
+        """Return embeddings by the release's own model, float32 [n, dim].
+
+        They are computed on first use.
 
         Raises:
             NotFoundError: No such release.
@@ -123,11 +124,11 @@ class Published(Embedded):
         return self._side[release]
 
     def along(self, releases: tuple[int, ...], *, int8: bool = False) -> Upgraded:
-        """Return vectors of the first release, upgraded along the others; one release gives its own
-        vectors.
+        """Return vectors of the first release, upgraded along the others.
 
         Args:
-            releases: The source, then the route.
+            releases: The source, then the route; at least one. The source alone gives its own
+                vectors, without an upgrade.
             int8: Use int8 files where they exist.
 
         Returns:

@@ -39,7 +39,7 @@ class ReleaseCalls(Connection):
         """List the published releases, with the state of each at the gateway.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = release_pb2.ListReleasesRequest()
@@ -60,7 +60,7 @@ class ReleaseCalls(Connection):
         """Yield the list of releases now, and again after each change; without end.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = release_pb2.WatchReleasesRequest()
@@ -147,7 +147,7 @@ class ReleaseCalls(Connection):
         """Yield the state of the canary every second, until it ends.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = release_pb2.WatchCanaryRequest()
@@ -202,7 +202,7 @@ class ReleaseCalls(Connection):
             The retired releases.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = release_pb2.RetireReleaseRequest()
@@ -232,7 +232,7 @@ class UpgradeCalls(Connection):
             spare_cores: Processor cores to leave to other work.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = upgrade_pb2.EstimateUpgradeRequest(
@@ -285,7 +285,7 @@ class UpgradeCalls(Connection):
             by: A metadata key: report the quality for each of its values, too. Empty: none.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = upgrade_pb2.WatchUpgradeRequest(gallery=gallery, group_by=by)
@@ -296,7 +296,7 @@ class UpgradeCalls(Connection):
         """Stop an upgrade after the present chunk; `start_upgrade` resumes it.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = upgrade_pb2.PauseUpgradeRequest(gallery=gallery)
@@ -317,7 +317,7 @@ class VaultCalls(Connection):
         """Return how many bytes of a blob the vault has received.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = vault_pb2.PutBlobRequest(blob=blob)
@@ -333,6 +333,9 @@ class VaultCalls(Connection):
     ) -> int:
         """Send a blob in pieces.
 
+        If the vault has the whole blob already, it ignores the bytes. After a failure, continue
+        from `received_bytes`.
+
         Args:
             blob: Id, size and digest of the blob.
             chunks: Its bytes from `offset` on.
@@ -343,10 +346,12 @@ class VaultCalls(Connection):
             Number of bytes that the vault has now.
 
         Raises:
-            InvalidInputError: The bytes differ from the blob's digest.
-            TooLargeError: The blob is larger than the vault accepts.
+            InvalidInputError: The bytes differ from the blob's digest, or are no age ciphertext.
+            TooLargeError: The blob is larger than the vault accepts, or than its `size`.
             QuotaExceededError: The vault is full for this name.
-            OutOfRangeError: The vault has fewer bytes than `offset`.
+            OutOfRangeError: `offset` is not the number of bytes that the vault has.
+            AlreadyExistsError: The vault has another blob with this id.
+            BusyError: Another upload of the blob runs.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
@@ -377,6 +382,7 @@ class VaultCalls(Connection):
 
         Raises:
             NotFoundError: No such blob.
+            OutOfRangeError: `offset` is above the blob's size.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
@@ -388,7 +394,7 @@ class VaultCalls(Connection):
         """Delete a blob; do nothing if it is missing.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = vault_pb2.DeleteBlobRequest(id=blob_id)
@@ -402,7 +408,7 @@ class VaultCalls(Connection):
             page_token: The token of the page; empty for the first.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = vault_pb2.ListBlobsRequest(page_token=page_token)

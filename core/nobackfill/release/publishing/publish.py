@@ -273,14 +273,15 @@ def _published(
 
 
 def signers_of(keys: Keys, root: Root) -> dict[Role, Signer]:
-    """Return the keys that sign releases: those of all roles except root.
+    """Return the signers of a release: one for each role except root.
 
     Args:
-        keys: The key files.
-        root: The root metadata that must accept them.
+        keys: The key files. Keys that `root` does not accept are passed over.
+        root: The root metadata.
 
     Raises:
-        ConfigurationError: A key is missing.
+        ConfigurationError: No file has an accepted key of a role, a file is no key, or others may
+            read it.
     """
     return {role: keys.signer(role, root) for role in ROLES if role != "root"}
 

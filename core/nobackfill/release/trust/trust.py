@@ -779,17 +779,19 @@ class Trust:
         return share_of(self.target(manifest_path(release)))
 
     def newest(self, device: str | None = None) -> int | None:
-        """Return the newest usable release: neither withdrawn nor unfit. Its manifest is fetched.
+        """Return the newest usable release: not withdrawn, and this program can use it.
+
+        Its manifest is fetched.
 
         Args:
             device: Prefer the newest release that is offered to the device with this id; None for
                 no preference.
 
         Returns:
-            None if nothing is published.
+            Its number; None if nothing is published or every release was withdrawn.
 
         Raises:
-            UnfitError: All releases are unfit.
+            UnfitError: This program can use none of the releases that were not withdrawn.
             VerificationError: The host sends another file.
             NotFoundError: Nothing was fetched yet.
             UnavailableError: The source does not answer.
@@ -830,10 +832,11 @@ class Trust:
         return manifest
 
     def manifests(self) -> dict[int, Manifest]:
-        """Return the manifest of every usable release, by number, for planning routes.
+        """Return the manifests of all usable releases by ascending number, for planning routes.
 
-        Withdrawn and unfit releases are left out, and releases with the space of an older one.
-        Manifests that are not there yet are fetched.
+        A release is left out if it was withdrawn or if this program cannot use it (UnfitError). It
+        is also left out if an older usable release has the same space. Missing manifests are
+        fetched.
 
         Raises:
             VerificationError: The host sends another file.
