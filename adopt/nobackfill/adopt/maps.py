@@ -56,11 +56,11 @@ class Map:
 
     @property
     def dims(self) -> tuple[int, int]:
-        """a and b."""
+        """The dimensions a of old and b of new vectors."""
         return self.weight.shape[1], self.weight.shape[0]
 
     def of_models(self, old: str | None, new: str | None) -> "Map":
-        """The same, with the fingerprints of the two models where they are known."""
+        """Return the same map with the fingerprints of the two models where they are known."""
         known = {name: model for name, model in ((OLD_MODEL, old), (NEW_MODEL, new)) if model}
         return replace(self, facts=self.facts | known)
 
@@ -72,7 +72,11 @@ class Map:
         return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
     def __call__(self, vectors: Vectors) -> Vectors:
-        """[n, a] -> [n, b]. Raises InvalidInputError for another dimension than a, and NaN."""
+        """Map old vectors [n, a] to new ones, float32 [n, b].
+
+        Raises:
+            InvalidInputError: The vectors have another dimension than a, or NaN or infinity.
+        """
         checked = check_vectors(vectors, self.dims[0], what="old vectors")
         mapped = checked @ self.weight.T + self.bias
         if self.layers:
@@ -86,7 +90,7 @@ class Map:
 
 
 def is_unit(vectors: Floats) -> bool:
-    """Whether all rows have norm 1 within 1e-3."""
+    """Tell whether all rows of [n, d] have norm 1 within UNIT_TOLERANCE; False without rows."""
     norms = np.linalg.norm(vectors, axis=1)
     return bool(len(norms)) and float(np.abs(norms - 1).max()) <= UNIT_TOLERANCE
 

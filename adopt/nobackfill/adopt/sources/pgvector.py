@@ -121,7 +121,7 @@ class PgvectorSource:
 
     @property
     def flip_name(self) -> str:
-        """See Reversible."""
+        """The column that a flip renames."""
         return self.vector
 
     def facts(self) -> Facts:
@@ -397,7 +397,7 @@ class PgvectorSource:
         return True
 
     def name_model(self, model: str) -> None:
-        """See Reversible."""
+        """Note, in a comment of the column, the fingerprint of the model whose space it holds."""
         said = self._table.comment_facts(self.vector) | {"model": model}
         with self._table.changing() as changes:
             changes.run(
@@ -407,22 +407,40 @@ class PgvectorSource:
             )
 
     def mark_of(self, column: str) -> str | None:
-        """See Reversible."""
+        """Return the digest of the transform that fills a column; None for another column."""
         return self._table.mark(column)
 
     def flip_mark(self) -> str | None:
-        """See Reversible."""
+        """Return the digest of the transform that computed the vectors, from the column's comment.
+
+        None if no flip put them there.
+        """
         return self._table.comment_facts(self.vector).get("carried")
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
-        """See Reversible."""
+        """Return whose vectors have the source's name; the states are those of Reversible.
+
+        Args:
+            mark: Digest of the new vectors.
+        """
         kept = name_before(self.vector) in self._table.columns
         if self.flip_mark() != mark:
             return "unknown" if kept else "old"
         return "flipped" if kept else "finished"
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
-        """See Reversible."""
+        """Give the old vectors their name back and drop the new ones.
+
+        Args:
+            to: The name that the new vectors had before the flip.
+            lose: Go on where rows have only a new vector: they lose it.
+
+        Returns:
+            The number of rows that lost their only vector.
+
+        Raises:
+            NotFoundError, InvalidInputError: as Reversible.flip_back.
+        """
         table, old = self._table, name_before(self.vector)
         names = self._names(old) | {"name": sql.Identifier(to)}
         if old not in table.columns:
@@ -486,7 +504,12 @@ class PgvectorSource:
         return lost
 
     def drop_old(self) -> None:
-        """See Reversible."""
+        """Drop the old vectors after a flip.
+
+        Raises:
+            NotFoundError: There are no old vectors.
+            InvalidInputError: An object of the database still depends on them.
+        """
         old = name_before(self.vector)
         if old not in self._table.columns:
             raise NotFoundError(f"{self._table.name}: no column {old!r}: nothing was flipped")

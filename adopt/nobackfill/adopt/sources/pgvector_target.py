@@ -894,8 +894,10 @@ class PgvectorTable:
             yield
 
     def drop_unfinished_indexes(self) -> None:
-        """Drop INVALID indexes of a killed build. If others hold the table, they stay until the
-        flip."""
+        """Drop the INVALID indexes that a killed build of this target's index has left.
+
+        They stay until the flip if other sessions hold the table. After the flip, do nothing.
+        """
         if not self.flipped:
             with suppress(BusyError):
                 drop_unfinished_indexes(self._table, *self._place, [self._index()])
