@@ -97,13 +97,17 @@ class Serving:
     def activate(self, manifest: Manifest, old_space_seconds: int) -> None:
         """Record that a release answers, and when queries of the old space end.
 
+        The old space is that of the release that answered before; the first release has none. If
+        the release answers already, nothing changes.
+
         Args:
             manifest: the release.
-            old_space_seconds: how long queries of the old space are answered; 0 means without an
-                end.
+            old_space_seconds: how long queries of the old space are answered from now on; 0 means
+                without an end.
 
         Raises:
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
 
         def answering(state: State) -> dict[str, object]:
@@ -132,6 +136,7 @@ class Serving:
 
         Raises:
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
         # Queries of the active release have no end.
         space = self._catalog.manifest(release).space

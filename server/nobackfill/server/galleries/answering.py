@@ -238,7 +238,8 @@ class Searching:
             ef: width of the graph search, as in Index.search; 0 means the index's own.
 
         Raises:
-            InvalidInputError: the image, vector or filter is not valid.
+            InvalidInputError: the image, text, vector or filter is not valid.
+            NoEncoderError: the release embeds no texts, or no images.
             IncompatibleSpaceError: the embedding's space cannot be compared with the gallery's.
             NeedsImageError: the gallery lives in two spaces and needs an image or both embeddings.
             ReleaseRetiredError: queries of the embedding's release are no longer answered.

@@ -242,7 +242,10 @@ class IndexCounts:
 
 
 def count_index(view: LiveView) -> IndexCounts:
-    """Count the vectors of one view."""
+    """Count the vectors of a view by how they are searched, and tell whether a graph is due.
+
+    Vectors are in the graph, outside it, or in a space without a graph.
+    """
     return replace(_counts(view.snapshot()), due=needs_index(view))
 
 
@@ -292,7 +295,10 @@ class IndexSizes(Collector):
 
 
 def count_vectors(galleries: Iterable[Hosted]) -> Mapping[tuple[int, str], int]:
-    """Count the vectors of all galleries, by release and state of their space."""
+    """Count the vectors of all galleries, by release and state of their space.
+
+    Galleries that are being deleted are left out.
+    """
     sizes: dict[tuple[int, str], int] = {}
     for hosted in galleries:
         if hosted.is_closing:

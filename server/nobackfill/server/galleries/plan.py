@@ -225,14 +225,23 @@ def own_part(manifest: Manifest) -> PlanPart:
 
 
 def direct_part(new: Manifest, old: Manifest) -> PlanPart:
-    """Make the part for queries of `new` in the space of `old`, which `new` declares searchable."""
+    """Make a plan's part in which queries of `new` search the space of `old` (rollout direct).
+
+    `new` must declare this space searchable. Hits have a score only if `new` publishes a
+    calibration for them.
+    """
     curve = find(new, new.space, old.space, "direct")
     curves: dict[Origin, Scorer] = {"direct": Scorer(curve)} if curve else {}
     return PlanPart(old.space, old.release, new, "direct", curves)
 
 
 def old_model_part(new: Manifest, old: Manifest) -> PlanPart:
-    """Make the part for queries of `old` in its own space while `new` answers (rollout dual)."""
+    """Make a plan's part in which queries of `old` search its own space (rollout dual).
+
+    The part is used while `new` is active and its space may lack items. Hits get the score that
+    `new` publishes for them, else the one of `old` for its own vectors. Without either calibration
+    they have no score.
+    """
     own = own_part(old).curves
     published = find(new, old.space, old.space, "old-model")
     curve = Scorer(published) if published else own.get("native")

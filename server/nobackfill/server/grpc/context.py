@@ -558,7 +558,10 @@ def status_of(error: Exception, request_id: str) -> Status:
 
 
 def without_folders(sentence: str) -> str:
-    """Cut the folders from all paths in a sentence, for clients."""
+    """Cut the folders from absolute paths in a sentence, because clients must not see them.
+
+    `/a/b/c.sqlite` becomes `c.sqlite`. Relative paths and addresses stay as they are.
+    """
     return _FOLDERS.sub("", sentence)
 
 

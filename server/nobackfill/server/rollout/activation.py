@@ -378,6 +378,8 @@ class Activations:
     def promote_canary(self, release: int) -> RolloutRun:
         """End a canary by moving all queries to its release.
 
+        A second call while the switch is under way changes nothing.
+
         Args:
             release: the release of the canary.
 
@@ -385,9 +387,11 @@ class Activations:
             The activation, which completes the switch.
 
         Raises:
-            PreconditionError: no canary of the release runs here, or it has answered no query.
+            PreconditionError: this gateway leads no canary of the release, or the release has
+                answered no query of its canary.
             BusyError: a rollback or retirement is under way.
             CannotWriteError: the state cannot be written.
+            UnavailableError: the database does not answer.
         """
 
         def promoted(state: State) -> Mapping[str, object]:
@@ -460,7 +464,7 @@ class Activations:
             raise
 
     def running(self) -> RolloutRun | None:
-        """Return the activation that this gateway leads; None without one."""
+        """Return the activation that this gateway leads; None if it leads none."""
         run = self._run
         return run if run is not None and run.running() else None
 

@@ -207,9 +207,10 @@ class Lifecycle:
         """Pause a gallery's upgrade, and later ones until it is resumed.
 
         Returns:
-            The present state of the upgrade.
+            The present state of the upgrade, as `job`.
 
         Raises:
+            NotFoundError, VerificationError, UnavailableError: as `job`.
             CannotWriteError: the state cannot be written.
         """
         with self._galleries.using(name) as hosted:
@@ -217,7 +218,15 @@ class Lifecycle:
             return self._job(hosted)
 
     def job(self, name: str) -> Job:
-        """Return the present state of a gallery's last upgrade."""
+        """Return the present state of a gallery's last upgrade.
+
+        If no upgrade is known, the job is done and leads from the gallery's release to itself.
+
+        Raises:
+            NotFoundError: no gallery has this name, or it is being deleted.
+            VerificationError: the gallery is set aside.
+            UnavailableError: the database does not answer.
+        """
         with self._galleries.using(name) as hosted:
             return self._job(hosted)
 

@@ -316,7 +316,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
 def default_folder() -> Path:
-    """Return the default folder of Triton's environment: next to the environment we run in."""
+    """Return the default folder of Triton's environment: .venv-triton beside the one we run in."""
     return Path(sys.prefix).parent / ".venv-triton"
 
 

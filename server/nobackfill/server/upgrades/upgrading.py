@@ -514,7 +514,14 @@ class Upgrading:
             version = self.changed.wait(version, 0.2)
 
     def job(self, gallery: str) -> Job | None:
-        """Return the last job of a gallery, of any gateway; None without one."""
+        """Return the last upgrade job of a gallery; None if no job is known.
+
+        In a shared database, a job of another gateway counts, too. Otherwise jobs from before this
+        gateway's start are not known.
+
+        Raises:
+            UnavailableError: the database does not answer.
+        """
         if self._state.shared:
             saved = self._state.job(gallery)
             return None if saved is None else from_json(saved)

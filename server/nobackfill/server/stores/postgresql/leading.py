@@ -257,14 +257,17 @@ def gallery_changed(connection: Connection, number: int) -> None:
 
 
 class News:
-    """Wait for commits of any gateway, from the constructor to `close`."""
+    """Wait for commits of any gateway, from the first `wait` to `close`."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._connection: Connection | None = None
 
     def wait(self, seconds: float) -> None:
-        """Wait until there is a commit, or the time is over.
+        """Wait until there is a commit since the last call, or the time is over.
+
+        The first call, and the first after an error or `close`, only begins to listen. It returns
+        at once, because earlier commits were not noticed.
 
         Args:
             seconds: the longest wait.

@@ -399,7 +399,11 @@ class PostgresqlMatches:
         self.condition = condition
 
     def labels(self) -> Labels:
-        """Return all labels, increasing."""
+        """Return the labels of all items that pass now, int64, increasing.
+
+        Raises:
+            DeadlineError, CancelledError, UnavailableError: as Database.read.
+        """
         query = f"SELECT i.label FROM {self._items} ORDER BY i.label"
         return self._database.read(
             lambda connection: label_column(
@@ -416,7 +420,11 @@ class PostgresqlMatches:
         )
 
     def mask(self, labels: Labels) -> Mask:
-        """Tell which of some increasing labels pass."""
+        """Return which of `labels` (int64 [n], increasing) pass now, as bool [n].
+
+        Raises:
+            DeadlineError, CancelledError, UnavailableError: as Database.read.
+        """
         return mask_of(np.asarray(labels), self.labels())
 
 
