@@ -113,7 +113,10 @@ class ImageSource(Protocol):
 
     @property
     def digest(self) -> str:
-        """A digest of the images."""
+        """A digest that names these images in a cache of features.
+
+        It may cover the files' names, lengths and times instead of their contents.
+        """
 
     def __len__(self) -> int: ...
 

@@ -105,7 +105,9 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
     elements match old vectors (BCT section 3.6), but a published space has one dimension.
 
     Raises:
-        ConfigurationError: the run is of another kind, or its old model is not published.
+        ConfigurationError: the run is missing, unfinished, or of a kind other than embedder; or its
+            old model is not published.
+        VerificationError: its checkpoint is damaged.
     """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
@@ -172,7 +174,16 @@ def _trained_against(release: Release, run_dir: Path, checkpoint: Checkpoint) ->
 
 
 def add_side_run(release: Release, run_dir: Path) -> None:
-    """Add a run's side encoder to the release. Raises ConfigurationError for another kind."""
+    """Add the side encoder of a training run to the release, with its configuration.
+
+    Args:
+        release: the release.
+        run_dir: the folder of a finished run of kind side_encoder.
+
+    Raises:
+        ConfigurationError: the run is missing, unfinished, or of a kind other than side_encoder.
+        VerificationError: its checkpoint is damaged.
+    """
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != "side_encoder":
         raise ConfigurationError(f"--side-encoder {run_dir}: is a run of kind embedder")
@@ -187,7 +198,8 @@ def add_upgrade_run(release: Release, run_dir: Path) -> None:
     """Add a run's upgrade to the release, from the published release with its old model.
 
     Raises:
-        ConfigurationError: its old or new model, or a side encoder, is another one.
+        ConfigurationError: the run was trained with an old model, a new model or a side encoder
+            that differs from the releases'.
     """
     module, checkpoint = read_upgrade(run_dir)
     config, facts = checkpoint.config, checkpoint.facts

@@ -147,12 +147,19 @@ def fit(
         config: the training's configuration.
         class_names: names of the labels.
         progress: where to show progress.
-        facts: written to the checkpoint and compared when resuming.
+        facts: written to the checkpoint and compared when resuming; None: no facts.
         fabric: from `launched`, if the objective was built with it; None: launch one.
 
+    Returns:
+        The checkpoint after the last epoch.
+
     Raises:
-        ConfigurationError: the run folder belongs to another training, or a batch does not fit.
-        DivergedError: a loss is not finite.
+        ConfigurationError: the run folder belongs to a training of another configuration, other
+            facts or other classes; or the machine lacks the configured devices.
+        VerificationError: the checkpoint in the run folder is damaged.
+        InvalidInputError: a file among the images is no image.
+        DivergedError: a loss is not finite; the last checkpoint stays.
+        CannotWriteError: the run folder cannot be written.
     """
     n = len(next(iter(rows.values())))
     steps = n // config.batch_size or 1
@@ -206,7 +213,11 @@ def finish(
     class_names: tuple[str, ...],
     facts: Facts,
 ) -> Checkpoint:
-    """Write the run of an upgrade that was solved in closed form, as a finished one."""
+    """Write the run of an upgrade that was solved in closed form, as a finished one.
+
+    Raises:
+        CannotWriteError: the run folder cannot be written.
+    """
     tensors = _tensors(nn.ModuleDict(parts), None, 0)
     checkpoint = Checkpoint(config, tensors, config.epochs, 0, class_names, dict(facts))
     make_dir(config.run_dir)
@@ -216,7 +227,7 @@ def finish(
 
 
 def learning_rate(config: Config, epoch: float) -> float:
-    """Linear warm-up over config.warmup_epochs, then one cosine down to 0 (FCT D.5).
+    """Return the rate: linear warm-up over config.warmup_epochs, then a cosine to 0 (FCT D.5).
 
     Args:
         config: the training's configuration.

@@ -70,7 +70,11 @@ class FrozenEncoder:
 def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
     """Load the finished embedder or side encoder of a run folder, in eval mode, without gradients.
 
-    Raises ConfigurationError for an unfinished run or one of another kind."""
+    Raises:
+        ConfigurationError: the run is missing, unfinished, or neither an embedder nor a side
+            encoder.
+        VerificationError: the checkpoint is damaged.
+    """
     checkpoint = read_finished(run_dir)
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig | SideEncoderConfig):
@@ -83,8 +87,12 @@ def load_encoder(run_dir: Path) -> tuple[ImageEncoder, Checkpoint]:
 
 
 def load_classifier(run_dir: Path) -> Classifier:
-    """Load the finished embedder of a run folder with its head. Raises ConfigurationError for
-    another kind."""
+    """Load the finished embedder of a run folder with its head, in eval mode, without gradients.
+
+    Raises:
+        ConfigurationError: the run is missing, unfinished, or of a kind other than embedder.
+        VerificationError: the checkpoint is damaged.
+    """
     encoder, checkpoint = load_encoder(run_dir)
     config = checkpoint.config
     if not isinstance(config, EmbedderConfig):
@@ -101,7 +109,16 @@ def load_classifier(run_dir: Path) -> Classifier:
 
 
 def of_run(run_dir: Path, kind: str) -> FrozenEncoder:
-    """Open the frozen encoder of a run folder. Raises ConfigurationError for another kind."""
+    """Open the frozen encoder of a run folder.
+
+    Args:
+        run_dir: the folder of a finished run.
+        kind: the expected kind of run, embedder or side_encoder.
+
+    Raises:
+        ConfigurationError: the run is missing, unfinished or of another kind than `kind`.
+        VerificationError: the checkpoint is damaged.
+    """
     encoder, checkpoint = load_encoder(run_dir)
     if checkpoint.config.kind != kind:
         raise ConfigurationError(

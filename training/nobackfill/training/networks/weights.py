@@ -157,8 +157,12 @@ def download(url: str) -> Path:
 
 
 def read_file(path: Path) -> Weights:
-    """Read a weights file. Raises NotFoundError, or VerificationError if it is damaged or contains
-    more than plain tensors."""
+    """Read a weights file.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        VerificationError: it is damaged, or contains more than plain tensors.
+    """
     if not path.is_file():
         raise NotFoundError(f"no weights {path}; check the key weights")
     try:
@@ -229,10 +233,23 @@ def load_pretrained(
     config: EmbedderConfig | SideEncoderConfig,
     class_names: Sequence[str],
 ) -> None:
-    """Load the tensors that fit, and list on stderr the layers that start untrained.
+    """Load pretrained weights into a backbone and its head, in place.
+
+    Some tensors may stay untrained; stderr lists them, or says "nothing". The embedding layer stays
+    so if `weights` come from a package, or have another shape there. GeM's exponent and BatchNorm's
+    counters stay so if `weights` lack them. If the embedding layer is loaded, the head gets the
+    stored rows of the classes that both know by name.
+
+    Args:
+        encoder: the encoder, which is changed.
+        head: the head, which is changed; None: load only the backbone.
+        weights: the weights.
+        config: the configuration, with the backbone and the size of images.
+        class_names: the head's classes, in its order.
 
     Raises:
-        ConfigurationError: a tensor is missing, superfluous or of another shape.
+        ConfigurationError: any other tensor of the backbone is missing, superfluous or of another
+            shape.
     """
     network = bare_backbone(encoder, config)
     expected = network.state_dict()
@@ -278,8 +295,7 @@ def _anew(
     """Return the tensors that are not loaded.
 
     These are the embedding layer if the file has a classifier or another shape there, GeM's
-    exponent,
-    and counters that old files lack."""
+    exponent, and counters that old files lack."""
     layer = {key for key in expected if key.startswith(f"{last}.")}
     differs = {
         key for key in layer if key not in stored or stored[key].shape != expected[key].shape

@@ -272,9 +272,12 @@ class Sightings:
 
 
 def read_sightings(folder: Path) -> Sightings:
-    """Read `query`, `bounding_box_test` or `bounding_box_train`.
+    """Read a folder of Market-1501: `query`, `bounding_box_test` or `bounding_box_train`.
 
-    Raises NotFoundError, and InvalidInputError for another name or an empty folder."""
+    Raises:
+        NotFoundError: the folder does not exist.
+        InvalidInputError: it has no images, or one with another name than Market-1501's.
+    """
     if not folder.is_dir():
         raise NotFoundError(f"there is no folder {folder}; expected Market-1501's")
     paths = sorted(path for path in folder.iterdir() if path.suffix == ".jpg")
@@ -291,9 +294,13 @@ def read_sightings(folder: Path) -> Sightings:
 
 
 def relevance(queries: Sightings, gallery: Sightings) -> Relevance:
-    """Return the relevance: the same person by another camera.
+    """Return which gallery images each query should find: those of its person by other cameras.
 
-    Bad detections and images by the same camera are ignored."""
+    Bad detections are ignored, and so are images of the query's person by the query's camera.
+
+    Returns:
+        Positions in the gallery, one array for each query; it may be empty.
+    """
     bad = gallery.persons == _BAD
     relevant, ignored = [], []
     for person, camera in zip(queries.persons, queries.cameras, strict=True):
