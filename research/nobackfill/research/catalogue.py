@@ -347,7 +347,11 @@ def maps(shared: Shared) -> list[MethodRow]:
 
 
 def transforms(shared: Shared) -> list[MethodRow]:
-    """List FCT with every kind of side-information, other losses and sizes, and other methods."""
+    """List upgrades to an independent new model: variants of FCT, then other methods.
+
+    FCT varies in its side-information, its size and its loss. A row with multi-crop is left out if
+    the preset's SimCLR has small crops already. The rows of `best` come last.
+    """
     place, split, simclr = shared.place, shared.split, shared.side("simclr")
     inner = place.preset.upgrade["inner_dim"]
     assert isinstance(inner, int)

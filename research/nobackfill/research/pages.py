@@ -51,7 +51,17 @@ def head(*titles: str) -> list[str]:
 
 
 def pair(row: RowResult | None, cell: str) -> str:
-    """Format CMC-1 / mAP of a cell in percent, with mAP's deviation if there is one."""
+    """Format CMC-1 and mAP of a cell in percent, such as "45.1 / 32.0 ± 0.4".
+
+    The deviation is mAP's over seeds; it is left out for one seed.
+
+    Args:
+        row: the row; None if it was not run.
+        cell: the cell, such as "new/old".
+
+    Returns:
+        The text; "-" without a row, or without this cell.
+    """
     if row is None or cell not in row.cells:
         return "-"
     (cmc1, _), (map_, deviation) = (row.cells[cell][figure] for figure in FIGURES)
@@ -60,7 +70,7 @@ def pair(row: RowResult | None, cell: str) -> str:
 
 
 def kept(row: RowResult | None) -> str:
-    """Format the share kept of the best new/new, CMC-1 / mAP in percent."""
+    """Format the share kept of the best new/new, CMC-1 / mAP in percent; "-" if not measured."""
     if row is None or not row.held_to:
         return "-"
     return " / ".join(f"{100 * row.extras[f'kept_{figure}']:.1f}" for figure in FIGURES)
@@ -178,7 +188,10 @@ def _said_of(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> list[str]:
 
 
 def is_withdrawn(claims: Mapping[str, Mapping[str, ClaimOutcome]]) -> bool:
-    """Return whether the claims were judged before classes were resampled; see ClaimOutcome."""
+    """Tell whether the verdict of any claim is withdrawn; False without claims.
+
+    It is withdrawn if an older version judged the claim without resampling classes (ClaimOutcome).
+    """
     outcomes = (one for figures in claims.values() for one in figures.values())
     return any(one.verdict == "withdrawn" for one in outcomes)
 

@@ -294,12 +294,12 @@ class Shared:
 
     @cached_property
     def old(self) -> TrainingRun:
-        """phi_old."""
+        """The old model, phi_old."""
         return self.place.embedder("old", classes=self.split.old, role="old")
 
     @cached_property
     def new(self) -> TrainingRun:
-        """phi_new*, trained independently of phi_old."""
+        """The new model phi_new*, trained independently of phi_old."""
         return self._new("new")
 
     @cached_property
@@ -335,7 +335,16 @@ class Shared:
         return self.place.side_encoder(name, classes=self.split.old, kind=kind, **size)
 
     def compatible(self, name: str, method: str, **options: Any) -> TrainingRun:
-        """Describe a new model trained by a compatible method on all new classes."""
+        """Describe a new model that is trained to be compatible with phi_old.
+
+        Args:
+            name: the name of the run.
+            method: the compatible method, such as bct or dmu.
+            options: options of the method; dmu's hidden_dim defaults to the preset's.
+
+        Returns:
+            The run; its training uses the new model's classes, `split.new`.
+        """
         if method == "dmu":
             options = {"hidden_dim": self.place.preset.dmu_hidden_dim, **options}
         return self._new(name, self.old, method=method, options=options)

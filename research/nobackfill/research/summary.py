@@ -67,7 +67,12 @@ class JudgedClaim:
 
     @property
     def verdict(self) -> Verdict:
-        """The verdict: holds, fails or undecided."""
+        """Decide whether the claim holds.
+
+        Returns:
+            undecided with fewer than FEWEST_SEEDS seeds or fewer than FEWEST_CLASSES classes.
+            Otherwise the verdict of the difference. With `or_equal`, a lower bound of 0 also holds.
+        """
         if self.seeds < FEWEST_SEEDS or self.difference.of_these_classes:
             return "undecided"
         if not self.or_equal:

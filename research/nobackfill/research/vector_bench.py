@@ -65,7 +65,12 @@ class FrozenVectors:
     labels: NDArray[np.int64] | None
 
     def parts(self) -> dict[str, NDArray[np.bool_]]:
-        """Return the test queries [m] by part: seen and unseen classes, or all."""
+        """Return masks of the test queries by part, bool [m].
+
+        Returns:
+            "seen classes" and "unseen classes", by whether a training item has the query's class; a
+            part without queries is left out. If test or training items lack labels, only "all".
+        """
         if self.labels is None or self.train.labels is None:
             return {"all": np.ones(len(self.old), bool)}
         known = np.isin(self.labels, self.train.labels)
@@ -93,7 +98,8 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
 
     Raises:
         NotFoundError: a file does not exist.
-        InvalidInputError: a file is no .npz without pickled objects, or its arrays do not fit.
+        InvalidInputError: a file is no .npz without pickled objects; or an array is missing, has
+            another shape than its partners, or is not finite.
     """
     arrays: dict[str, NDArray[Any]] = {}
     for path in paths:
