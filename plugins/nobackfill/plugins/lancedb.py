@@ -166,7 +166,11 @@ class LanceSource:
         ]
 
     def metric(self) -> SearchMetric | None:
-        """Return the metric of the indexes of the vectors; None without one."""
+        """Return the metric of the vector column's indexes; None if it has no index.
+
+        Raises:
+            InvalidInputError: its indexes have different metrics, or one that is not supported.
+        """
         metrics = {metric for _, _, metric in self.vector_indexes()}
         if len(metrics) > 1:
             raise InvalidInputError(

@@ -157,10 +157,11 @@ def translated_errors(name: str) -> Iterator[None]:
         name: the collection or folder, for the messages.
 
     Raises:
-        UnavailableError: the server does not answer.
-        NotFoundError, NotPermittedError, BusyError: by the HTTP status; BusyError also if another
-            process has opened the folder.
-        InvalidInputError: any other refusal.
+        UnavailableError: the server does not answer, or its status is one of 500, 502, 503, 504.
+        NotPermittedError: status 401 or 403.
+        NotFoundError: status 404, or any KeyError of the block: the folder lacks a point.
+        BusyError: status 429, or another process has opened the folder.
+        InvalidInputError: any other status, and any other ValueError or RuntimeError of the block.
     """
     try:
         yield

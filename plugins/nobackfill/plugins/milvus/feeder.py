@@ -87,12 +87,14 @@ class Feeder:
             schema: the gallery's schema; the gallery must have a journal.
 
         Returns:
-            How many labels were sent; 0 if none is pending, or another gateway feeds the gallery.
+            How many labels are no longer pending, with those of dropped spaces, which are not sent.
+            0 if none is pending, or another gateway feeds the gallery.
 
         Raises:
             UnavailableError: Milvus or the database does not answer; the labels stay pending.
             NotFoundError: the gallery was deleted.
-            BusyError: the database could not lock the rows in time.
+            BusyError: the database could not lock the rows in time, or refuses writes.
+            CannotWriteError: the database cannot write.
         """
 
         def work(connection: Connection) -> int:

@@ -607,7 +607,11 @@ class MilvusCollection:
         return [str(hit["id"] if "id" in hit else hit[self._key]) for hit in results[0]]
 
     def schema(self, dim: int) -> Any:
-        """Return the schema of a copy: the same fields, with vectors of dimension `dim`."""
+        """Return the schema of a copy with vectors of dimension `dim`; nothing is sent.
+
+        The copy has the same fields. Its keys are always given by writers, and it always allows
+        undeclared fields; see `schema_of`.
+        """
         return schema_of(self._client, self._fields, {self._vector: dim})
 
     def indexes(self) -> Any:

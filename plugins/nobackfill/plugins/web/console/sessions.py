@@ -195,8 +195,10 @@ class ConsoleSessions:
     def calling(self, request: Request) -> Iterator[ConsoleCaller]:
         """Open a client of the gateway with the session's token, for the block.
 
+        If the gateway has no tokens, every request gets a client without one.
+
         Raises:
-            UnauthenticatedError: the request belongs to no session.
+            UnauthenticatedError: the gateway has tokens, and the request belongs to no session.
         """
         with ConsoleCaller(self._socket, self._token(request)) as caller:
             yield caller
@@ -204,10 +206,11 @@ class ConsoleSessions:
     def caller(self, request: Request) -> Callable[[], ConsoleCaller]:
         """Return a function that opens a client with the session's token, for later use.
 
-        The request need not exist any more when it is called. Its caller closes the client.
+        The request need not exist any more when the function is called. The caller of the function
+        closes the client. If the gateway has no tokens, the client sends none.
 
         Raises:
-            UnauthenticatedError: the request belongs to no session.
+            UnauthenticatedError: the gateway has tokens, and the request belongs to no session.
         """
         token = self._token(request)
         return lambda: ConsoleCaller(self._socket, token)
@@ -216,11 +219,13 @@ class ConsoleSessions:
     def watching(self, request: Request) -> Iterator[bool]:
         """Count a live page of the session's token, for the block.
 
+        If the gateway has no tokens, all live pages count together.
+
         Yields:
             Whether the token has at most ten live pages, this one included.
 
         Raises:
-            UnauthenticatedError: the request belongs to no session.
+            UnauthenticatedError: the gateway has tokens, and the request belongs to no session.
         """
         token = self._token(request)
         with self._lock:
