@@ -1020,17 +1020,17 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
 
     Searches use the old space until one transaction flips to the new one. A release that fails its
     trial or an upgrade is held back, and the next older one is tried. If the active release was
-    withdrawn and no newer one can be followed, the sync returns to the previous release. Rollback
-    and gc can run while the sync waits for its source; it then restarts from their result.
+    withdrawn and no newer one can be followed, the sync returns to the previous release. If a
+    rollback or gc runs while the sync waits for its source, the sync restarts from the result.
 
     Args:
         device: the gallery.
-        options: the options of this sync.
+        options: the options of this sync; with `dry_run` the gallery does not change.
         output: where to write progress and notes.
 
     Returns:
-        A report. If no newer release can be followed, its `state` is "behind" and nothing is
-        raised.
+        A report, or with `dry_run` a forecast. Its `state` is "up-to-date" if there is no newer
+        release, and "behind" if none of the newer ones can be followed.
 
     Raises:
         BusyError: another sync runs, other commands keep changing the gallery, or another process
@@ -1038,7 +1038,9 @@ def sync(device: GalleryFile, options: SyncOptions, output: Output) -> SyncRepor
         ConfigurationError: the source has an unknown form, or its folder does not exist.
         VerificationError: the publication fails verification, and nothing was changed; or a file
             of the gallery is damaged.
-        NotFoundError: nothing is published at the source, or not the release of a space.
+        UnfitError: this program cannot use a release that a space of the gallery belongs to.
+        NotFoundError: nothing is published at the source, or it lacks a release that a space of the
+            gallery belongs to.
         NoEncoderError: a backfill was requested, and the release embeds no images.
         NotPermittedError: the gateway refuses the token.
         UnavailableError: the source does not answer; finished downloads stay.

@@ -23,11 +23,12 @@ def add_texts(arguments: Namespace) -> None:
     """Add the texts of a JSON Lines file, and print a report.
 
     Args:
-        arguments: `texts` is the file; `gallery` and `json` as of every command.
+        arguments: `texts` is the file, and `gallery` the gallery. With `json`, the report is JSON.
 
     Raises:
-        SystemExit: some texts were refused; the code is 65.
-        NobackfillError: as nobackfill.client.notes.add, or the file cannot be read.
+        SystemExit: some lines or texts were refused, and the others were added; the code is 65.
+        NotFoundError: the file cannot be read.
+        NobackfillError: as nobackfill.client.notes.add.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.notes import add
