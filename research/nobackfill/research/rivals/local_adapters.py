@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
 
 from nobackfill.research.rivals.rival import Floats, TrainingVectors, unit_rows
 
@@ -24,6 +23,9 @@ class LocalAdapters:
 
     def fit(self, train: TrainingVectors, seed: int) -> None:
         """Cluster the new vectors and fit one map per cluster."""
+        # Imported here: it takes a second, and the command's help does not need it.
+        from sklearn.cluster import KMeans
+
         count = max(1, min(_CLUSTERS, len(train.new) // _LEAST))
         means = KMeans(count, n_init=2, random_state=seed).fit(train.new)
         self._centres = np.asarray(means.cluster_centers_, np.float64)
