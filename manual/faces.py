@@ -13,7 +13,7 @@ ROOMS = (
     "gallery.search", "release", "release.publishing", "release.trust", "metrics", "quality",
     "report", "training", "training.data", "training.networks", "training.losses",
     "training.side_info", "training.methods", "training.loop", "training.export",
-    "training.protocols", "research", "server",
+    "training.protocols", "research", "research.rivals", "server",
 )  # fmt: skip
 
 

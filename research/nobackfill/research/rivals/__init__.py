@@ -3,4 +3,25 @@
 A rival is one file of this folder with one class. To add yours, write a class with the members of
 `Rival`, and add a line to rows.py. `python training/compare.py --vectors FILE.npz` measures it
 beside all others.
+
+>>> import numpy as np
+>>> from nobackfill.research.rivals import TrainingVectors, rivals
+>>> old = np.eye(4, dtype=np.float32)
+>>> rotation = rivals()["procrustes"]()
+>>> rotation.fit(TrainingVectors(old, old[::-1].copy(), None, None, unit=True), seed=0)
+>>> rotation.maps, int(rotation.transform(old[:1], None).argmax())
+('items', 3)
 """
+
+from typing import TYPE_CHECKING
+
+from nobackfill.faces import offer
+
+if TYPE_CHECKING:
+    from nobackfill.research.rivals.rival import (
+        Rival as Rival,
+        TrainingVectors as TrainingVectors,
+    )
+    from nobackfill.research.rivals.rows import rivals as rivals
+else:
+    __getattr__ = offer(__name__, {"rival": "Rival TrainingVectors", "rows": "rivals"})
