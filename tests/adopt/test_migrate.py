@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -615,14 +614,6 @@ def test_a_full_disk_leaves_a_migration_that_continues(
     same(vectors(connection), folder / "new", connection)
 
 
-@contextmanager
-def remove_at_end(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        folder.rmdir()
-
-
 def test_a_full_disk_of_the_database_leaves_a_migration_that_continues(
     documents: tuple[str, Connection, Path],
     capsys: pytest.CaptureFixture[str],
@@ -632,7 +623,7 @@ def test_a_full_disk_of_the_database_leaves_a_migration_that_continues(
     monkeypatch.setattr(NativeVectorMaker, "window", 50)
     assert run(source, *START) == 0
     place = Path(f"/dev/shm/small-disk-{os.getpid()}")
-    with remove_at_end(place), small_disk(place, 8) as disk:
+    with small_disk(place, 8) as disk:
         folder_of_tables = disk / "tables"
         folder_of_tables.mkdir()
         owner = connection.execute("SHOW data_directory").fetchall()[0][0]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nobackfill.errors import ConfigurationError, InvalidInputError, NotFoundError
 from nobackfill.research.compare import app
-from nobackfill.research.rivals.rival import Floats, unit_rows
+from nobackfill.research.rivals.rival import Floats
 from nobackfill.research.rivals.rows import rivals
 from nobackfill.research.vector_bench import (
     REEMBED,
@@ -21,6 +21,7 @@ from nobackfill.research.vector_bench import (
     compare_vectors,
     read_vectors,
 )
+from nobackfill.vectors import normalise
 from tests.support.commands import run_here
 
 CLASSES, DIM = 24, 12
@@ -40,8 +41,8 @@ def arrays(dim_new: int = DIM, seed: int = 0) -> dict[str, NDArray[Any]]:
         labels = rng.integers(low, CLASSES if prefix else CLASSES - 8, size=count)
         items = centres[labels] + 0.8 * rng.normal(size=(count, 2 * DIM))
         noisy = items + 0.7 * rng.normal(size=items.shape)
-        made[f"{prefix}new"] = unit_rows((items @ to_new).astype(np.float32))
-        made[f"{prefix}old"] = unit_rows((noisy @ to_old @ turn).astype(np.float32))
+        made[f"{prefix}new"] = normalise((items @ to_new).astype(np.float32))
+        made[f"{prefix}old"] = normalise((noisy @ to_old @ turn).astype(np.float32))
         made[f"{prefix}side"] = (noisy[:, :5]).astype(np.float32)
         made[f"{prefix}labels"] = labels.astype(np.uint8)
     return made

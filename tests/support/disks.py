@@ -26,6 +26,7 @@ def small_disk(folder: Path, megabytes: int, block: int | None = None) -> Iterat
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+        folder.rmdir()
 
 
 @contextmanager

@@ -491,11 +491,12 @@ class NewLanceColumn:
     def prepare_flip(self) -> AbstractContextManager[None]:
         if obstacles := self._source.obstacles(self._target):
             raise InvalidInputError(f"{self._name}: cannot flip: {'; '.join(obstacles)}")
+        with _translate_errors(self._name):
+            present = [one.name for one in self._source.table.list_indices()]
         for name, kind, metric in self._source.vector_indexes():
             new = f"{name}_{self._target.name}"
-            with _translate_errors(self._name):
-                present = [one.name for one in self._source.table.list_indices()]
-                if new not in present:
+            if new not in present:
+                with _translate_errors(self._name):
                     config = _INDEXES[kind](distance_type=metric)
                     self._source.table.create_index(self._target.name, config=config, name=new)
         return nullcontext()

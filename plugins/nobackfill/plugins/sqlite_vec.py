@@ -347,16 +347,15 @@ class VecTable:
             "WHERE rowid IN (SELECT value FROM json_each(?)) ORDER BY rowid",
             json.dumps(list(places)),
         )
-        blobs = [
-            self._cut(number, listed)
+        blobs = {
+            one.name: self._cut(number, listed)
             for number, one in enumerate(self._vectors)
             if values or one == self.vector
-        ]
-        read = [one for one in self._vectors if values or one == self.vector]
+        }
         result = []
         others = self._values(listed) if values else [{} for _ in listed]
         for row, (place, name, _, _) in enumerate(listed):
-            vectors = {one.name: blob[row] for one, blob in zip(read, blobs, strict=True)}
+            vectors = {column: blob[row] for column, blob in blobs.items()}
             vector = np.frombuffer(vectors.pop(self.vector.name), "<f4").astype(np.float32)
             key = name if self.textual else place
             result.append(VecRow(key, place, vector, others[row] | vectors))

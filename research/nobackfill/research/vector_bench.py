@@ -150,11 +150,11 @@ def read_vectors(paths: Sequence[Path]) -> FrozenVectors:
                 f"test_{name}: expected dimension {one.shape[1]} as {name}, got {other.shape[1]}"
             )
     unit = bool(np.abs(np.linalg.norm(test_new, axis=1) - 1).max() < 0.02)
-    if test_side is None:
-        side = None
+    if side is None or test_side is None:
+        side = test_side = None
     train = TrainingVectors(old, new, side, None if labels is None else labels.astype(int), unit)
     tested = None if test_labels is None else test_labels.astype(int)
-    return FrozenVectors(train, test_old, test_new, test_side if side is not None else None, tested)
+    return FrozenVectors(train, test_old, test_new, test_side, tested)
 
 
 def _named(arrays: Mapping[str, NDArray[Any]], prefix: str, name: str) -> str | None:
@@ -249,14 +249,16 @@ def compare_vectors(
         raise ConfigurationError(
             f"there is no rival {', '.join(unknown)}; there are {', '.join(known)}"
         )
-    runs_of: dict[str, list[PerRow]] = {}
+    own = _nearest(vectors.new, vectors.new)
+    # Neither depends on a seed.
+    runs_of: dict[str, list[PerRow]] = {
+        STAY: [_measure(vectors.old, vectors.old, vectors, own)] * seeds,
+        REEMBED: [_measure(vectors.new, vectors.new, vectors, own)] * seeds,
+    }
     maps = {STAY: "none", REEMBED: "none"}
     parameters, seconds, refused = dict[str, int](), dict[str, list[float]](), dict[str, str]()
     for seed in range(seeds):
         now = vectors if pairs is None else vectors.take_pairs(pairs, seed)
-        own = _neighbours(vectors.new, vectors.new)
-        runs_of.setdefault(STAY, []).append(_measure(vectors.old, vectors.old, vectors, own))
-        runs_of.setdefault(REEMBED, []).append(_measure(vectors.new, vectors.new, vectors, own))
         for name in wanted:
             rival = known[name]()
             maps[name] = rival.maps
@@ -305,23 +307,29 @@ def compare_vectors(
     )
 
 
-def _neighbours(queries: Floats, gallery: Floats) -> NDArray[np.int64]:
-    """Return the ten nearest other items [m, 10] of each query."""
-    found, _ = nearest(queries, gallery, min(_AGREEMENT + 1, len(gallery)))
-    others = found != np.arange(len(queries))[:, None]
-    return np.stack([row[keep][:_AGREEMENT] for row, keep in zip(found, others, strict=True)])
+def _nearest(queries: Floats, gallery: Floats) -> NDArray[np.int64]:
+    """Return the eleven nearest items [m, 11] of each query, its own item included."""
+    return nearest(queries, gallery, min(_AGREEMENT + 1, len(gallery)))[0]
+
+
+def _others(hits: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the ten nearest of each query without its own item."""
+    others = hits != np.arange(len(hits))[:, None]
+    return [row[keep][:_AGREEMENT] for row, keep in zip(hits, others, strict=True)]
 
 
 def _measure(
     queries: Floats, gallery: Floats, vectors: FrozenVectors, own: NDArray[np.int64]
 ) -> PerRow:
-    """Return the figures of each test query [m] by name."""
-    found = _neighbours(queries, gallery)
-    shared = [len(np.intersect1d(one, other)) for one, other in zip(found, own, strict=True)]
-    figures: PerRow = {"agreement": np.array(shared, np.float64) / own.shape[1]}
+    """Return the figures of each test query [m] by name; `own` is `_nearest` of the new model."""
+    hits = own if queries is vectors.new and gallery is vectors.new else _nearest(queries, gallery)
+    shares = [
+        len(np.intersect1d(one, other)) / len(other)
+        for one, other in zip(_others(hits), _others(own), strict=True)
+    ]
+    figures: PerRow = {"agreement": np.array(shares)}
     if queries is not gallery:
-        first, _ = nearest(queries, gallery, 1)
-        figures["known_item"] = (first[:, 0] == np.arange(len(queries))).astype(np.float64)
+        figures["known_item"] = (hits[:, 0] == np.arange(len(queries))).astype(np.float64)
     if vectors.labels is not None:
         places = np.arange(len(queries))
         relevance = same_label(vectors.labels, vectors.labels, places, places)
@@ -340,8 +348,7 @@ def _differences(
     mask: NDArray[np.bool_],
     labels: NDArray[np.int64] | None,
 ) -> dict[str, BenchDifference]:
-    by_class = labels is not None and len(np.unique(labels[mask])) >= FEWEST_CLASSES
-    classes = None if labels is None or not by_class else [labels[mask]] * len(runs)
+    classes = None if labels is None else [labels[mask]] * len(runs)
     made = {}
     for name in runs[0]:
         if name not in stay[0]:
@@ -350,7 +357,10 @@ def _differences(
             [run[name][mask] for run in runs], [run[name][mask] for run in stay], classes=classes
         )
         made[name] = BenchDifference(
-            mean=found.mean, low=found.low, high=found.high, classes=found.classes
+            mean=found.mean,
+            low=found.low,
+            high=found.high,
+            classes=None if found.of_these_classes else found.classes,
         )
     return made
 

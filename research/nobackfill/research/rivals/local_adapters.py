@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nobackfill.research.rivals.rival import Floats, TrainingVectors, unit_rows
+from nobackfill.research.rivals.rival import Floats, TrainingVectors
+from nobackfill.vectors import normalise
 
 _CLUSTERS = 16
 # Least pairs of a cluster on average, and the weight of the map of all pairs, in pairs.
@@ -50,7 +51,7 @@ class LocalAdapters:
         for number, weights in enumerate(self._maps):
             own = nearest == number
             mapped[own] = x[own] @ weights
-        return unit_rows(mapped) if self._unit else mapped
+        return normalise(mapped) if self._unit else mapped
 
     @property
     def parameters(self) -> int:

@@ -5,7 +5,8 @@ from typing import Literal
 import numpy as np
 
 from nobackfill.errors import ConfigurationError
-from nobackfill.research.rivals.rival import Floats, TrainingVectors, unit_rows
+from nobackfill.research.rivals.rival import Floats, TrainingVectors
+from nobackfill.vectors import normalise
 
 
 class QueryDrift:
@@ -26,7 +27,7 @@ class QueryDrift:
     def transform(self, vectors: Floats, side: Floats | None) -> Floats:
         """Map queries [m, d] to [m, d]."""
         moved = vectors - self._drift
-        return unit_rows(moved) if self._unit else moved
+        return normalise(moved) if self._unit else moved
 
     @property
     def parameters(self) -> int:

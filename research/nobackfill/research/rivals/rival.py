@@ -57,9 +57,3 @@ class Rival(Protocol):
     @property
     def parameters(self) -> int:
         """The number of fitted values of the transform."""
-
-
-def unit_rows(vectors: Floats) -> Floats:
-    """Divide rows [n, d] by their lengths; a row of zeros stays."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.asarray(vectors / np.where(lengths > 0, lengths, 1), np.float32)
