@@ -60,5 +60,7 @@ def test_no_vector_is_in_the_index_file_which_outlives_deletions(
     with running(repo, data) as gateway:
         snapshot = in_file(gateway).view(space).snapshot()
         assert isinstance(snapshot.base.index, hnsw.HnswIndex)
-        assert (len(snapshot.base), len(snapshot.delta)) == (COUNT - 1, 0)
+        # The index may have been written before the last items were put.
+        assert len(snapshot.base) >= hosted_file.SMALL - 1
+        assert len(snapshot.base) + len(snapshot.delta) == COUNT - 1
     assert files_with(data, vectors[7]) == []

@@ -58,6 +58,34 @@ def test_who_is_busy_is_waited_for_and_who_hangs_is_not(group: int) -> None:
     assert not misses.unready
 
 
+def test_a_child_that_waits_for_a_processor_is_busy(group: int) -> None:
+    # Of the lowest priority, on one core with a process of ours that leaves it almost nothing.
+    core = {min(os.sched_getaffinity(0))}
+    members = [
+        int(stat.parent.name)
+        for stat in Path("/proc").glob("[0-9]*/stat")
+        if int(stat.read_text().rpartition(")")[2].split()[2]) == group
+    ]
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as rival:
+        try:
+            for pid in [rival.pid, *members]:
+                os.sched_setaffinity(pid, core)
+            for pid in members:
+                os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+            before = group_processor_s(group)
+            time.sleep(1.0)
+            assert group_processor_s(group) - before > 0.5
+        finally:
+            rival.kill()
+
+
+def test_a_miss_that_was_noticed_late_does_not_count() -> None:
+    misses = Misses(None)
+    misses.add(is_late=True)
+    misses.add(is_late=True)
+    assert not misses.unready
+
+
 def test_without_a_child_of_ours_every_miss_counts() -> None:
     misses = Misses(None)
     misses.add()

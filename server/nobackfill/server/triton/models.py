@@ -169,6 +169,8 @@ class Starts:
 log = structlog.get_logger("server.triton")
 
 _PROBE_EVERY_S = 0.2
+# A probe that ends so much later than its timeout waited for a processor in this process.
+_LATE_S = 0.2
 # A model may be busy with large batches; one that answered lately needs no probe.
 _INFER_TIMEOUT_S = 1.5
 _FRESH_S = 1.0
@@ -348,8 +350,12 @@ class TritonModels:
     def _look(self) -> None:
         if self._process is not None and not self._process.alive():
             self._start_process(self._process)
-        elif not (self._client.live(LIVE_TIMEOUT_S) and self._embeds()):
-            self._miss()
+            return
+        time_start = time.monotonic()
+        is_live = self._client.live(LIVE_TIMEOUT_S)
+        is_late = time.monotonic() - time_start > LIVE_TIMEOUT_S + _LATE_S
+        if not (is_live and self._embeds()):
+            self._miss(is_late)
         else:
             self._misses.clear()
             self._starts.has_answered = True
@@ -402,8 +408,8 @@ class TritonModels:
         self._last_answers[oldest] = time.monotonic()
         return True
 
-    def _miss(self) -> None:
-        self._misses.add()
+    def _miss(self, is_late: bool) -> None:
+        self._misses.add(is_late=is_late)
         was_up = self._up.is_set()
         if self._misses.unready and was_up:
             self._set_up(False)

@@ -19,7 +19,7 @@ from nobackfill.errors import CannotWriteError, UnavailableError
 
 # Missed probes tell whether Triton is away, hangs or is only busy. A model with a large batch, or a
 # busy machine, answers a probe late, and a restart then costs more than waiting. A hanging process
-# uses no processor time; a busy one does.
+# neither uses processor time nor waits for it; a busy one does.
 
 # From _UNREADY missed probes in a row on, calls are refused at once and running ones are cut. A
 # single one is no evidence: a busy machine starves a healthy child. At _HANGS a hanging child is
@@ -41,8 +41,8 @@ class Misses:
         """Start at 0.
 
         Args:
-            processor_s: returns the seconds of processor time that the child has used; None for a
-                child of somebody else.
+            processor_s: returns the seconds that the child has used a processor or waited for one;
+                None for a child of somebody else.
         """
         self._processor_s = processor_s
         self._count = 0
@@ -71,11 +71,18 @@ class Misses:
         if self._last_answer - self._last_mark >= _MARK_SECONDS:
             self._mark()
 
-    def add(self) -> None:
-        """Count a missed probe, unless the child was busy since the last one."""
-        share = self._mark()
+    def add(self, *, is_late: bool = False) -> None:
+        """Count a missed probe, unless the child was busy since the last one.
+
+        A thread that has ended takes its waiting time along; ending is work, too.
+
+        Args:
+            is_late: whether this process noticed the miss late, so that it waited for a processor
+                itself; such a miss counts like one of a busy child.
+        """
+        share = abs(self._mark())
         is_loop = time.monotonic() - self._last_answer > _LOOP_SECONDS
-        if is_loop or share < _BUSY:
+        if is_loop or (share < _BUSY and not is_late):
             self._count += 1
 
     def _mark(self) -> float:
@@ -89,21 +96,26 @@ class Misses:
 
 
 def group_processor_s(group: int) -> float:
-    """Return the processor time (seconds) of the living processes of a process group.
+    """Return for how long (seconds) the living processes of a group wanted a processor.
 
-    Returns 0 on a system without /proc.
+    That is the time they ran, and the time their threads waited in a run queue where the kernel
+    counts it: on a loaded machine a process runs little and waits long. Returns 0 on a system
+    without /proc.
     """
-    ticks = 0
+    total = 0.0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             # After the name, which is in parentheses and may have any characters.
             fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) != group:
+                continue
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            for schedule in stat.parent.glob("task/*/schedstat"):
+                total += int(schedule.read_text().split()[1]) / 1e9
         except OSError:
             # It ended after it was listed.
             continue
-        if int(fields[2]) == group:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return total
 
 
 _SHM = Path("/dev/shm")  # noqa: S108 - Triton's own place
@@ -223,8 +235,8 @@ class TritonProcess:
             self._process.stdin.close()
 
     def processor_s(self) -> float:
-        """Return the processor time (seconds) of the child and its model processes; 0 if it does
-        not run.
+        """Return for how long (seconds) the child and its model processes wanted a processor; 0 if
+        it does not run. See group_processor_s.
         """
         return group_processor_s(self._process.pid) if self._process is not None else 0.0
 
