@@ -613,13 +613,16 @@ class FilterEngine:
         # Labels that must be read again, since the first filter.
         self._stale: set[int] = set()
         self._following = False
+        # A gallery that is never filtered costs no call at each commit.
+        self._subscribed = False
         # Labels that changed while the large segment is being read again; None: it is not.
         self._renewal: set[int] | None = None
-        store.subscribe(self._on_change)
 
     def close(self) -> None:
         """Stop following the store; later answers may be outdated."""
-        self._store.unsubscribe(self._on_change)
+        if self._subscribed:
+            self._subscribed = False
+            self._store.unsubscribe(self._on_change)
 
     def passing(self, condition: Filter) -> MatchesInFile:
         """Return the items that pass now, including every change acknowledged before the call.
@@ -650,6 +653,9 @@ class FilterEngine:
         return matches
 
     def _refresh(self) -> _State:
+        if not self._subscribed:
+            self._store.subscribe(self._on_change)
+            self._subscribed = True
         with self._lock:
             stale, self._stale = self._stale, set()
             # None until everything is read: an error leaves no half-updated state.
