@@ -61,18 +61,18 @@ def test_damaged_pictures_are_named_and_left_out(
     embed = ["embed", "images", "--with", "model.onnx", "--out", "out"]
     assert run(embed, monkeypatch) == 65
     said = capsys.readouterr()
-    assert said.out == "7 embedded, 2 refused, 7 in out\n"
+    assert said.out == "7 items embedded now, 2 refused, 7 with a vector in out\n"
     assert "below/3.jpg: image: cannot be decoded" in said.err
     assert "below/7.jpg: image: expected" in said.err
-    assert "left out, hidden or no pictures by their names: 2" in said.err
+    assert "images: 2 files left out: hidden, or not named as pictures" in said.err
     assert kept(tmp_path / "out") == {f"below/{number}.jpg" for number in (0, 1, 2, 4, 5, 6, 8)}
     # A later run takes them up again, and ends well once they are sound.
     assert run(embed, monkeypatch) == 65
-    assert capsys.readouterr().out == "0 embedded, 2 refused, 7 in out\n"
+    assert capsys.readouterr().out == "0 items embedded now, 2 refused, 7 with a vector in out\n"
     for number in (3, 7):
         (below / f"{number}.jpg").write_bytes(whole)
     assert run(embed, monkeypatch) == 0
-    assert capsys.readouterr().out == "2 embedded, 9 in out\n"
+    assert capsys.readouterr().out == "2 items embedded now, 9 with a vector in out\n"
 
 
 def empty(_: int, body: dict[str, Any]) -> Answer:

@@ -36,7 +36,7 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         said = run_script(first, tmp_path, {}, 240)
         assert f"documents.embedding: {ITEMS} vectors of dimension 8" in said
         assert "verdict: " in said
-        assert f"{ITEMS} written, {ITEMS} carried and checked" in said
+        assert f"{ITEMS} vectors written now, {ITEMS} in the store and checked" in said
         assert "<h1>Verdict: " in (tmp_path / "verdict.html").read_text("utf-8")
         carried = connection.execute("SELECT embedding_new::text FROM documents ORDER BY id")
         vectors = np.array([json.loads(vector) for (vector,) in carried], np.float32)
@@ -44,7 +44,8 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         np.testing.assert_allclose(vectors, mapping(old.astype(np.float32)), atol=1e-5)
         run_python(address, old.astype(np.float32), tmp_path)
         said_by_map = check_publishing(publish + foreign, address, tmp_path)
-        assert f"{ITEMS} written" in said_by_map and "embedding_foreign: removed" in said_by_map
+        assert f"{ITEMS} vectors written" in said_by_map
+        assert "embedding_foreign: removed" in said_by_map
         check_rollback_and_again(connection, rollback, address, tmp_path, steps[-1])
         given = {"SOURCE": f"{address}#documents"}
         flip(connection, run_script(table, tmp_path, given, 60))
@@ -53,7 +54,7 @@ def test_a_stranger_gets_from_the_table_to_a_flipped_column(
         )
         found = np.array([json.loads(vector) for (vector,) in joined], np.float32)
         np.testing.assert_array_equal(found, vectors)
-        assert run_script(by_itself, tmp_path, given, 60).endswith("flipped\n")
+        assert run_script(by_itself, tmp_path, given, 60).endswith("the store is flipped\n")
         flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
         found = np.array([json.loads(vector) for (vector,) in flipped], np.float32)
         np.testing.assert_array_equal(found, vectors)
@@ -88,7 +89,7 @@ def test_one_command_migrates_the_table_and_goes_back(postgres: Server, tmp_path
         )
         given = {"SOURCE": f"{address}#documents"}
         said = run_script(native, tmp_path, given, 60)
-        assert "400 written, 400 carried and checked" in said and "removed" in said
+        assert "400 vectors written now, 400 in the store and checked" in said and "removed" in said
 
 
 def test_readme_shows_the_command_of_the_guide() -> None:
@@ -112,7 +113,7 @@ def test_the_printed_statements_flip_the_column(postgres: Server, tmp_path: Path
         (way,) = re.findall(r"^verdict: ([a-z-]+):", said, re.MULTILINE)
         assert load_map(tmp_path / "map.npz").facts["verdict"] == way
         printed = run_script(carry, tmp_path, given, 60)
-        assert "400 written, 400 carried and checked" in printed
+        assert "400 vectors written now, 400 in the store and checked" in printed
         assert ("the verdict of map.npz was" in printed) == (way != "map")
         flip(connection, printed)
         flipped = connection.execute("SELECT embedding::text FROM documents ORDER BY id")
@@ -178,7 +179,7 @@ def check_rollback_and_again(
     assert "embedding_new: removed" in run_script(rollback, folder, source, 60)
     found = connection.execute("SELECT * FROM documents LIMIT 1")
     assert [column.name for column in found.description or ()] == ["id", "body", "embedding"]
-    assert f"{ITEMS} written" in run_script(carry, folder, source, 60)
+    assert f"{ITEMS} vectors written" in run_script(carry, folder, source, 60)
 
 
 def flip(connection: psycopg.Connection, said: str) -> None:

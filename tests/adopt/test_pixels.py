@@ -193,7 +193,7 @@ def test_what_is_given_is_of_the_fingerprint_and_told(
     # The same, written beside it, is the same space.
     (tmp_path / "m.json").write_text(json.dumps(said))
     run_command(main, ["nobackfill", *embed, "cut"], monkeypatch)
-    assert capsys.readouterr().out.startswith("0 embedded, 4 in cut")
+    assert capsys.readouterr().out.startswith("0 items embedded now, 4 with a vector in cut")
     assert open_source("cut").facts().model == open_embedder("m.onnx").fingerprint
 
 

@@ -64,7 +64,7 @@ def test_a_table_moves_to_another_pretrained_model(folder: Path, kind: str) -> N
     assert figures["re-embedded"]["agreement"] == 1
     assert figures[WAYS[1]]["agreement"] < 0.5 < figures["lazily"]["agreement"]
     assert figures["lazily"]["first"] >= 0.9 * figures["re-embedded"]["first"]
-    assert "240 of 240 embedded again" in said and "240 carried and checked" in said
+    assert "240 of 240 embedded again" in said and "240 in the store and checked" in said
     assert "verdict: " in said
 
 

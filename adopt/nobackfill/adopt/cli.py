@@ -1,4 +1,4 @@
-"""The command `nobackfill`: inspect, sample, embed, fit and carry for vectors that live elsewhere.
+"""The command `nobackfill`: inspect, sample, embed, fit and migrate vectors in a user's own store.
 
 Each command imports what it needs when it runs, so `--help` stays quick.
 """
@@ -28,8 +28,9 @@ FitOption = Annotated[
     Fit | None,
     typer.Option(
         "--fit",
-        help="How a picture becomes square: stretch it, crop its middle, or pad it with black.",
-        show_default="as the model's files say, else stretch",
+        help="For an ONNX model of images: how a picture gets the shape of the model's input: "
+        "stretch it, crop its middle, or pad it with black.",
+        show_default="as the files in the model's folder declare, else stretch",
     ),
 ]
 Size = Annotated[
@@ -37,8 +38,9 @@ Size = Annotated[
     typer.Option(
         min=1,
         max=4096,
-        help="Side of the model's input in pixels, if the ONNX graph does not fix it.",
-        show_default="as the model's files say",
+        help="For an ONNX model of images whose graph leaves the size of its input open: the side "
+        "of the square input, in pixels.",
+        show_default="as the files in the model's folder declare",
     ),
 ]
 Shortest = Annotated[
@@ -46,36 +48,40 @@ Shortest = Annotated[
     typer.Option(
         min=1,
         max=4096,
-        help="With --fit crop: pixels of the shorter side before the crop.",
-        show_default="as the model's files say, else the longer side of --size",
+        help="With --fit crop: length in pixels to which a picture's shorter side is scaled before "
+        "its middle is cut out.",
+        show_default="as the files in the model's folder declare, else the longer side of the "
+        "model's input",
     ),
 ]
 Interpolating = Annotated[
     Interpolation | None,
     typer.Option(
         "--interpolation",
-        help="How pictures are scaled.",
-        show_default="as the model's files say, else bilinear",
+        help="For an ONNX model of images: the filter by which pictures are scaled.",
+        show_default="as the files in the model's folder declare, else bilinear",
     ),
 ]
 Mean = Annotated[
     tuple[float, float, float] | None,
     typer.Option(
-        help="Mean to subtract from each channel of pixels of 0 to 1.",
-        show_default="as the model's files say, else 0.485 0.456 0.406",
+        help="For an ONNX model of images: three numbers to subtract from the red, green and blue "
+        "of every pixel, which lie between 0 and 1.",
+        show_default="as the files in the model's folder declare, else 0.485 0.456 0.406",
     ),
 ]
 Std = Annotated[
     tuple[float, float, float] | None,
     typer.Option(
-        help="Standard deviation to divide each channel by.",
-        show_default="as the model's files say, else 0.229 0.224 0.225",
+        help="For an ONNX model of images: three numbers by which red, green and blue are divided "
+        "after --mean is subtracted.",
+        show_default="as the files in the model's folder declare, else 0.229 0.224 0.225",
     ),
 ]
 
 
 def given_options(**options: object) -> dict[str, object]:
-    """Leave out the options that were not given."""
+    """Return the options whose value is not None, by name; a value of None was not given."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -121,66 +127,147 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-SourceArgument = Annotated[str, typer.Argument(metavar="SOURCE", help="Where the vectors are.")]
+_FORMS = "`nobackfill --help` lists the forms of an address."
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Address of the store with the old vectors, such as 'postgresql:///shop#documents'. "
+        f"It is only read. {_FORMS}",
+    ),
+]
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Address of the store with the old vectors, such as 'postgresql:///shop#documents'. "
+        f"The new vectors are written into it. {_FORMS}",
+    ),
+]
 Key = Annotated[
     str | None,
-    typer.Option(help="Column of unique keys.", show_default="the primary key, or `id`"),
+    typer.Option(
+        metavar="NAME",
+        help="Column with the unique keys of the rows, in the store of the old vectors.",
+        show_default="the primary key, or `id`",
+    ),
 ]
 Vector = Annotated[
-    str | None, typer.Option(help="Column of old vectors.", show_default="the only one")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Column with the old vectors, in a store with several columns of vectors.",
+        show_default="the only one",
+    ),
 ]
 Root = Annotated[
     Path | None,
     typer.Option(
-        help="The publisher's 1.root.json.", show_default="the one given before, remembered"
+        metavar="FILE",
+        help="The publisher's first root metadata, 1.root.json, which is only read. Get it over "
+        "another channel than the publication. It is needed once for each publication.",
+        show_default="the one that an earlier run stored for this user",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object on stdout; without this, print sentences."),
+]
 # Options that `fit` and the commands of `converter` share.
-Old = Annotated[str, typer.Option(help="SOURCE of the old vectors.")]
-New = Annotated[str, typer.Option(help="The same items' vectors by the new model.")]
-MapFile = Annotated[Path, typer.Option(help="File for the map.")]
+Old = Annotated[
+    str,
+    typer.Option(
+        metavar="SOURCE",
+        help=f"Address of the store with the old model's vectors. It is only read. {_FORMS}",
+    ),
+]
+New = Annotated[
+    str,
+    typer.Option(
+        metavar="SOURCE",
+        help="Address of the new model's vectors of the same items, with the same ids: a folder "
+        "that `nobackfill embed` wrote, or another SOURCE. It is only read.",
+    ),
+]
+MapFile = Annotated[
+    Path,
+    typer.Option(
+        metavar="FILE", help="File to write the map to. `nobackfill carry --map` reads it."
+    ),
+]
 OnnxFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write the map for `export.py --upgrade`.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Second file to write the map to, as an ONNX graph for `export.py --upgrade`. "
+        "Without this, no ONNX graph is written.",
+    ),
 ]
 JoiningFile = Annotated[
     Path | None,
-    typer.Option(help="File to write: the rank fusion that searches need for `both` and `lazily`."),
+    typer.Option(
+        metavar="FILE",
+        help="File to write the weights of rank fusion to. Searches that ask both models read it, "
+        "after the verdicts `both` and `lazily`. Without this, no weights are written.",
+    ),
 ]
-ReportFile = Annotated[Path | None, typer.Option(help="HTML page of the verdict.")]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File to write the verdict to, as an HTML page. Without this, it is only printed.",
+    ),
+]
 QueriesOld = Annotated[
     str | None,
-    typer.Option(help="SOURCE of query vectors by the old model; the id is the item to find."),
+    typer.Option(
+        metavar="SOURCE",
+        help="Address of the old model's vectors of test queries, each with the id of the item "
+        "that it should find: a folder that `nobackfill embed --queries` wrote. It is only read. "
+        "Without queries, the verdict is judged by agreement with the new model.",
+    ),
 ]
 QueriesNew = Annotated[
-    str | None, typer.Option(help="SOURCE of the same queries by the new model.")
+    str | None,
+    typer.Option(
+        metavar="SOURCE",
+        help="Address of the new model's vectors of the queries of --queries-old, with the same "
+        "ids. It is required with --queries-old, and only read. Without queries, the verdict is "
+        "judged by agreement with the new model.",
+    ),
 ]
 ItemsGone = Annotated[
     bool,
-    typer.Option("--items-gone", help="The items no longer exist: never advise to re-embed them."),
+    typer.Option(
+        "--items-gone",
+        help="The texts or images no longer exist, so the verdict never advises to re-embed them. "
+        "Without this, the verdict assumes that they exist.",
+    ),
 ]
 Also = Annotated[
     str | None,
     typer.Option(
         "--also",
         metavar="MODULE:FUNCTION",
-        help="Function that trains one more candidate map; takes minutes.",
+        help="Python function that trains one more candidate map, which takes minutes, such as "
+        "nobackfill.training.pairs:residual. Without this, all candidates are linear maps.",
     ),
 ]
 
 
 @app.callback()
 def options(version: Version = False) -> None:
-    """Options before a command."""
+    """Define the options that stand before a command."""
 
 
 @app.command()
 def inspect(
     source: SourceArgument, key: Key = None, vector: Vector = None, as_json: Json = False
 ) -> None:
-    """Show what a store holds: count, dimension, norms, defects.
+    """Show what a store holds: count, dimension, norms and defects of its vectors.
 
     Defects are duplicates, rows with NaN or infinity, and drift from the first rows to the last.
+    Every vector is read once, and nothing is written.
     """
     from nobackfill.adopt import pairs
     from nobackfill.adopt.sources.opening import open_source
@@ -193,18 +280,34 @@ def inspect(
 def sample(
     source: SourceArgument,
     count: Annotated[
-        int, typer.Option("-n", min=1, help="Number of items; all if there are fewer.")
+        int,
+        typer.Option(
+            "-n",
+            metavar="N",
+            min=1,
+            help="Number of items to choose; all are chosen if the store has fewer.",
+        ),
     ] = 2000,
     out: Annotated[
-        Path | None, typer.Option(help="File of ids, one a line.", show_default="stdout")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File to write the ids of the chosen items to, one a line.",
+            show_default="stdout",
+        ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Random seed; the same seed draws the same items.")
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Seed of the random choice; the same seed chooses the same items again.",
+        ),
     ] = 0,
     key: Key = None,
     vector: Vector = None,
 ) -> None:
-    """Choose items to re-embed for `fit`, spread over the space."""
+    """Choose items to embed by the new model for `nobackfill fit`, spread over the old vectors."""
     from nobackfill.adopt import pairs
     from nobackfill.adopt.pairs import read_all
     from nobackfill.adopt.sources.opening import open_items
@@ -219,7 +322,7 @@ def sample(
         print(text, end="")
     else:
         write_file(out, text.encode())
-        print(visible(f"{len(ids)} of {len(rows)} ids in {out}"))
+        print(visible(f"{out}: written, with the ids of {len(ids)} of {len(rows)} items"))
     # Not on stdout with the ids, which may go into a pipe.
     print(pairs.coverage(rows, ids, seed).sentence, file=sys.stdout if out else sys.stderr)
 
@@ -227,37 +330,88 @@ def sample(
 @app.command()
 def embed(
     items: Annotated[
-        str, typer.Argument(help="A folder of images, FILE.jsonl, or a SOURCE with --column.")
+        str,
+        typer.Argument(
+            help="Texts or images to embed, which are only read: a folder of images, whose ids are "
+            "their paths in it; FILE.jsonl with an id and a text in each line; or a SOURCE with "
+            "texts in --column."
+        ),
     ],
     model: Annotated[
-        str, typer.Option("--with", help="FILE.onnx, module:function, or an https:// endpoint.")
+        str,
+        typer.Option(
+            "--with",
+            metavar="MODEL",
+            help="Model that embeds the items: FILE.onnx, a Python function module:function, or "
+            "the https:// address of an endpoint like OpenAI's embeddings, whose key is in "
+            "NOBACKFILL_ENDPOINT_KEY.",
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for the vectors; it continues an earlier run.")],
-    column: Annotated[str, typer.Option(help="Column, or JSON field, of the texts.")] = "text",
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder to write the vectors to, as Parquet files. It is created if missing. "
+            "Items whose vectors it holds already are not embedded again.",
+        ),
+    ],
+    column: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Column of the SOURCE, or field of FILE.jsonl, with the texts. Images ignore it.",
+        ),
+    ] = "text",
     only: Annotated[
-        Path | None, typer.Option(help="File of ids, from `sample`.", show_default="all items")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="File to read: ids of the items to embed, one a line, as `nobackfill sample` "
+            "writes it.",
+            show_default="all items",
+        ),
     ] = None,
-    model_name: Annotated[str | None, typer.Option(help="The model's name at an endpoint.")] = None,
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the model at the endpoint of --with. It is required for an endpoint; "
+            "other models ignore it.",
+        ),
+    ] = None,
     patience: Annotated[
-        float, typer.Option(help="Seconds to wait for an endpoint that is busy.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Seconds for which one request is repeated while an endpoint is busy or fails.",
+        ),
     ] = 120.0,
-    batch: Annotated[int, typer.Option(min=1, help="Items that the model embeds at a time.")] = 32,
+    batch: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Number of items that the model gets at a time.")
+    ] = 32,
     queries: Annotated[
         bool,
         typer.Option(
-            "--queries", help="The texts are queries: some models embed these in another way."
+            "--queries",
+            help="Embed the texts as queries: some models put another prefix before a query. "
+            "Without this, they are embedded as documents.",
         ),
     ] = False,
     query_encoder: Annotated[
         str | None,
         typer.Option(
-            help="Model of the queries, if it is another one.", show_default="that of --with"
+            metavar="MODEL",
+            help="Second model that embeds the texts as queries, in the forms of --with, where a "
+            "model has an encoder of its own for queries.",
+            show_default="the model of --with",
         ),
     ] = None,
     query_model_name: Annotated[
         str | None,
         typer.Option(
-            help="The name of --query-encoder at an endpoint.", show_default="that of --model-name"
+            metavar="NAME",
+            help="Name of the model of --query-encoder at an endpoint.",
+            show_default="that of --model-name",
         ),
     ] = None,
     fit: FitOption = None,
@@ -266,17 +420,26 @@ def embed(
     interpolation: Interpolating = None,
     mean: Mean = None,
     std: Std = None,
-    key: Key = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Column of the SOURCE, or field of FILE.jsonl, with the unique ids. Images "
+            "ignore it.",
+            show_default="the primary key, or `id`",
+        ),
+    ] = None,
 ) -> None:
-    """Embed items by a model.
+    """Embed texts or images by a model, and write their vectors into a folder.
 
-    After a failure or Ctrl-C, run it again: it embeds only the missing items.
+    After a failure or Ctrl-C, run it again: it embeds only the items without a vector, and items
+    whose content has changed since.
 
     Items that the model refuses are named and skipped, and the command ends with exit code 65.
 
     The preprocessing of pictures for FILE.onnx is read from FILE.json in the same folder, or from
     the files that transformers, open_clip or timm exported there, and printed. --fit and the
-    options after it override it.
+    options after it replace the values of these files.
     """
     from nobackfill.adopt.embedding.embedder import QueryEmbedder, open_embedder, reading_of
     from nobackfill.adopt.embedding.vector_folder import embed_into, read_items
@@ -288,9 +451,9 @@ def embed(
     wanted = None if only is None else read_ids(only)
     found = read_items(items, column=column, key=key, only=wanted)
     if wanted is not None and (lost := sorted(wanted - set(found.ids))):
-        _tell(f"{len(lost)} ids have no item, the first: {lost[0]}")
+        _tell(f"{only}: {len(lost)} ids have no item in {items}, the first: {lost[0]}")
     if found.others:
-        _tell(f"left out, hidden or no pictures by their names: {found.others}")
+        _tell(f"{items}: {found.others} files left out: hidden, or not named as pictures")
     embedder = open_embedder(
         model, name=model_name, patience=patience, queries=queries, pixels=pixels
     )
@@ -314,7 +477,8 @@ def embed(
         for name, why in refusals.items():
             _tell(f"{name}: {why}")
     count = f"{len(refusals)} refused, " if refusals else ""
-    print(visible(f"{made} embedded, {count}{len(found.ids) - len(refusals)} in {out}"))
+    vectors = len(found.ids) - len(refusals)
+    print(visible(f"{made} items embedded now, {count}{vectors} with a vector in {out}"))
     if refusals:
         raise typer.Exit(InvalidInputError.exit_code)
 
@@ -335,9 +499,11 @@ def fit(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Decide how to migrate, and write the map for `carry`.
+    """Decide how to change the model, and write the map for `nobackfill carry`.
 
-    It fits maps, compares five ways to go on, one of which is to stay, and names the best one.
+    It fits maps from the old model's vectors to the new one's. It compares them with staying, with
+    a search by both models and with re-embedding, and prints the best option with its figures. The
+    stores are only read.
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
@@ -366,13 +532,31 @@ app.add_typer(converter_commands, name="converter")
 
 @converter_commands.command()
 def publish(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The publication folder.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Publication folder to write the signed map into; it is created if missing.",
+        ),
+    ],
     old: Old,
     new: New,
-    card: Annotated[Path, typer.Option(help="JSON file: both models, licences, corpus.")],
+    card: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="JSON file to read: the names, licences and files of both models, and the name "
+            "and the licence of the corpus, as docs/adopt.md shows.",
+        ),
+    ],
     start: Annotated[
         str | None,
-        typer.Option("--from", help="A published converter to improve; as `carry --release`."),
+        typer.Option(
+            "--from",
+            metavar="CONVERTER",
+            help="Published map to correct by the pairs, in the forms of `nobackfill carry "
+            "--release`. Without this, maps are fitted to the pairs alone.",
+        ),
     ] = None,
     root: Root = None,
     out: MapFile = Path("map.npz"),
@@ -386,9 +570,9 @@ def publish(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Publish the map between two public models for users who have no pairs.
+    """Publish the map between two public models for users who have no pairs of vectors.
 
-    The map is fitted and judged as by `nobackfill fit`, then signed. Nothing is published where the
+    The map is fitted and judged as by `nobackfill fit`, then signed. Nothing is published if the
     new model is worse than the old one.
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
@@ -404,7 +588,11 @@ def publish(
 def improve(
     converter: Annotated[
         str,
-        typer.Argument(metavar="CONVERTER", help="N, FOLDER or URL, both with #N for one of them."),
+        typer.Argument(
+            metavar="CONVERTER",
+            help="Published map to improve, which is only read: FOLDER or URL of its publication, "
+            "with #N for number N of several, or N alone for number N in the folder model_repo.",
+        ),
     ],
     old: Old,
     new: New,
@@ -421,10 +609,10 @@ def improve(
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Improve a published map by pairs of your own.
+    """Improve a published map by pairs of your own, and write the result for `nobackfill carry`.
 
-    It is `nobackfill fit` with two more candidates: the converter as it is, and corrected by your
-    pairs.
+    It is `nobackfill fit` with two more candidates: the published map as it is, and the same map
+    corrected by your pairs. Nothing is published.
     """
     from nobackfill.adopt.fitting import FitFiles, fit_and_judge
 
@@ -445,17 +633,39 @@ def improve(
 
 @converter_commands.command()
 def withdraw(
-    number: Annotated[int, typer.Argument(help="Number of the converter.")],
-    reason: Annotated[str, typer.Option(help="Reason that users of this map are shown.")],
-    model_repo: Annotated[Path, typer.Option(help="The publication folder.")] = Path("model_repo"),
+    number: Annotated[
+        int, typer.Argument(help="Number of the published map, as `converter publish` printed it.")
+    ],
+    reason: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT", help="Reason to publish. It is shown to users whose command refuses it."
+        ),
+    ],
+    model_repo: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER", help="Publication folder of the map; new metadata is written into it."
+        ),
+    ] = Path("model_repo"),
     targets_key: Annotated[
         Path | None,
-        typer.Option(help="The targets key.", show_default="MODEL_REPO.keys/targets.pem"),
+        typer.Option(
+            metavar="FILE",
+            help="Private key that signs the new metadata, which is only read.",
+            show_default="MODEL_REPO.keys/targets.pem",
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and report only.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print what would change, and write nothing. Without this, the map is withdrawn.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Withdraw a published map, so that nobody can use it any more."""
+    """Withdraw a published map, so that `nobackfill carry` and `improve` refuse it from then on."""
     from nobackfill.release.publishing import renew
     from nobackfill.release.publishing.metadata import Keys
 
@@ -471,63 +681,117 @@ def withdraw(
 
 @app.command()
 def carry(
-    source: SourceArgument,
-    to: Annotated[str, typer.Option(help="Name of the new vectors; PostgreSQL: also table:NAME.")],
+    source: TargetArgument,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the new vectors in the store, such as embedding_new. In PostgreSQL it is "
+            "a new column of the table, or with table:NAME a second table.",
+        ),
+    ],
     mapping: Annotated[
-        Path | None, typer.Option("--map", help="The map that `nobackfill fit` wrote.")
+        Path | None,
+        typer.Option(
+            "--map",
+            metavar="FILE",
+            help="File of the map that computes the new vectors from the old ones, as "
+            "`nobackfill fit` wrote it. One of --map, --release, --with and --vectors is required, "
+            "except with --rollback.",
+        ),
     ] = None,
     release: Annotated[
         str | None,
-        typer.Option(help="Or a published map: N, FOLDER or URL; #N after these chooses one."),
+        typer.Option(
+            metavar="CONVERTER",
+            help="In place of --map, a published map: FOLDER or URL of its publication, with #N "
+            "for number N of several, or N alone for number N in the folder model_repo. Without "
+            "#N, the newest one that is for the old model.",
+        ),
     ] = None,
     root: Root = None,
     model: Annotated[
         str | None,
         typer.Option(
-            help="The old model, as `embed --with`.", show_default="the one that the store names"
+            metavar="MODEL",
+            help="The old model, in the forms of `embed --with`, which must be the one that the "
+            "map is for. --release requires it if the store does not name its model.",
+            show_default="the model that the store names",
         ),
     ] = None,
     new_model: Annotated[
         str | None,
         typer.Option(
             "--with",
-            help="Or re-embed every item: the new model, as `embed --with`. Needs --column or "
-            "--items.",
+            metavar="MODEL",
+            help="In place of a map, the new model, in the forms of `embed --with`: every item is "
+            "re-embedded. It needs --column or --items.",
         ),
     ] = None,
     new_model_name: Annotated[
-        str | None, typer.Option("--model-name", help="The new model's name at an endpoint.")
+        str | None,
+        typer.Option(
+            "--model-name",
+            metavar="NAME",
+            help="Name of the new model at the endpoint of --with. It is required for an endpoint; "
+            "other models ignore it.",
+        ),
     ] = None,
     vectors: Annotated[
         Path | None,
-        typer.Option(help="Or use the vectors that `embed` wrote, of items that did not change."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder that `nobackfill embed` wrote, which is only read. Its vectors are reused "
+            "for items whose content has not changed. Without --with, other items get no new "
+            "vector, and exit code 65 says so. It needs --column or --items.",
+        ),
     ] = None,
     natives: Annotated[
-        Path | None, typer.Option(help="Use the vectors that lazy re-embedding keeps, too.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --with or --vectors: file in which searches by Dual of nobackfill.serve "
+            "stored new vectors of their hits. These vectors are reused. Without this, none are.",
+        ),
     ] = None,
     column: Annotated[
-        str | None, typer.Option(help="Column of the texts that are re-embedded.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --with or --vectors: column of the store with the texts of the items.",
+        ),
     ] = None,
     items: Annotated[
         str | None,
-        typer.Option(help="Or a folder of images, or FILE.jsonl, with the ids of the store."),
+        typer.Option(
+            metavar="PATH",
+            help="In place of --column: folder of images, or FILE.jsonl of texts, which are only "
+            "read. The paths in the folder, or the field `id`, are the keys of the store.",
+        ),
     ] = None,
     flip: Annotated[
         bool,
         typer.Option(
             "--flip",
-            help="PostgreSQL: build the index, lock the table, carry the rest, and flip. LanceDB, "
-            "SQLite: carry the rest and flip. Qdrant: writers put both vectors; carry the rest.",
+            help="Also make searches read the new vectors. PostgreSQL: build the index, lock the "
+            "table, write the last rows, rename the columns. LanceDB, SQLite: write the last rows, "
+            "exchange the names. Qdrant: write the last points; your writers must already put both "
+            "vectors. Without this, the steps are only printed.",
         ),
     ] = False,
     rollback: Annotated[
-        bool, typer.Option("--rollback", help="Remove what was carried under this name.")
+        bool,
+        typer.Option(
+            "--rollback",
+            help="Remove the new vectors called --to from the store, and write none. The old "
+            "vectors stay.",
+        ),
     ] = False,
     key: Key = None,
     vector: Vector = None,
     as_json: Json = False,
 ) -> None:
-    """Write new vectors into the store of the old ones.
+    """Migrate a store: write a new vector for every item next to its old one, and check it.
 
     No old vector changes. After an interruption, run it again to continue. Others may write to the
     store meanwhile. In PostgreSQL, a new column updates every row, which fires the table's UPDATE
@@ -543,18 +807,21 @@ def carry(
     opened = open_items(source, source, key=key, vector=vector)
     if rollback:
         removed = opened.rollback(to)
-        line = f"{to}: removed" if removed else f"{to}: nothing that was carried has this name"
+        line = f"{to}: removed" if removed else f"{to}: no new vectors have this name"
         _answer(as_json, {"removed": removed}, [line])
         return
     facts = opened.facts()
     if new_model is not None or vectors is not None:
         if mapping is not None or release is not None:
-            raise InvalidInputError("expected a map, or --with and --vectors, not both")
+            raise InvalidInputError(
+                "expected a map (--map or --release) or native vectors (--with, --vectors), got "
+                "both; leave one of them out"
+            )
         contents = open_contents(opened, column, items)
         if natives is not None and not natives.is_file():
             raise NotFoundError(
                 f"--natives {natives}: no such file; expected the file that Dual of "
-                "nobackfill.serve writes"
+                "nobackfill.serve writes. Leave --natives out if there is none"
             )
         native = open_native_vectors(
             opened,
@@ -568,9 +835,12 @@ def carry(
         return
     loaded, said = mapping_for(facts, mapping, release, root, model)
     if (way := loaded.facts.get(VERDICT, "map")) != "map":
-        then = "a map alone was not the best way"
+        then = "`nobackfill fit` did not recommend to migrate by this map alone"
         if way in ("both", "lazily"):
-            then = f"build the index, leave the flip, and search by Dual with carried={to!r}"
+            then = (
+                "build the index, do not flip, and search by both models with Dual of "
+                f"nobackfill.serve, carried={to!r}"
+            )
         said = [*said, f"the verdict of {mapping} was {way}: {then}"]
     made = loaded.facts.get(NEW_MODEL)
     target = Target(to, loaded.dims[1], loaded.digest, made)
@@ -586,19 +856,27 @@ def _carry_and_answer(
     flip: bool,
     as_json: bool,
 ) -> None:
-    """Write the new vectors and print what was done; `notes`: sentences that come first."""
+    """Write the new vectors and print the result.
+
+    Args:
+        source: The store.
+        target: The place of the new vectors in it.
+        maker: A map, or another maker of the new vectors.
+        notes: Sentences to print before the result.
+        flip: Whether to flip as well; then whatever prevents a flip is an error, not a warning.
+        as_json: Whether to print JSON.
+    """
     from nobackfill.adopt.carrying import carry as write_vectors
     from nobackfill.adopt.sources.source import WarningSource
 
     if isinstance(source, WarningSource):
-        # With --flip they are an error.
         obstacles = [] if flip else source.obstacles(target)
         for warning in [*source.warnings(target.name), *obstacles]:
             print(visible(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)
     done = write_vectors(source, target, maker, progress=_progress(source.count()), flip=flip)
-    lines = [*notes, f"{done.written} written, {done.total} carried and checked"]
+    lines = [*notes, f"{done.written} vectors written now, {done.total} in the store and checked"]
     lines += [
-        "flipped" if flip or not done.steps else "to flip:",
+        "the store is flipped" if flip or not done.steps else "to make searches read them:",
         *(f"  {step}" for step in done.steps),
     ]
     _answer(as_json, {**asdict(done), "notes": notes}, lines)
@@ -628,7 +906,7 @@ class _MigrateGroup(TyperGroup):
 
 migrate_commands = typer.Typer(
     cls=_MigrateGroup,
-    help="Do all steps in PostgreSQL, LanceDB or SQLite, or say why not.\n\n"
+    help="Do all steps of a migration in PostgreSQL, LanceDB or SQLite, or say why not.\n\n"
     "`migrate SOURCE` is `migrate start SOURCE`; its options: `nobackfill migrate start --help`.",
     epilog="""Example:
 
@@ -641,67 +919,121 @@ nobackfill migrate finish""",
 )
 app.add_typer(migrate_commands, name="migrate")
 Work = Annotated[
-    Path, typer.Option(help="Folder with the state of the migration; one folder per migration.")
+    Path,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder with the state of the migration, which is read and written; `migrate start` "
+        "creates it. Each migration needs a folder of its own.",
+    ),
 ]
 _WORK = Path("nobackfill-migration")
 
 
 @migrate_commands.command()
 def start(
-    source: SourceArgument,
+    source: TargetArgument,
     new: Annotated[
-        str, typer.Option(help="The new model: FILE.onnx, module:function or an https:// endpoint.")
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="The new model: FILE.onnx, a Python function module:function, or the https:// "
+            "address of an endpoint like OpenAI's embeddings, whose key is in "
+            "NOBACKFILL_ENDPOINT_KEY.",
+        ),
     ],
     column: Annotated[
-        str | None, typer.Option(help="Column of the texts that the models embed.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Column of the table with the texts to embed. Either --column or --items is "
+            "required.",
+        ),
     ] = None,
     items: Annotated[
         str | None,
         typer.Option(
-            help="In place of --column: a folder of images, or FILE.jsonl. File names or the field "
-            "`id` are the table's keys."
+            metavar="PATH",
+            help="In place of --column: folder of images, or FILE.jsonl of texts, which are only "
+            "read. The paths in the folder, or the field `id`, are the keys of the table.",
         ),
     ] = None,
     old: Annotated[
-        str | None, typer.Option(help="The old model, as --new; --queries needs it.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="The old model, in the forms of --new. It embeds the queries of --queries, which "
+            "requires it.",
+        ),
     ] = None,
     queries: Annotated[
         str | None,
-        typer.Option(help="FILE.jsonl of test queries: `text`, and `id` of the item to find."),
+        typer.Option(
+            metavar="FILE",
+            help="FILE.jsonl of test queries, which is only read: each line has `text`, and as "
+            "`id` the key of the item to find. Without this, the verdict is judged by agreement "
+            "with the new model.",
+        ),
     ] = None,
     items_gone: ItemsGone = False,
-    new_name: Annotated[str | None, typer.Option(help="The new model's name at an endpoint.")] = (
-        None
-    ),
-    old_name: Annotated[str | None, typer.Option(help="The old model's name at an endpoint.")] = (
-        None
-    ),
+    new_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the new model at the endpoint of --new. It is required for an endpoint; "
+            "other models ignore it.",
+        ),
+    ] = None,
+    old_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the old model at the endpoint of --old. It is required for an endpoint; "
+            "other models ignore it.",
+        ),
+    ] = None,
     count: Annotated[
         int | None,
         typer.Option(
-            "-n", min=20, help="Items to embed for the verdict.", show_default="2000, or as before"
+            "-n",
+            metavar="N",
+            min=20,
+            help="Number of items to embed by the new model for the verdict.",
+            show_default="2000, or the number of the run that this run continues",
         ),
     ] = None,
     price: Annotated[
         float | None,
         typer.Option(
-            "--price-per-1000", min=0.0, help="Price of 1,000 items, for the costs in the verdict."
+            "--price-per-1000",
+            metavar="PRICE",
+            min=0.0,
+            help="Price of embedding 1,000 items by the new model, in any currency. The verdict "
+            "then names the cost of re-embedding; without this, it names none.",
         ),
     ] = None,
     natives: Annotated[
         Path | None,
         typer.Option(
-            help="Verdicts both and lazily: file in which Dual of nobackfill.serve stores native "
-            "vectors. Its vectors are reused, and items that searches want come first.",
+            metavar="FILE",
+            help="File in which searches by Dual of nobackfill.serve store new vectors of their "
+            "hits after the verdicts both and lazily. Its vectors are reused, and items that "
+            "searches returned are embedded first.",
             show_default="natives.db in --work",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Write without asking.")] = False,
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes",
+            help="Write without asking. Without this, the command asks on a terminal, and writes "
+            "nothing elsewhere.",
+        ),
+    ] = False,
     work: Work = _WORK,
     key: Key = None,
     vector: Vector = None,
 ) -> None:
-    """Decide whether to re-embed; then do it and flip, or stay.
+    """Decide whether to re-embed; then write the new vectors and flip to them, or stay.
 
     It asks before it writes. If it is killed, run the same command again: it continues. The old
     vectors stay until `migrate finish`, and `migrate back` restores them.
@@ -737,7 +1069,10 @@ def start(
     result = migration.write(_tell)
     after = migration.plan()
     if way == "switch":
-        print("no vector was written: the new model serves the stored vectors; switch your queries")
+        print(
+            "no vector was written: the new model's queries find as much in the stored vectors; "
+            "switch your queries to it"
+        )
         return
     print(f"{result.total} rows have a new vector, {result.written} of them written by this run")
     if after.state == "flipped":
@@ -763,7 +1098,7 @@ def status(work: Work = _WORK, as_json: Json = False) -> None:
 
     progress = Migration(work).status()
     plan = progress.plan
-    line = f"{plan.source}: {plan.state}"
+    line = f"migration of {plan.source}: {plan.state}"
     if plan.way:
         line += f", verdict {plan.way}"
     if progress.total:
@@ -784,8 +1119,8 @@ def pause(work: Work = _WORK) -> None:
 
     Migration(work).pause()
     print(
-        "the migration stops after its present rows; run the same `nobackfill migrate` again to "
-        "continue"
+        "the running migration stops after the rows that it is embedding or writing; run the same "
+        "`nobackfill migrate` again to continue"
     )
 
 
@@ -794,27 +1129,29 @@ def back(
     yes: Annotated[
         bool,
         typer.Option(
-            "--yes", help="Go on although rows that were written since the flip lose their vector."
+            "--yes",
+            help="Undo the flip although rows that were written since lose their only vector. "
+            "Without this, the command refuses in that case.",
         ),
     ] = False,
     work: Work = _WORK,
 ) -> None:
-    """Undo a migration, before its flip or after it: the table has its old vectors again."""
+    """Undo a migration, before its flip or after it: remove the new vectors, restore the old."""
     from nobackfill.adopt.migrating import Migration
 
     lost = Migration(work).back(lose=yes)
-    print("taken back: the table has its old vectors")
+    print("migration taken back: the table has its old vectors")
     if lost:
         print(f"{lost} rows have no vector any more; embed them with the old model")
 
 
 @migrate_commands.command()
 def finish(work: Work = _WORK) -> None:
-    """Drop the old vectors after the flip; `back` cannot undo it."""
+    """Drop the old vectors after the flip; `migrate back` cannot restore them then."""
     from nobackfill.adopt.migrating import Migration
 
     Migration(work).finish()
-    print("finished: the old vectors are dropped")
+    print("migration finished: the old vectors are dropped")
 
 
 def _tell(line: str) -> None:
@@ -827,7 +1164,7 @@ def _progress(total: int) -> Callable[[int], None]:
     def show(count: int) -> None:
         if sys.stderr.isatty():
             end = "\n" if count >= total else "\r"
-            print(f"{count} of {total}", end=end, file=sys.stderr, flush=True)
+            print(f"{count} of {total} items", end=end, file=sys.stderr, flush=True)
 
     return show
 
@@ -837,7 +1174,10 @@ def _answer(as_json: bool, answer: Mapping[str, object], lines: list[str]) -> No
 
 
 def main() -> None:
-    """Run a command; exit codes as in nobackfill.errors."""
+    """Run `nobackfill` with the words of this process, and exit with the command's code.
+
+    An error is printed on stderr as one sentence. nobackfill.errors defines the codes.
+    """
     try:
         app()
     except NobackfillError as error:

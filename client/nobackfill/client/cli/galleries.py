@@ -50,7 +50,10 @@ def add_texts(arguments: Namespace) -> None:
 
 
 def init(arguments: Namespace) -> None:
-    """Make an empty gallery that follows the releases of SOURCE."""
+    """Make an empty gallery that follows the releases of SOURCE.
+
+    Downloads and tries the models of the newest release. An existing file is not replaced.
+    """
     from nobackfill.client.creation import init as make
     from nobackfill.client.gallery_file import keep_reserve
     from nobackfill.images import read_file
@@ -87,8 +90,9 @@ def _confirm(root: bytes) -> None:
 def add(arguments: Namespace) -> None:
     """Add images or texts to the gallery.
 
-    Images that the gallery holds are skipped. A text replaces the one with the same id. Refused
-    files and texts are listed with a reason; the exit code is then 65.
+    Images that the gallery holds are skipped. A text replaces the one with the same id. The gallery
+    stores vectors, not the images and texts. Refused files and texts are listed with a reason; the
+    exit code is then 65.
     """
     images, notes, texts = arguments.images, dict(arguments.note or ()), arguments.texts
     if bool(images) == (texts is not None) or (texts is not None and notes):
@@ -178,7 +182,7 @@ def _table(answer: "DeviceAnswer", with_query: bool) -> list[str]:
 
 
 def list_items(arguments: Namespace) -> None:
-    """List the items, oldest first."""
+    """List the items with their metadata, oldest first."""
     from nobackfill.client.device import Device
 
     with Device(arguments.gallery) as device:
@@ -197,7 +201,10 @@ def list_items(arguments: Namespace) -> None:
 
 
 def remove(arguments: Namespace) -> None:
-    """Remove items from the gallery for good; the next push removes them from the vault."""
+    """Remove items from the gallery for good; the next push removes them from the vault.
+
+    The image files stay.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import remove as forget
 
@@ -220,7 +227,10 @@ def set_metadata(arguments: Namespace) -> None:
 
 
 def gc(arguments: Namespace) -> None:
-    """Confirm the active release, and free what only a rollback needs."""
+    """Confirm the active release, and delete the vectors and models that only a rollback needs.
+
+    No rollback is possible afterwards. Free space of the file goes back to the file system.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import free_reserve, keep_reserve
     from nobackfill.client.maintenance import collect
@@ -235,7 +245,7 @@ def gc(arguments: Namespace) -> None:
 def verify(arguments: Namespace) -> None:
     """Check the file, every vector, the models, the keys and the vault.
 
-    The exit code is 65 if something is damaged or missing.
+    Nothing is changed. The exit code is 65 if something is damaged or missing.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.maintenance import verify as check
@@ -252,7 +262,7 @@ def verify(arguments: Namespace) -> None:
 
 
 def status(arguments: Namespace) -> None:
-    """Show items, the active release, disk use and the least certain items."""
+    """Show the number of items, the active release, disk use and the least certain items."""
     from nobackfill.client.device import Device
     from nobackfill.client.status import status as look
 
@@ -304,7 +314,10 @@ def rescue(arguments: Namespace) -> None:
 
 
 def browse(arguments: Namespace) -> None:
-    """Search, sync and compare in a browser on this device, until Ctrl-C."""
+    """Search, sync and compare in a browser on this device, until Ctrl-C.
+
+    Needs the extra `web`. Prints the address of the pages, which contains a secret.
+    """
     import threading
 
     from nobackfill.client.device import Device
@@ -367,16 +380,17 @@ def _init_options(command: Command) -> None:
         dest="source",
         required=True,
         metavar="SOURCE",
-        help="Where releases come from: a gateway (grpc://HOST:PORT, grpcs:// with TLS), a static "
-        "host (http(s)://…), or a publication folder.",
+        help="Publication whose releases the gallery follows: the address of a gateway "
+        "(grpc://HOST:PORT, grpcs:// with TLS), of a static host (http(s)://…), or a folder. It is "
+        "only read.",
     )
     command.add_argument(
         "--root",
         type=named_path,
         metavar="FILE",
-        help="Root metadata to trust: the publisher's 1.root.json, received by another way than "
-        "SOURCE (with the app, over HTTPS, by hand). [default: show the fingerprint of SOURCE's "
-        "and ask]",
+        help="File with the root metadata to trust, which is only read: the publisher's "
+        "1.root.json, received by another way than SOURCE (with the app, over HTTPS, by hand). "
+        "[default: print the fingerprint of SOURCE's root metadata, and ask]",
     )
 
 
@@ -386,13 +400,15 @@ def _add_options(command: Command) -> None:
         nargs="*",
         type=named_path,
         metavar="PATHS...",
-        help="Image files and folders (JPEG, PNG, WebP; HEIC and AVIF with the extra heic).",
+        help="Image files, and folders to search for images, which are only read: JPEG, PNG, WebP; "
+        "HEIC and AVIF with the extra heic. Either PATHS or --texts is required.",
     )
     command.add_argument(
         "--texts",
         type=named_path,
         metavar="FILE",
-        help="A JSON Lines file; each line has id and text, and its other keys become metadata.",
+        help="In place of PATHS, a JSON Lines file of texts, which is only read. Each line has id "
+        "and text; its other keys become metadata. The release must embed texts.",
     )
     command.add_argument(
         "--set",
@@ -400,31 +416,52 @@ def _add_options(command: Command) -> None:
         action="append",
         type=pair,
         metavar="KEY=VALUE",
-        help="Metadata to set on every added image (repeatable).",
+        help="Metadata to store with every added image, which `search --where` can filter by "
+        "(repeatable). Without this, an image has the keys path, folder and name.",
     )
 
 
 def _search_options(command: Command) -> None:
     command.add_argument(
-        "images", nargs="*", type=named_path, metavar="IMAGE...", help="Image files to search by."
+        "images",
+        nargs="*",
+        type=named_path,
+        metavar="IMAGE...",
+        help="Image files to search by, one search each, which are only read. One of IMAGE, --id "
+        "and --text is required.",
     )
-    command.add_argument("--id", dest="item", metavar="ID", help="Search by an item's own vector.")
-    command.add_argument("--text", metavar="TEXT", help="Search by a text.")
     command.add_argument(
-        "-k", type=integer(1, 1000), default=10, metavar="N", help="Number of hits, 1 to 1000."
+        "--id",
+        dest="item",
+        metavar="ID",
+        help="In place of IMAGE, the id of an item of the gallery: search by its stored vector.",
+    )
+    command.add_argument(
+        "--text",
+        metavar="TEXT",
+        help="In place of IMAGE, words to search by. The release must embed texts.",
+    )
+    command.add_argument(
+        "-k",
+        type=integer(1, 1000),
+        default=10,
+        metavar="N",
+        help="Number of hits to return for each search, 1 to 1000.",
     )
     command.add_argument(
         "--where",
         action="append",
         metavar="KEY=VALUE",
-        help="Only items with this metadata: folder, name, or a key of add --set. Other forms: "
-        "KEY!=VALUE, KEY>VALUE (or <, >=, <=) and 'KEY exists' (repeatable).",
+        help="Condition on metadata that every hit meets; KEY is folder, name, or a key of add "
+        "--set. Other forms: KEY!=VALUE, KEY>VALUE (or <, >=, <=) and 'KEY exists' (repeatable; "
+        "all must hold). Without this, all items are searched.",
     )
     command.add_argument(
         "--sheet",
         type=named_path,
         metavar="FILE",
-        help="Also draw the query and its hits into this picture, for example OUT.png.",
+        help="Picture file to draw the queries and their hits into, for example OUT.png. Without "
+        "this, the hits are only printed.",
     )
 
 
@@ -434,19 +471,26 @@ def _list_options(command: Command) -> None:
         type=integer(0, 2**63 - 1),
         default=0,
         metavar="LABEL",
-        help="Start after the item with this label.",
+        help="Label of the last item of the previous page, which `list` printed: list the items "
+        "after it. 0 lists from the first item on.",
     )
     command.add_argument(
         "--limit",
         type=integer(1, 100_000),
         default=1000,
         metavar="N",
-        help="The most items to list, 1 to 100000.",
+        help="Largest number of items to list, 1 to 100000.",
     )
 
 
 def _remove_options(command: Command) -> None:
-    command.add_argument("items", nargs="+", metavar="ITEMS...", help="Ids or paths of items.")
+    command.add_argument(
+        "items",
+        nargs="+",
+        metavar="ITEMS...",
+        help="Items of the gallery: their ids, or the paths of the files that they were added "
+        "from. A path stands for all items of that file.",
+    )
 
 
 def _set_options(command: Command) -> None:
@@ -458,13 +502,18 @@ def _set_options(command: Command) -> None:
         type=pair,
         required=True,
         metavar="KEY=VALUE",
-        help="Metadata to set (repeatable).",
+        help="Metadata to store with the items, in place of an earlier value of the same key "
+        "(repeatable).",
     )
 
 
 def _rescue_options(command: Command) -> None:
     command.add_argument(
-        "--to", type=named_path, required=True, metavar="FILE", help="The gallery file to make."
+        "--to",
+        type=named_path,
+        required=True,
+        metavar="FILE",
+        help="Gallery file to write the intact rows into; it must not exist yet.",
     )
 
 
@@ -474,10 +523,13 @@ def _browse_options(command: Command) -> None:
         type=integer(0, 65535),
         default=0,
         metavar="PORT",
-        help="Port on 127.0.0.1, 0 to 65535; 0 picks a free one.",
+        help="Port of 127.0.0.1 to serve the pages at, 0 to 65535; 0 picks a free one.",
     )
     command.add_argument(
-        "--open", dest="show", action="store_true", help="Also open the page in your browser."
+        "--open",
+        dest="show",
+        action="store_true",
+        help="Also open the page in your browser. Without this, only its address is printed.",
     )
 
 

@@ -93,14 +93,17 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
         type=named_path,
         default=Path(os.environ.get("NOBACKFILL_GALLERY") or "gallery.sqlite"),
         metavar="FILE",
-        help="The gallery's SQLite file; else NOBACKFILL_GALLERY names it.",
+        help="SQLite file of the gallery, which is read and written; init makes it. The variable "
+        "NOBACKFILL_GALLERY names another one.",
     )
     parser.add_argument("--version", action=_Do, const=_print_version, default=False,
-                        help="Print the version.")  # fmt: skip
+                        help="Print the version of nobackfill, and run no command.")  # fmt: skip
     parser.add_argument("--install-completion", action=_Do, const=_install_completion,
-                        help="Install completion for your shell: bash, zsh or fish.")  # fmt: skip
+                        help="Write the completion script of your shell into your home folder, and "
+                        "run no command. $SHELL names the shell: bash, zsh or fish.")  # fmt: skip
     parser.add_argument("--show-completion", action=_Do, const=_print_completion,
-                        help="Print the completion script of your shell.")  # fmt: skip
+                        help="Print the completion script of your shell, and run no command. "
+                        "$SHELL names the shell: bash, zsh or fish.")  # fmt: skip
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", prog="edge-client", parser_class=Command, required=True
     )
@@ -114,7 +117,11 @@ def edge_client(words: Sequence[str] = ()) -> Parser:
         story, text = (" ".join(part.split()) for part in (text.partition("\n\n")[0], text))
         one = commands.add_parser(name, help=story, description=text)
         options(one)
-        one.add_argument("--json", action="store_true", help="Print one JSON object on stdout.")
+        one.add_argument(
+            "--json",
+            action="store_true",
+            help="Print one JSON object on stdout. Without this, print sentences.",
+        )
         one.set_defaults(run=command, refuse=one.error)
     return parser
 

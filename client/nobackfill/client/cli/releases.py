@@ -10,7 +10,8 @@ from nobackfill.errors import VerificationError, few
 def sync(arguments: Namespace) -> None:
     """Upgrade every vector to the newest release, without the images.
 
-    Downloads are verified first. Searches use the old release until the upgrade is complete.
+    Downloads are verified first. Searches use the old release until the upgrade is complete. After
+    an interruption, run it again to continue.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.gallery_file import keep_reserve
@@ -53,9 +54,10 @@ def report(arguments: Namespace) -> None:
 
 
 def rollback(arguments: Namespace) -> None:
-    """Return to the previous release.
+    """Return to the previous release, whose vectors are still stored; nothing is computed.
 
-    It stays available until `gc`, or until a sync a week later finds nothing newer.
+    It stays available until `gc`, or until a sync a week later finds nothing newer. Later syncs
+    skip the release that was left, unless you pass --retry.
     """
     from nobackfill.client.device import Device
     from nobackfill.client.sync import roll_back
@@ -70,7 +72,10 @@ def rollback(arguments: Namespace) -> None:
 
 
 def push(arguments: Namespace) -> None:
-    """Encrypt images on this device and back them up to the vault."""
+    """Encrypt images on this device, and back them up to the vault of a gateway.
+
+    The vault sees ciphertext alone. Images that it holds already are not sent again.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import push as upload
 
@@ -105,7 +110,10 @@ def push(arguments: Namespace) -> None:
 
 
 def pull(arguments: Namespace) -> None:
-    """Restore images from the vault, and compare them with what was added."""
+    """Restore images from the vault, and compare each with the image that was added.
+
+    The exit code is 65 if an image could not be restored.
+    """
     from nobackfill.client.device import Device
     from nobackfill.client.vault.transfer import pull as restore
 
@@ -130,42 +138,53 @@ def pull(arguments: Namespace) -> None:
 
 def _sync_options(command: Command) -> None:
     command.add_argument(
-        "--dry-run", action="store_true", help="Only show what a sync would do, with its size."
+        "--dry-run",
+        action="store_true",
+        help="Only print the release, the bytes and the seconds of a sync. Without this, the "
+        "gallery is upgraded.",
     )
     command.add_argument(
         "--backfill",
         type=integer(0, 2**63 - 1),
         default=0,
         metavar="N",
-        help="Re-embed the N least certain items from their files or the vault.",
+        help="Number of items to re-embed in the new release, the least certain ones first, from "
+        "their files or the vault.",
     )
     command.add_argument(
         "--keep-original",
         "--drop-original",
         action=Switch,
-        help="Keep vectors that were embedded from images, for later direct upgrades, or drop "
-        "them. The gallery stores the choice. [default: the stored choice]",
+        help="Whether vectors that were embedded from images stay after their release, for later "
+        "direct upgrades. The gallery stores the choice. [default: the stored choice, else "
+        "--drop-original]",
     )
     command.add_argument(
         "--int8",
         "--fp32",
         action=Switch,
         default=True,
-        help="Use quantised upgrades where they are published, or exact ones.",
+        help="Whether to compute with quantised upgrade models where they are published, which is "
+        "faster, or with exact ones.",
     )
     command.add_argument(
-        "--retry", action="store_true", help="Also try releases that this device holds back."
+        "--retry",
+        action="store_true",
+        help="Also try releases that failed or were rolled back on this device. Without this, they "
+        "are skipped.",
     )
     command.add_argument(
         "--now",
         action="store_true",
-        help="Also take a release whose rollout does not include this device yet.",
+        help="Also take a release whose rollout does not include this device yet. Without this, "
+        "it is skipped.",
     )
     command.add_argument(
         "--from",
         dest="source",
         metavar="SOURCE",
-        help="Another address of the same publication, stored for later syncs; as in init.",
+        help="Another address of the same publication, in the forms of `init --from`, which later "
+        "syncs use too. [default: the address that the gallery stores]",
     )
 
 
@@ -173,7 +192,8 @@ def _report_options(command: Command) -> None:
     command.add_argument(
         "--to",
         metavar="ADDRESS",
-        help="The gateway to send it to, grpc(s)://HOST:PORT. [default: none, only show it]",
+        help="Address of the gateway to send the summary to, grpc(s)://HOST:PORT. [default: none, "
+        "only print it]",
     )
 
 
@@ -182,43 +202,52 @@ def _push_options(command: Command) -> None:
         "--recipient",
         action="append",
         metavar="KEY",
-        help="A further public key (age1…) that can decrypt, such as a recovery key made with "
-        "`age-keygen -o recovery.txt` (repeatable; the gallery stores it).",
+        help="A further public key (age1…) that can decrypt the pushed images, such as a recovery "
+        "key made with `age-keygen -o recovery.txt` (repeatable; the gallery stores it). Without "
+        "this, only the gallery's own and stored keys can.",
     )
     command.add_argument(
         "--vault",
         metavar="ADDRESS",
-        help="The vault's gateway, grpc(s)://HOST:PORT. [default: the one of the last push, else "
-        "the gallery's source]",
+        help="Address of the gateway whose vault gets the encrypted images, grpc(s)://HOST:PORT. "
+        "[default: the one of the last push, else the gallery's source]",
     )
     command.add_argument(
         "--new-key",
         action="store_true",
-        help="Replace a lost key by a new one, and push again every image whose file still exists.",
+        help="Replace a lost secret key by a new one, and push again every image whose file still "
+        "exists. Without this, a push with a lost key is refused.",
     )
 
 
 def _pull_options(command: Command) -> None:
     command.add_argument(
-        "items", nargs="*", metavar="[IDS...]", help="Ids of items; none: all items."
+        "items",
+        nargs="*",
+        metavar="[IDS...]",
+        help="Ids of the items to restore, as `list` prints them. Without ids, all pushed images "
+        "are restored.",
     )
     command.add_argument(
         "--to",
         type=named_path,
         required=True,
         metavar="FOLDER",
-        help="The folder to restore images into.",
+        help="Folder to write the images into, which is created if missing; existing files are not "
+        "replaced.",
     )
     command.add_argument(
         "--identity",
         type=named_path,
         metavar="FILE",
-        help="An age identity file, such as the recovery key. [default: the gallery's own key]",
+        help="File with the secret key to decrypt by, which is only read: an age identity, such as "
+        "recovery.txt. [default: the gallery's own key]",
     )
     command.add_argument(
         "--unknown",
         action="store_true",
-        help="Also restore blobs that this gallery never pushed, for example of a lost device.",
+        help="Also restore images that this gallery never pushed, for example those of a lost "
+        "device. Without this, only its own are restored.",
     )
 
 
