@@ -96,42 +96,96 @@ works in OUT, 78 wrong configuration.
 def main(
     data: Annotated[
         str | None,
-        typer.Option(help="A data set: digits, cifar100-cpu, cifar100, or class folders."),
+        typer.Option(
+            metavar="NAME|FOLDER",
+            help="Data set to train and test on: digits, cifar100-cpu, cifar100, or a folder of "
+            "images with one folder in it for each class. Required, unless --page or --vectors is "
+            "given.",
+        ),
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="The number of seeds.")] = 3,
+    seeds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Number of random seeds; every model is trained again with each of them."
+        ),
+    ] = 3,
     methods: Annotated[
         str | None,
-        typer.Option(help="Groups and methods, separated by commas.", show_default="the preset's"),
+        typer.Option(
+            metavar="NAME,...",
+            help="Methods and groups of methods to compare, separated by commas; with --vectors, "
+            "the rivals to fit.",
+            show_default="all that the data set's preset lists; with --vectors all rivals",
+        ),
     ] = None,
     once: Annotated[
         str | None,
-        typer.Option(help="Further groups and methods, which run with the first seed only."),
+        typer.Option(
+            metavar="NAME,...",
+            help="Further methods and groups, separated by commas, that are trained with the first "
+            "seed only. Without it, every method runs with all seeds.",
+        ),
     ] = None,
     images: Annotated[
-        Path | None, typer.Option(help="Folder with train and test, for cifar100 and cifar100-cpu.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder with the images of cifar100 or cifar100-cpu, in the folders train and "
+            "test; it is only read. Required for these two data sets, not used for others.",
+        ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("build/compare"),
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = min(2, os.cpu_count() or 1),
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder to which runs, cells and result files are written; finished runs in it "
+            "are used again.",
+        ),
+    ] = Path("build/compare"),
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of processes that train and measure at a time.")
+    ] = min(2, os.cpu_count() or 1),
     ray: Annotated[
         str | None,
         typer.Option(
-            help="Run on this Ray cluster: auto or HOST:PORT; its nodes must share the folders."
+            metavar="auto|HOST:PORT",
+            help="Address of a Ray cluster to train on; its nodes must see the folders of --out "
+            "and --images under the same paths. Without it, processes of this machine train.",
         ),
     ] = None,
     development: Annotated[
-        bool, typer.Option("--development", help="Use the images and classes for selection.")
+        bool,
+        typer.Option(
+            "--development",
+            help="Compare on images, classes and seeds that the published tables do not use, so "
+            "that you can select methods and options on them. Without this flag, those of the "
+            "tables are used.",
+        ),
     ] = False,
     page: Annotated[
         list[Path] | None,
-        typer.Option(help="Write this page's tables, or those of this JSON; train no model."),
+        typer.Option(
+            metavar="FILE",
+            help="Write the generated tables of this page or of this result file again from "
+            "stored results, and train nothing; repeat it for more. Without it, no page is "
+            "written.",
+        ),
     ] = None,
     vectors: Annotated[
         list[Path] | None,
-        typer.Option(help="Compare maps on the frozen vectors of this .npz; may be repeated."),
+        typer.Option(
+            metavar="FILE.npz",
+            help="Compare maps on the stored vectors of this file and train no image model; "
+            "repeat it to read several files as one. Without it, the images of --data are used.",
+        ),
     ] = None,
     pairs: Annotated[
         int | None,
-        typer.Option(min=10, help="Training pairs of --vectors.", show_default="all"),
+        typer.Option(
+            min=10,
+            help="Number of training pairs that each seed draws from --vectors.",
+            show_default="all",
+        ),
     ] = None,
 ) -> None:
     """Train and evaluate methods on the same splits; print the table and the claims."""

@@ -260,19 +260,20 @@ def test_a_query_of_oxford_is_its_box(life: Life, tmp_path: Path) -> None:
     [
         (("--protocol", "ijbb", "--root", "."), 78, "unknown protocol 'ijbb'; known: ijbc, gldv2"),
         (("--protocol", "gldv2", "--root", "nowhere"), 66, "no protocol file nowhere/index.csv"),
-        (("--protocol", "gldv2"), 2, "--protocol can be combined only with --root"),
+        (("--protocol", "gldv2"), 2, "--protocol needs --root FOLDER and can otherwise"),
         (
             ("--protocol", "gldv2", "--root", ".", "--backfill"),
             2,
-            "--protocol can be combined only with --root",
+            "--protocol needs --root FOLDER and can otherwise",
         ),
         (
             ("--protocol", "gldv2", "--root", ".", "--far", "0.1"),
             78,
             "--far and --fpir need ijbc",
         ),
-        (("--queries", "photos", "--far", "0.1"), 2, "need --protocol ijbc"),
-        (("--queries", "photos"), 2, "expected --queries and --gallery, or --protocol and --root"),
+        (("--queries", "photos", "--far", "0.1"), 2, "add --protocol ijbc"),
+        (("--queries", "photos", "--root", "."), 2, "--root needs --protocol NAME"),
+        (("--queries", "photos"), 2, "--queries FOLDER and --gallery FOLDER, or a test protocol"),
     ],
 )
 def test_wrong_requests_are_refused(

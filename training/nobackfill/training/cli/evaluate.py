@@ -31,7 +31,18 @@ from nobackfill.training.protocols.persons import OperatingPoints
 
 
 def write_picture(cells: Sequence[MatrixCell], path: Path) -> None:
-    """Draw mAP and CMC-1 of every cell into a PNG file."""
+    """Draw a matrix with the mAP and CMC-1 of every cell into a PNG file.
+
+    Rows are query releases, columns are galleries. A cell that was not measured stays white.
+
+    Args:
+        cells: the measured cells; at least one.
+        path: the file. It is replaced if it exists, and its folder is created.
+
+    Raises:
+        CannotWriteError: the file cannot be written.
+        OSError: its folder cannot be created.
+    """
     # Imported here: only --picture needs matplotlib, which takes a second to import.
     import matplotlib
 
@@ -96,76 +107,158 @@ published, 78 wrong configuration.
 """
 
 _NO_CURVE = (
-    "--backfill: no curve, because no cell has an older gallery; give --cells one such as 2/1"
+    "--backfill measured no curve, because no cell of --cells has an older gallery; add one such "
+    "as 2/1"
 )
 
-_Name = Annotated[str | None, typer.Option(metavar="NAME", help="A published test protocol.")]
+_Queries = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder with the query images, one folder in it for each class; it is only read. "
+        "Required together with --gallery, unless --protocol is given.",
+    ),
+]
+_Gallery = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder with the images that the queries search, one folder in it for each class; it "
+        "is only read and may be the folder of --queries. Required together with --queries, unless "
+        "--protocol is given.",
+    ),
+]
+_Name = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Measure a published test protocol: ijbc, gldv2, roxford5k, rparis6k, market1501 or "
+        "vggface2. Without it, --queries and --gallery are measured.",
+    ),
+]
 _Root = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Folder with the files and images of --protocol."),
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder with the files and images of the test protocol, which are only read. Required "
+        "with --protocol, refused without it.",
+    ),
 ]
 _Picture = Annotated[
-    Path | None, typer.Option(metavar="FILE.png", help="Draw the matrix; a row is a query model.")
+    Path | None,
+    typer.Option(
+        metavar="FILE.png",
+        help="Draw mAP and CMC-1 of each cell into this PNG file, one row per query release; an "
+        "existing file is replaced. Without it, no picture is drawn.",
+    ),
 ]
 _Far = Annotated[
     list[float] | None,
-    typer.Option(min=0, max=1, help="ijbc: measure TAR at this FAR.", show_default="0.0001"),
+    typer.Option(
+        min=0,
+        max=1,
+        help="Measure the true accept rate of protocol ijbc at this false accept rate, a share "
+        "from 0 to 1; repeat it for more rates.",
+        show_default="0.0001",
+    ),
 ]
 _Fpir = Annotated[
     list[float] | None,
-    typer.Option(min=0, max=1, help="ijbc: measure TPIR at this FPIR.", show_default="0.01"),
+    typer.Option(
+        min=0,
+        max=1,
+        help="Measure the true positive identification rate of protocol ijbc at this false "
+        "positive identification rate, a share from 0 to 1; repeat it for more rates.",
+        show_default="0.01",
+    ),
+]
+_Independent = Annotated[
+    int | None,
+    typer.Option(
+        metavar="RELEASE",
+        help="Number of a published release that was trained without any older model. Update gain "
+        "and degradation compare the other releases with it. Without it, both are measured only "
+        "for queries of an independently trained release.",
+    ),
 ]
 
 
 def main(
-    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="The publication folder.")],
-    queries: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Class folders of query images.")
-    ] = None,
-    gallery: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Class folders of images to search.")
-    ] = None,
+    model_repo: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Publication folder with the releases to measure, as export.py writes it; it is "
+            "only read.",
+        ),
+    ],
+    queries: _Queries = None,
+    gallery: _Gallery = None,
     protocol: _Name = None,
     root: _Root = None,
     far: _Far = None,
     fpir: _Fpir = None,
     cells: Annotated[
         str | None,
-        typer.Option(help="Cells to measure: 1/1,2/1,2/1>2,2/2.", show_default="every cell"),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write every figure as JSON.")
-    ] = None,
-    picture: _Picture = None,
-    independent: Annotated[
-        int | None,
         typer.Option(
-            metavar="RELEASE",
-            help="An independently trained release, to compare compatible ones with.",
+            help="Cells of the matrix to measure, separated by commas, each QUERY/GALLERY as in "
+            "1/1,2/1,2/1>2,2/2; the numbers are releases.",
+            show_default="every cell",
         ),
     ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Also write every figure to this file as JSON; an existing file is replaced. "
+            "Without it, only tables are printed.",
+        ),
+    ] = None,
+    picture: _Picture = None,
+    independent: _Independent = None,
     neighbours: Annotated[
-        int, typer.Option(min=0, help="Nearest images per query in the JSON.")
+        int,
+        typer.Option(
+            min=0,
+            help="Number of nearest gallery images that the file of --json lists for each query; "
+            "with 0 it lists none.",
+        ),
     ] = 0,
     backfill: Annotated[
         bool,
-        typer.Option("--backfill", help="Also measure the curves of a gradual re-embedding."),
+        typer.Option(
+            "--backfill",
+            help="Also measure mAP and CMC-1 while a growing share of each older gallery is "
+            "re-embedded. Without this flag, no such curve is measured.",
+        ),
     ] = False,
     int8: Annotated[
-        bool, typer.Option("--int8", help="Upgrade with the quantised twins where they exist.")
+        bool,
+        typer.Option(
+            "--int8",
+            help="Migrate vectors by the int8 file of each upgrade that has one. Without this "
+            "flag, the float32 files are used.",
+        ),
     ] = False,
 ) -> None:
     """Measure cells of the compatibility matrix and print them as a table."""
+    if root is not None and protocol is None:
+        raise typer.BadParameter("--root needs --protocol NAME, whose files it holds")
     manifests = read_publication(model_repo).manifests
     if not manifests:
-        raise ConfigurationError(f"--model-repo {model_repo}: no release is published there")
+        raise ConfigurationError(
+            f"--model-repo {model_repo} has no published release to measure; publish one with "
+            f"python training/export.py --model-repo {model_repo}"
+        )
     names = _names(cells, manifests, independent)
     points = _points(protocol, far, fpir)
     if protocol is not None:
         others = (queries, gallery, picture, independent, neighbours or None, backfill or None)
         if root is None or any(other is not None for other in others):
             raise typer.BadParameter(
-                "--protocol can be combined only with --root, --cells, --int8 and --json"
+                "--protocol needs --root FOLDER and can otherwise be combined only with --cells, "
+                "--far, --fpir, --int8 and --json"
             )
         shares = evaluate_protocol(
             protocol, root, model_repo, manifests, names, int8=int8, points=points
@@ -174,7 +267,10 @@ def main(
         _write(json_file, lambda: {"protocol": protocol, "cells": shares})
         return
     if queries is None or gallery is None:
-        raise typer.BadParameter("expected --queries and --gallery, or --protocol and --root")
+        raise typer.BadParameter(
+            "expected two folders of images, --queries FOLDER and --gallery FOLDER, or a test "
+            "protocol, --protocol NAME and --root FOLDER"
+        )
     sets = _sets(queries, gallery, model_repo, manifests)
     matrix = evaluate_cells(names, *sets.sides, neighbours=neighbours, int8=int8)
     criteria = criterion(matrix, *sets.sides, independent)
@@ -192,10 +288,13 @@ def _points(
 ) -> OperatingPoints | None:
     """Return the given rates, with defaults for the others; None if none is given."""
     if protocol is None and (far or fpir):
-        raise typer.BadParameter("--far and --fpir need --protocol ijbc")
-    told = {"far": far, "fpir": fpir}
-    query_images = {name: tuple(rates) for name, rates in told.items() if rates}
-    return OperatingPoints(**query_images) if query_images else None
+        raise typer.BadParameter(
+            "--far and --fpir are operating points of one protocol; add --protocol ijbc --root "
+            "FOLDER"
+        )
+    options = {"far": far, "fpir": fpir}
+    rates_of = {name: tuple(rates) for name, rates in options.items() if rates}
+    return OperatingPoints(**rates_of) if rates_of else None
 
 
 @dataclass(frozen=True)
@@ -214,8 +313,8 @@ def _sets(
     relevance, own = same_class(query_images, gallery_images)
     if own:
         print(
-            f"{own} of {len(query_images)} queries are in the gallery too: their own picture is "
-            "left out of their answers",
+            f"{own} of {len(query_images)} query images are in the gallery too; the gallery's copy "
+            "of a query is left out of the answers to that query",
             file=sys.stderr,
         )
     embedded = Published(query_images, model_repo, manifests)

@@ -42,7 +42,9 @@ Onnx = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Or an embedder as ONNX: uint8 [n,H,W,3] or float32 [n,3,H,W] -> [n,dim].",
+        help="ONNX file of an embedder to publish in place of --embedder; its input is uint8 "
+        "[n,H,W,3] or float32 [n,3,H,W], its output float32 [n,dim]. Without it, no ONNX file is "
+        "read.",
     ),
 ]
 PublicWeights = Annotated[
@@ -50,51 +52,88 @@ PublicWeights = Annotated[
     typer.Option(
         "--weights",
         metavar="NAME",
-        help="Or a public model, unchanged: timm:NAME.TAG, open_clip:NAME/TAG, "
-        "torchvision:NAME/WEIGHTS.",
+        help="Public model to publish unchanged in place of --embedder: timm:NAME.TAG, "
+        "open_clip:NAME/TAG or torchvision:NAME/WEIGHTS. Without it, no public model is loaded.",
     ),
 ]
 Mean = Annotated[
     tuple[float, float, float],
-    typer.Option(help="Mean of (x/255 - mean) / std, the input of a float32 --onnx."),
+    typer.Option(
+        help="Means of red, green and blue in (value/255 - mean) / std, which is the input of an "
+        "--onnx model that takes float32."
+    ),
 ]
-Std = Annotated[tuple[float, float, float], typer.Option(help="Standard deviation; see --mean.")]
+Std = Annotated[
+    tuple[float, float, float],
+    typer.Option(
+        help="Standard deviations of red, green and blue in (value/255 - mean) / std, which is the "
+        "input of an --onnx model that takes float32."
+    ),
+]
 FitOption = Annotated[
-    Fit, typer.Option("--fit", help="How --onnx fits pictures of another aspect ratio.")
+    Fit,
+    typer.Option(
+        "--fit",
+        help="How pictures are brought to the input size of the --onnx model: stretch them, crop "
+        "their middle, or pad them with a border.",
+    ),
 ]
 Shortest = Annotated[
     int | None,
-    typer.Option(min=1, help="With --fit crop: length of the shortest side in pixels."),
+    typer.Option(
+        min=1,
+        help="Pixels of the shortest side to which --fit crop scales a picture before it cuts the "
+        "middle out. Without it, that side gets the model's input size.",
+    ),
 ]
 Interpolating = Annotated[
-    Interpolation, typer.Option("--interpolation", help="How pictures are scaled for --onnx.")
+    Interpolation,
+    typer.Option(
+        "--interpolation", help="Filter that scales pictures to the input size of the --onnx model."
+    ),
 ]
 TextFolder = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="A text model: ONNX with tokenizer.json, in one space."),
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder of a text model to publish, with model.onnx and tokenizer.json; it must embed "
+        "into the same space as the image embedder, if there is one. Without it, the release "
+        "embeds no texts.",
+    ),
 ]
 EvalTexts = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="JSON Lines of id, text and label; the label is a class, or one of --eval's. Without "
-        "labels, each text is found by its `query`, or by a part of itself.",
+        help="JSON Lines file to measure text search on, which is only read: each line has id, "
+        "text and label, a class (with --eval, one of its classes). In place of labels, lines may "
+        "have a query each. Without this file, text search is not measured.",
     ),
 ]
 VectorsOf = Annotated[
     str | None,
-    typer.Option(metavar="NAME:DIM", help="No model: the name of the model that made the vectors."),
+    typer.Option(
+        metavar="NAME:DIM",
+        help="Publish a space of existing vectors without a model: the name of the model that "
+        "computed them, and their dimension. Without it, the release must contain a model.",
+    ),
 ]
 Upgrades = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="RUN",
-        help="An upgrade into the release: a run, or FILE.onnx of `nobackfill fit` (repeatable).",
+        help="Upgrade from an older release into this one: the run folder of a training, or the "
+        "FILE.onnx that `nobackfill fit` wrote; repeat it for more. Without it, the release has no "
+        "upgrade.",
     ),
 ]
 QueryFolder = Annotated[
     Path | None,
-    typer.Option(metavar="FOLDER", help="Another text model for queries, with --text-encoder."),
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder of a second text model that embeds only queries, with the tokenizer of "
+        "--text-encoder. Without it, --text-encoder embeds queries, too.",
+    ),
 ]
 
 
@@ -174,10 +213,25 @@ Exit codes: 0 published, 65 the gate or a check failed, 73 cannot write or the n
 
 
 def main(
-    model_repo: Annotated[Path, typer.Option(metavar="DIR", help="The publication folder.")],
-    release: Annotated[int, typer.Option(min=1, help="The number of the new release.")],
+    model_repo: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Publication folder to which the release is written; the first publish creates "
+            "it.",
+        ),
+    ],
+    release: Annotated[
+        int,
+        typer.Option(min=1, help="Number of the new release; it must exceed every published one."),
+    ],
     embedder: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="The run folder of the embedder.")
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Run folder of the finished training of kind embedder to publish; it is only "
+            "read. Required, unless --onnx, --weights, --text-encoder or --vectors-of is given.",
+        ),
     ] = None,
     onnx: Onnx = None,
     weights: PublicWeights = None,
@@ -191,39 +245,86 @@ def main(
     vectors_of: VectorsOf = None,
     side_encoder: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="The run folder of the side-information encoder."),
+        typer.Option(
+            metavar="RUN",
+            help="Run folder of the finished training of kind side_encoder to publish; it is only "
+            "read. Without it and without --keep-side-encoder, galleries store no "
+            "side-information.",
+        ),
     ] = None,
     keep_side_encoder: Annotated[
         bool,
-        typer.Option("--keep-side-encoder", help="Use the side encoder of the newest release."),
+        typer.Option(
+            "--keep-side-encoder",
+            help="Publish the newest release's side-information encoder again, so that stored "
+            "side-information stays valid. Without this flag, it is not used.",
+        ),
     ] = False,
     upgrade: Upgrades = None,
     evaluate: Annotated[
         Path | None,
-        typer.Option("--eval", metavar="FOLDER", help="Class folders of images not trained on."),
+        typer.Option(
+            "--eval",
+            metavar="FOLDER",
+            help="Folder of images that no run was trained on, one folder in it for each class; "
+            "half of them fit the calibration, the others decide the gate. Without it, image "
+            "search is not measured.",
+        ),
     ] = None,
     eval_texts: EvalTexts = None,
     split_seed: Annotated[
-        int, typer.Option(help="Seed that splits --eval into calibration and gate.")
+        int,
+        typer.Option(
+            help="Seed of the random halves of --eval and --eval-texts, one for the calibration "
+            "and one for the gate."
+        ),
     ] = 0,
     int8_loss: Annotated[
-        float, typer.Option(min=0, help="The mAP points that an int8 twin may lose.")
+        float,
+        typer.Option(
+            min=0,
+            help="Percentage points of mAP that the int8 file of an upgrade may lose against the "
+            "float32 file; an int8 file that loses more is not published.",
+        ),
     ] = 0.3,
     share: Annotated[
-        str, typer.Option(help="Share of devices that get the release at first.")
+        str,
+        typer.Option(
+            help="Share of the devices that get the release at first, in percent; `publication "
+            "--help` shows how to raise it later."
+        ),
     ] = "100%",
-    force: Annotated[bool, typer.Option("--force", help="Publish despite a failed gate.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Do all but write to DIR.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Publish even if the gate fails, was not measured, or measures training images; "
+            "the manifest records it. Without this flag, such a release is refused.",
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Export, measure and judge the release, but write nothing to DIR. Without this "
+            "flag, a release that passes is published.",
+        ),
+    ] = False,
     targets_key: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="File of the key that signs the release.",
+            help="PEM file of the targets key, which signs the release; it is only read.",
             show_default="DIR.keys/targets.pem",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the verdict, figures and files as one JSON object on stdout. Without this "
+            "flag, a table and one line are printed.",
+        ),
     ] = False,
 ) -> None:
     """Publish an embedder, its side encoder and upgrades into it as release N."""

@@ -41,20 +41,29 @@ def main(
     configs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="CONFIG...", help="YAML files, e.g. configs/digits/embedder-1.yaml."
+            metavar="CONFIG...",
+            help="YAML files that each describe one training, such as "
+            "configs/digits/embedder-1.yaml; they are only read, and trained one after another.",
         ),
     ],
     weights: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="Pretrained weights to start from.",
+            help="Pretrained weights to start from, in place of the key weights of every CONFIG: "
+            "a name in torchvision, a file that is read, timm:NAME.TAG or open_clip:NAME/TAG.",
             show_default="the key weights of CONFIG",
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key; nested keys have dots."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace the value of one key in every CONFIG, for example epochs=3 or "
+            "augmentation.noise=0.1; repeat it for more keys. Without it, the files apply "
+            "unchanged.",
+        ),
     ] = None,
 ) -> None:
     """Train an embedder, a side-information encoder or an upgrade; several files one by one.

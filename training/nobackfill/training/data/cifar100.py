@@ -25,7 +25,13 @@ Exit codes: 0 done, 65 the download is not CIFAR-100, 69 the host does not answe
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="The folder for train and test.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            help="Folder that is created if it is missing; the images are written to its folders "
+            "train and test."
+        ),
+    ],
 ) -> None:
     """Download CIFAR-100 and write it as class folders."""
     write_folders(folder)
