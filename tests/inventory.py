@@ -116,11 +116,7 @@ JSON: Mapping[str, tuple[str, ...]] = {
     "gateway upgrade": (f"{_SERVER}.cli.upgrade:upgrade",),
     "gateway data verify": (f"{_SERVER}.backup:Summary",),
     "gateway watch": (f"{_V1}.upgrade_pb2:UpgradeProgress",),
-    "nobackfill carry": (
-        f"{_APP}.cli:carry",
-        f"{_APP}.cli:_carry_and_answer",
-        f"{_APP}.carrying:CarryResult",
-    ),
+    "nobackfill carry": (f"{_APP}.cli:carry", f"{_APP}.cli:_carry_and_answer"),
     "nobackfill migrate status": (f"{_APP}.cli:status",),
     **dict.fromkeys(
         ("nobackfill converter improve", "nobackfill converter publish", "nobackfill fit"), _FIT

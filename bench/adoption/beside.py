@@ -44,7 +44,7 @@ def beside(trial: Trial, count: int, draws: int = DRAWS) -> list[Row]:
         searches = _ways(pairs, gallery)
         # The verdict's own, where it had these pairs.
         whole = count == trial.pairs
-        fitted = trial.said.chosen if whole else _fitted(pairs, trial.queries_of(part))
+        fitted = trial.said.map if whole else _fitted(pairs, trial.queries_of(part))
         searches["chosen by fit"] = _by(fitted(gallery.old))
         for way, search in searches.items():
             both = _figures(search, gallery, asked) | _figures(search, gallery, alike)

@@ -63,7 +63,7 @@ class Trial:
         return [
             {
                 "pair": self.name,
-                "way": way if way != "map" else f"map ({said.chosen.kind})",
+                "way": way if way != "map" else f"map ({said.map.kind})",
                 "R@1 said": 100 * told[way]["R@1"],
                 **{f: 100 * float(np.nanmean(values)) for f, values in truth[way].items()},
                 "worse than staying": ", ".join(worse[way]) or None,
@@ -134,7 +134,7 @@ class Trial:
     def gallery_of(self, part: slice | NDArray[np.int64]) -> Gallery:
         """Carried by the verdict's map."""
         old = self.old.bodies[part]
-        return Gallery(old, self.said.chosen(old), self.new.bodies[part])
+        return Gallery(old, self.said.map(old), self.new.bodies[part])
 
     def queries_of(self, part: slice) -> Queries:
         old, new = (one.titles[part][: self.queries] for one in (self.old, self.new))

@@ -26,8 +26,8 @@ PUT_ROWS = 5000
 SHARES = (0.001, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2, 0.5, 0.8)
 SPEC = SpaceSpec("sp-" + "0" * 64, 1, data.DIM, "squared_l2", True, None, 0)
 NOTE = (
-    "k = 10, one query after another on one thread, the filter asked with each; medians. Who "
-    "passes has nothing to do with what is near. `of bare`: over a search without a filter. "
+    "k = 10, one query after another on one thread, the filter asked with each; medians. Whether "
+    "an item passes is independent of its distance. `of bare`: over a search without a filter. "
     "recall@10 against exact search among what passes."
 )
 FIRST_NOTE = (

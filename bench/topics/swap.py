@@ -66,7 +66,7 @@ def run(bench: Bench) -> list[Table]:
         {"what": "Triton MiB after", "value": triton[1]},
     ]
     note = NOTE.format(clients=CLIENTS, size=size)
-    return [Table(f"{swaps} swaps, {size:,} items", rows, note), Table("What it cost", cost)]
+    return [Table(f"{swaps} swaps, {size:,} items", rows, note), Table("Costs of the swaps", cost)]
 
 
 def _swap(gateway: Gateway, number: int, pause: float) -> Window:

@@ -51,7 +51,7 @@ def test_what_an_item_holds_goes_along_and_is_kept_up_with(store: Chroma | Milvu
     store.touch(name)
     store.delete(other)
     again = carry(store.open(), TARGET, MAP, window=100)
-    assert (again.written, again.total) == (1, 229)
+    assert (again.write_count, again.total) == (1, 229)
     assert store.text(name, "docs_to") == "changed"
     assert other not in read_all(store.open("docs_to")).ids
 
@@ -159,7 +159,7 @@ def test_partitions_go_along(store: Milvus) -> None:
     store.delete(MADE.ids[1])
     store.put(MADE.ids[1], MADE.old[1], partition="green")
     again = carry(store.open(), TARGET, MAP, window=100)
-    assert (again.written, again.total) == (1, 230)
+    assert (again.write_count, again.total) == (1, 230)
     assert within("green") == [MADE.ids[1]] and MADE.ids[1] not in within("red")
 
 
@@ -275,7 +275,7 @@ def test_a_server_that_dies_half_way_loses_nothing(tmp_path: Path) -> None:
     with chroma.running(folder) as address:
         source = open_source(f"chroma:http://{address}#docs")
         rest = carry(source, TARGET, MAP, window=50)
-        assert 0 < rest.written < 230 and rest.total == 230
+        assert 0 < rest.write_count < 230 and rest.total == 230
 
 
 @every
@@ -287,7 +287,7 @@ def test_what_writers_put_into_the_copy_is_left_alone(store: Chroma | Milvus) ->
     store.put_new(name, MADE.new[4], "docs_to")
     store.put(MADE.ids[7], MADE.old[8])
     done = carry(store.open(), TARGET, MAP, window=100)
-    assert (done.written, done.total) == (1, 231)
+    assert (done.write_count, done.total) == (1, 231)
     rows = read_all(store.open("docs_to"))
     vectors = dict(zip(rows.ids, rows.vectors, strict=True))
     np.testing.assert_allclose(vectors[name], MADE.new[4], atol=1e-5)

@@ -85,7 +85,7 @@ def test_a_writer_that_opened_lancedb_before_the_flip_loses_nothing(lance: Lance
     stale.add(lance._rows(["late"], MADE.old[5:6]))
     address = f"lancedb:{lance.folder}#docs"
     filled = carry(open_source(address, vector="vector_before"), target("vector"), MAP)
-    assert filled.written == 1
+    assert filled.write_count == 1
     found = vectors_of(address, "vector")
     np.testing.assert_allclose(found["late"], MAP(MADE.old[5:6])[0], atol=1e-5)
 
@@ -108,7 +108,7 @@ def test_lancedb_undoes_a_flip_that_others_write_into(
         carry(lance.open(), target("vector_new"), MAP, flip=True)
     monkeypatch.undo()
     assert "vector_before" not in lance.table.schema.names
-    assert carry(lance.open(), target("vector_new"), MAP, flip=True).written == 1
+    assert carry(lance.open(), target("vector_new"), MAP, flip=True).write_count == 1
 
 
 def test_lancedb_refuses_by_name(lance: Lance) -> None:
@@ -136,7 +136,7 @@ def test_half_precision_and_integers_as_keys_in_lancedb(lance: Lance) -> None:
     lance.database.create_table("halves", rows)
     source = open_source(f"lancedb:{lance.folder}#halves", key="number")
     assert carry(source, target("vector_new"), MAP, window=60).total == 230
-    assert carry(source, target("vector_new"), MAP, window=60).written == 0
+    assert carry(source, target("vector_new"), MAP, window=60).write_count == 0
     kind = lance.database.open_table("halves").schema.field("vector_new").type
     assert kind == pa.list_(pa.float16(), MAP.dims[1])
 
@@ -173,7 +173,7 @@ def test_sqlite_keeps_rows_that_a_writer_puts_into_both_tables(sqlite: SqliteVec
     sqlite.put("both", MADE.old[3])
     sqlite.put("both", MADE.new[4], "docs_new")
     sqlite.put(MADE.ids[7], MADE.old[9])
-    assert carry(sqlite.open(), target("docs_new"), MAP, flip=True).written == 1
+    assert carry(sqlite.open(), target("docs_new"), MAP, flip=True).write_count == 1
     found = vectors_of(f"sqlite:{sqlite.path}#docs")
     np.testing.assert_allclose(found["both"], MADE.new[4], atol=1e-6)
     np.testing.assert_allclose(found[MADE.ids[7]], MAP(MADE.old[9:10])[0], atol=1e-5)
@@ -185,9 +185,9 @@ def test_texts_of_an_ordinary_table_make_a_row_stale(sqlite: SqliteVec) -> None:
     source, wanted = sqlite.open(), target("docs_new", content="items.body")
     name = MADE.ids[5]
     assert source.column(next(source.windows(300)), "items.body").values[0].startswith("about ")
-    assert carry(source, wanted, MAP).written == 230
+    assert carry(source, wanted, MAP).write_count == 230
     sqlite.connection.execute("UPDATE items SET body = 'changed' WHERE id = ?", (name,))
-    assert carry(source, wanted, MAP).written == 1
+    assert carry(source, wanted, MAP).write_count == 1
     with pytest.raises(InvalidInputError, match=r"no column 'body'; .* TABLE\.COLUMN"):
         source.column(next(source.windows(300)), "body")
 

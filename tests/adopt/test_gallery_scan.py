@@ -70,7 +70,7 @@ class Shop:
         joining = verdict.joining
         # A map that was fitted on the item to find would find it too easily.
         fitted = np.flatnonzero(np.arange(self.sample) % FOLDS != fold)
-        kinds = [verdict.chosen.kind]
+        kinds = [verdict.map.kind]
         mapping = fit_maps(self.old[fitted], self.new[fitted], kinds=kinds)[kinds[0]]
         carried = mapping(self.old)
         spaces = ((by_old, self.old), (by_new, carried), (by_new, self.new))
@@ -156,7 +156,7 @@ def test_the_figures_of_all_ways_are_those_of_the_whole_gallery(tmp_path: Path) 
     assert "agreement@10" not in by_name["re-embed"].estimated
     assert any("judged among all 20000 items" in note for note in verdict.notes)
     # The sample alone would promise more.
-    assert by_name["stay"].figures["R@1"] < 0.9 * verdict.candidates[verdict.chosen.kind]
+    assert by_name["stay"].figures["R@1"] < 0.9 * verdict.candidates[verdict.map.kind]
 
 
 @pytest.mark.faults

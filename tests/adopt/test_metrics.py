@@ -241,7 +241,7 @@ def test_fit_and_dual_rank_by_the_stores_metric(
     assert joining.metric == "inner_product"
     natives = Natives(tmp_path / "natives.db", "new", 32)
     natives.keep(ids, [digest(vector) for vector in pairs.old], NEW)
-    dual = Dual(source, verdict.chosen, joining, natives)
+    dual = Dual(source, verdict.map, joining, natives)
     best = natives.nearest(MADE.queries_new[:1], 5, "inner_product")
     assert best == nearest("inner_product", MADE.queries_new[0], NEW)
     assert natives.nearest(MADE.queries_new[:1], 5, "l2") == nearest(

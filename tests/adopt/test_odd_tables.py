@@ -79,7 +79,7 @@ def test_pgvector_off_the_search_path(
     connection.execute("UPDATE docs SET v = (SELECT v FROM docs WHERE id = 5) WHERE id = 4")
     connection.execute("UPDATE docs SET v = NULL WHERE id = 6")
     again = carry(open_source(f"{address}#docs"), target(to), MAP, flip=flip)
-    assert (again.written, again.total) == (1, 119)
+    assert (again.write_count, again.total) == (1, 119)
     connection.execute("DELETE FROM docs WHERE id = 6")
     connection.execute("INSERT INTO docs SELECT 6, NULL")
     if not flip:

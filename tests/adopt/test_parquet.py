@@ -66,7 +66,7 @@ def test_keys_keep_their_type_and_join(tmp_path: Path, kind: str) -> None:
         both = old.select(["id"]).join(new.select(["id"]), "id", join_type="inner")
         assert both.num_rows == 60
     assert right(path, tmp_path / "_a.new")
-    assert carried(path).written == 0
+    assert carried(path).write_count == 0
 
 
 @pytest.mark.parametrize("rows", [30, 60])
@@ -78,7 +78,7 @@ def test_an_export_that_was_replaced_is_carried_anew(tmp_path: Path, rows: int) 
     assert carried(folder).total == 120
     write_parquet(folder / "a.parquet", MADE.ids[:rows], MADE.old[::-1][:rows], 20)
     done = carried(folder)
-    assert (done.written, done.total) == (rows, 60 + rows)
+    assert (done.write_count, done.total) == (rows, 60 + rows)
     assert right(folder, folder / "_new")
     (folder / "b.parquet").unlink()
     assert carried(folder).total == rows
@@ -88,7 +88,7 @@ def test_an_export_that_was_replaced_is_carried_anew(tmp_path: Path, rows: int) 
 def test_files_of_one_stem_have_folders_of_their_own(tmp_path: Path) -> None:
     one = write_parquet(tmp_path / "a.parquet", MADE.ids, MADE.old)
     other = write_parquet(tmp_path / "a.pq", MADE.ids, MADE.old[::-1])
-    assert carried(other).written == carried(one).written == 60
+    assert carried(other).write_count == carried(one).write_count == 60
     assert right(one, tmp_path / "_a.new")
     assert right(other, tmp_path / "_a.pq.new")
     # A name that is another file's folder of new vectors.
@@ -110,9 +110,9 @@ def test_a_folder_of_before_november_2026_is_gone_on_with(tmp_path: Path, suffix
     pq.write_table(made, folder / "a.0.parquet")
     assert len(read_all(open_source(str(folder)))) == 60
     done = carried(path)
-    assert (done.written, done.total) == (60, 60)
+    assert (done.write_count, done.total) == (60, 60)
     assert right(path, folder)
-    assert carried(path).written == 0
+    assert carried(path).write_count == 0
     assert open_source(str(path)).rollback("new") and not folder.exists()
 
 
@@ -138,7 +138,7 @@ def test_folders_of_partitions_are_read_and_kept(tmp_path: Path) -> None:
     assert sorted(path.parent.name for path in (folder / "_new").rglob("*.parquet")) == [
         "year=2020", "year=2020", "year=2021", "year=2021",
     ]  # fmt: skip
-    assert carried(folder).written == 0
+    assert carried(folder).write_count == 0
     assert open_source(str(folder)).rollback("new") and not (folder / "_new").exists()
 
 

@@ -83,7 +83,7 @@ def test_a_table_that_was_dropped_and_made_again_is_carried(
     carry(open_source(f"{address}#t"), TARGET, MAP)
     connection.execute("DROP TABLE t")
     _fill(connection)
-    assert carry(open_source(f"{address}#t"), TARGET, MAP).written == 400
+    assert carry(open_source(f"{address}#t"), TARGET, MAP).write_count == 400
 
 
 def test_rows_of_partitions_are_told_apart(postgres: Server) -> None:
@@ -124,7 +124,7 @@ def test_columns_may_be_called_as_the_trigger_calls_its_rows(postgres: Server) -
             vectors = [str(MADE.old[n].tolist()) for n in (key, key + 1)]
             connection.execute(put, (key, *vectors))
         to = Target("table:beside", MAP.dims[1], MAP.digest)
-        assert carry(open_source(f"{address}#Old"), to, MAP).written == 5
+        assert carry(open_source(f"{address}#Old"), to, MAP).write_count == 5
         connection.execute(put, (3, *[str(MADE.old[9].tolist())] * 2))
         connection.execute('DELETE FROM "Old" WHERE "new" = 1')
         assert carry(open_source(f"{address}#Old"), to, MAP).total == 4

@@ -98,7 +98,7 @@ def test_the_printed_flip_refuses_to_lose_a_row(table: tuple[str, Connection], t
     with pytest.raises(psycopg.errors.RaiseException, match="t: rows have no new vector yet"):
         connection.execute(flip.encode())
     connection.rollback()
-    assert carried(address, target).written == 2
+    assert carried(address, target).write_count == 2
     connection.execute(flip.encode())
     check(connection, target, {*range(300), 5000})
 
@@ -121,7 +121,7 @@ def test_rows_without_a_vector_are_filled_after_the_flip(
     vector = "v_before" if target is COLUMN else "v"
     source = open_source(f"{address}#t", vector=vector)
     done = carry(source, again, MAP)
-    assert (done.written, done.total, done.steps) == (1, 301, [])
+    assert (done.write_count, done.total, done.steps) == (1, 301, [])
     # Vectors that a writer has made since stay.
     found = connection.execute(f"{FLIPPED[target.name]} WHERE id IN (3, 6000)".encode()).fetchall()
     new = {key: np.array(vector, np.float32) for key, _, vector in found}
@@ -211,7 +211,7 @@ def test_a_partition_without_triggers_is_watched_again(
         return
     carried(address, target)
     put(connection, [150], drawn(1, 1))
-    assert carried(address, target).written == 1
+    assert carried(address, target).write_count == 1
 
 
 @both

@@ -168,7 +168,7 @@ def test_the_old_vectors_have_a_name_that_postgresql_keeps_whole(
     # Rows that have an old vector alone are filled by the same map.
     connection.execute(f'INSERT INTO t (id, "{old}") VALUES (999, %s)'.encode(), [f"{[1] * 24}"])
     source = open_source(f"{address}#t", vector=old)
-    assert carry(source, replace(COLUMN, name=name), MAP).written == 1
+    assert carry(source, replace(COLUMN, name=name), MAP).write_count == 1
 
 
 @pytest.mark.parametrize("valid", ["", " NOT VALID"])

@@ -65,7 +65,7 @@ def test_a_renamed_table_finds_its_new_vectors(
     else:
         done = carry(source, target, MAP, flip=end == "flip")
         # It carries nothing a second time.
-        assert (done.written, done.total) == (0, 300)
+        assert (done.write_count, done.total) == (0, 300)
         if end == "printed":
             connection.execute(done.steps[-1].encode())
         query = f"""SELECT t.{rename.vector}::real[], b.{rename.vector}::real[]
@@ -86,9 +86,9 @@ def test_writes_after_a_rename_are_followed(table: tuple[str, Connection]) -> No
     connection.execute(rename.statement.encode())
     vector = str(drawn(1, 1)[0].tolist())
     connection.execute("UPDATE docs SET v = %s WHERE id = 7", [vector])
-    assert carry(rename.open(address), TARGET, MAP).written == 1
+    assert carry(rename.open(address), TARGET, MAP).write_count == 1
     connection.execute("UPDATE docs SET v = %s WHERE id IN (8, 9)", [vector])
-    assert carry(rename.open(address), TARGET, MAP).written == 2
+    assert carry(rename.open(address), TARGET, MAP).write_count == 2
     connection.execute("ALTER TABLE docs RENAME TO t")
     assert stale(connection) == 0
 
@@ -120,7 +120,7 @@ def test_a_table_that_took_the_name_has_no_part_in_it(table: tuple[str, Connecti
     vector = str(drawn(2, 1)[0].tolist())
     connection.execute("UPDATE t_old SET v = %s WHERE id = 3", [vector])
     done = carry(open_source(f"{address}#t_old"), TARGET, MAP)
-    assert (done.written, done.total) == (1, 300)
+    assert (done.write_count, done.total) == (1, 300)
 
 
 def test_the_printed_flip_refuses_a_table_that_took_the_name(
@@ -143,14 +143,14 @@ def test_a_rename_after_the_flip_is_followed_or_named(table: tuple[str, Connecti
     connection.execute("ALTER TABLE t RENAME TO docs")
     connection.execute("INSERT INTO docs (id, v) VALUES (900, %s)", [str(MADE.old[0].tolist())])
     source = open_source(f"{address}#docs")
-    assert carry(source, TARGET, MAP).written == 1
+    assert carry(source, TARGET, MAP).write_count == 1
     assert not source.rollback("table:beside")
     connection.execute("ALTER TABLE docs RENAME v TO emb")
     source = open_source(f"{address}#docs")
     with pytest.raises(InvalidInputError, match="RENAME COLUMN") as raised:
         carry(source, TARGET, MAP)
     connection.execute(str(raised.value).partition("run ")[2].encode())
-    assert carry(source, TARGET, MAP).written == 0
+    assert carry(source, TARGET, MAP).write_count == 0
 
 
 @pytest.mark.parametrize("end", ["flip", "rollback"])
@@ -161,7 +161,7 @@ def test_a_renamed_new_column_is_watched_again(table: tuple[str, Connection], en
     connection.execute("ALTER TABLE t RENAME n TO n2")
     source = open_source(f"{address}#t", vector="v")
     if end == "flip":
-        assert carry(source, replace(TARGET, name="n2"), MAP, flip=True).written == 0
+        assert carry(source, replace(TARGET, name="n2"), MAP, flip=True).write_count == 0
     else:
         assert source.rollback("n2")
     assert connection.execute(NO_TRIGGERS).fetchall() == []

@@ -113,7 +113,7 @@ def test_hidden_rows_are_not_passed_over(table: tuple[str, Connection], role: st
     assert carry(open_source(f"{address}#t"), target, MAP).total == 300
     with acting(connection, role):
         connection.execute("UPDATE t SET v = '[" + ",".join(["1"] * 24) + "]' WHERE id = 7")
-    assert carry(open_source(f"{address}#t"), target, MAP).written == 1
+    assert carry(open_source(f"{address}#t"), target, MAP).write_count == 1
     connection.execute(f"DROP OWNED BY {role} CASCADE".encode())
 
 

@@ -64,7 +64,7 @@ def test_the_owners_trigger_that_makes_the_vector_may_fire_last(
     carried(address, target)
     connection.execute("UPDATE t SET body = 'changed ' || id WHERE id < 50")
     assert stale(connection, target) == []
-    assert carried(address, target).written == 50
+    assert carried(address, target).write_count == 50
     assert stale(connection, target) == []
 
 
@@ -78,7 +78,7 @@ def test_replication_empties_as_an_application_does(
     put(connection, range(20), drawn(1, 20))
     connection.execute("RESET session_replication_role")
     assert stale(connection, target) == []
-    assert carried(address, target).written == 20
+    assert carried(address, target).write_count == 20
 
 
 @both
@@ -94,7 +94,7 @@ def test_a_generated_vector_is_carried_and_followed(postgres: Server, target: An
         assert carried(address, target).total == 60
         connection.execute("UPDATE t SET body = 'changed' WHERE id < 11")
         assert stale(connection, target) == []
-        assert carried(address, target).written == 10
+        assert carried(address, target).write_count == 10
         assert stale(connection, target) == []
 
 
@@ -115,7 +115,7 @@ def test_a_row_that_moves_to_another_partition_takes_no_stale_vector(
         carried(address, target)
         connection.execute("UPDATE t SET body = 'changed', id = id + 200 WHERE id < 11")
         assert stale(connection, target) == []
-        assert carried(address, target).written == 10
+        assert carried(address, target).write_count == 10
         assert stale(connection, target) == []
 
 
@@ -144,7 +144,7 @@ def test_a_writer_of_one_column_needs_no_right_to_the_new_vector(
     connection.execute("UPDATE t SET body = 'changed' WHERE id < 5")
     connection.execute(f"RESET ROLE; DROP OWNED BY {role}".encode())
     assert stale(connection, target) == []
-    assert carried(address, target).written == 5
+    assert carried(address, target).write_count == 5
 
 
 def test_one_change_writes_a_row_once(table: tuple[str, Connection]) -> None:
@@ -259,7 +259,7 @@ def test_the_trigger_function_serves_no_other_table(
     with pytest.raises(psycopg.errors.RaiseException, match=r"serves .* alone"):
         connection.execute("DELETE FROM mine.t")
     connection.execute(f"DROP SCHEMA mine CASCADE; DROP OWNED BY {role}".encode())
-    assert carried(address, target).written == 0
+    assert carried(address, target).write_count == 0
 
 
 @both
@@ -285,6 +285,6 @@ def test_a_trigger_has_the_rights_of_the_tables_owner_and_no_more(
     ).fetchall()
     put(connection, [5], drawn(4, 1))
     assert stale(connection, target) == []
-    assert carried(address, target).written == 1
+    assert carried(address, target).write_count == 1
     connection.execute(f"DROP OWNED BY {role} CASCADE".encode())
     assert owners == [(role,)]

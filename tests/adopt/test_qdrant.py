@@ -98,7 +98,7 @@ def test_nothing_is_lost_where_others_write_at_the_flip(store: Qdrant) -> None:
     steps = carry(racing, TARGET, MAP, window=20, flip=True).steps  # type: ignore[arg-type]
     assert "using='new'" in steps[0] and next(calls) > 2
     store.put(MADE.ids[5], MADE.old[6])
-    assert carry(store.open(), TARGET, MAP).written >= 1
+    assert carry(store.open(), TARGET, MAP).write_count >= 1
     found = read_all(store.open("new"))
     assert sorted(found.ids) == sorted(store.names())
     old = read_all(store.open("vector"))

@@ -62,7 +62,7 @@ def test_a_trained_map_is_written_read_and_run_elsewhere(tmp_path: Path) -> None
 def test_it_is_judged_out_of_fold_and_chosen_where_it_keeps_more() -> None:
     pairs = folded(200)
     found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), trainer=sizes)
-    assert found.chosen.kind == RESIDUAL
+    assert found.map.kind == RESIDUAL
     assert found.candidates[RESIDUAL] > 0.99 > found.candidates["affine"] + 0.2
     assert found.curve == []
 
@@ -78,7 +78,7 @@ def test_it_is_judged_out_of_fold_and_chosen_where_it_keeps_more() -> None:
         ]
 
     found = decide(pairs, Cost(1_000_000, 0.01, 0.02, 1e-6), trainer=learns_by_heart)
-    assert found.chosen.kind != RESIDUAL
+    assert found.map.kind != RESIDUAL
     assert found.candidates[RESIDUAL] < found.candidates["affine"]
 
 
@@ -156,7 +156,7 @@ def test_fit_and_carry_by_a_trained_map(
     mapping = load_map(file)
     source = open_source(str(old))
     target = Target("new", 16, mapping.digest)
-    assert carry(source, target, mapping).written == 500
+    assert carry(source, target, mapping).write_count == 500
     rows: dict[str, list[float]] = {}
     for path in set(tmp_path.rglob("*.parquet")) - {old, new}:
         part = pq.read_table(path).to_pydict()

@@ -88,11 +88,11 @@ def test_a_source_tells_what_it_holds(store: Store) -> None:
 def test_all_is_carried_once_and_twice_is_nothing(store: Store) -> None:
     before = by_id(read_all(store.open()))
     done = carry(store.open(), target(), MAP, window=WINDOW)
-    assert (done.written, done.total) == (230, 230)
+    assert (done.write_count, done.total) == (230, 230)
     assert done.steps
     check(store)
     again = carry(store.open(), target(), MAP, window=WINDOW)
-    assert (again.written, again.total) == (0, 230)
+    assert (again.write_count, again.total) == (0, 230)
     after = by_id(read_all(store.open()))
     assert all(np.array_equal(after[name], vector) for name, vector in before.items())
 
@@ -109,7 +109,7 @@ def test_a_run_that_ends_half_way_is_gone_on_with(store: Store) -> None:
     with pytest.raises(KilledError):
         carry(store.open(), target(), MAP, window=WINDOW, progress=kill)
     rest = carry(store.open(), target(), MAP, window=WINDOW)
-    assert 0 < rest.written < 180
+    assert 0 < rest.write_count < 180
     assert rest.total == 230
     check(store)
 
@@ -135,7 +135,7 @@ def test_rollback_removes_what_was_carried_and_nothing_else(store: Store) -> Non
     assert len(read_all(store.open())) == 230
     # The name is free for another map.
     other = MAPS["procrustes"]
-    assert carry(store.open(), target(other), other, window=WINDOW).written == 230
+    assert carry(store.open(), target(other), other, window=WINDOW).write_count == 230
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_who_writes_meanwhile_loses_nothing(store: Written, seed: int) -> None:
     check(store)
     # Written after all was carried: the trigger empties what is stale, the next run fills it.
     store.put(MADE.ids[1], MADE.old[2])
-    assert carry(store.open(), target(), MAP, window=WINDOW).written == 1
+    assert carry(store.open(), target(), MAP, window=WINDOW).write_count == 1
     check(store)
 
 

@@ -1,8 +1,8 @@
-"""Writes new vectors beside the old ones in the same store, while others write to it.
+"""Write new vectors next to the old ones in the same store, while others write to it.
 
-The rule of a window: read, make new vectors, write those whose row is still as it was read. A row
-that changed in the meantime stays pending. Each window may be repeated anywhere, so a killed run
-goes on where it was.
+The store is read in windows of rows. For each window: read its pending rows, make their new
+vectors, and write those whose row has not changed since it was read. A row that changed stays
+pending. Every step may be repeated, so a killed run continues where it ended.
 """
 
 from collections import deque
@@ -35,33 +35,40 @@ from nobackfill.vectors import Vectors
 with extra("adopt"):
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
-# A writer who is faster than the carrying is followed this many times through the whole store.
+# Sweeps through the whole store, after which writers count as faster than this run.
 MOST_SWEEPS = 20
-# Largest difference between a vector that is read back and the one that was written: halves are
-# rounded to 11 bits.
+# Largest difference between a component that was written and the one that is read back, relative to
+# the largest component (at least 1): stores of float16 round to 11 bits.
 TOLERANCE = 2e-3
-# Largest difference of two sums of one product, of the product of both norms.
+# Largest difference between two sums of one inner product, relative to the product of both norms.
 PRODUCTS_DIFFER = 1e-5
 
 
 @dataclass(frozen=True)
 class CarryResult:
-    """`written`: vectors of this run; `total`: all there are now; `steps`: how to flip to them, or
-    what a flip that is done leaves to the owner."""
+    """The result of `carry`.
 
-    written: int
+    Attributes:
+        write_count: Number of vectors that this run wrote; a row that changed meanwhile counts
+            each time.
+        total: Number of new vectors that the store has now.
+        steps: Statements or commands that flip to the new vectors. After a flip: tasks that it
+            leaves to the owner of the store; empty if there are none.
+    """
+
+    write_count: int
     total: int
     steps: list[str]
 
 
 class VectorMaker(Protocol):
-    """Makes the new vectors of a store's rows, from old vectors or from the items themselves.
+    """A maker of the new vectors of a store's rows, from old vectors or from the items themselves.
 
     Attributes:
-        window: Rows that one call of `make` gets, about.
-        rows_under_lock: Rows that may be pending when a flip begins to keep everybody else out.
-        missing: Why an item has no new vector, by id, for each item that `make` left out since the
-            last clear().
+        window: Number of rows that one call of `make` gets, about.
+        rows_under_lock: Most rows that may be pending when a flip locks the store.
+        missing: For each item that `make` left out, its id and the reason. `carry` clears it before
+            each sweep.
     """
 
     window: int
@@ -71,28 +78,43 @@ class VectorMaker(Protocol):
     def rows_under_lock(self) -> int: ...
 
     def first_ids(self) -> list[str]:
-        """Return ids whose vectors to write before the next window; none in most makers."""
+        """Return ids of items to write before the next window.
+
+        `carry` calls this until it returns no ids.
+        """
 
     def make(self, rows: Rows, window: Window) -> tuple[Rows, Vectors]:
         """Make the new vectors of pending rows.
 
+        Args:
+            rows: Rows of the store, with their old vectors [n, a].
+            window: The range of the store that the rows are in.
+
         Returns:
-            The rows that have a new vector, and the vectors, float32 [n, dim].
+            The m rows that have a new vector, in their order, and the vectors, float32 [m, b]. The
+            others are added to `missing`.
 
         Raises:
-            InvalidInputError: Old vectors of another dimension, or what the model refuses as a
-                whole.
+            InvalidInputError: The old vectors have another dimension than expected, or the model
+                takes none of the items.
+            NobackfillError: As the model raises it, for example UnavailableError of an endpoint.
         """
 
     def repeat(self, rows: Rows) -> Vectors | None:
-        """Return the new vectors of rows again, float32 [n, dim], to check what the store holds.
+        """Make the new vectors of rows again, to check those in the store.
 
-        None where making them again costs as much as the first time.
+        Returns:
+            float32 [n, b]; None if that costs as much as the first time.
         """
 
 
 class MapMaker:
-    """Makes new vectors by a map from the old ones; `name`: the store, in errors."""
+    """A VectorMaker that migrates old vectors by a map. It leaves no item out.
+
+    Args:
+        mapping: The map.
+        name: The name of the store in errors.
+    """
 
     window = WINDOW
     rows_under_lock = WINDOW
@@ -122,22 +144,31 @@ def carry(
     progress: Callable[[int], None] | None = None,
     flip: bool = False,
 ) -> CarryResult:
-    """Write the new vector of every item, and check each that was written.
+    """Write the new vector of every item into the store, and read each back to check it.
+
+    Old vectors do not change. Items that have a new vector already are only checked. After an
+    error or a kill, the written vectors stay; call it again to continue.
 
     Args:
-        source: The store.
-        target: Where the new vectors go.
-        maker: A map of the old vectors, or what else makes the new ones.
+        source: The store of the old vectors.
+        target: The place of the new vectors in it, which is created if it is missing.
+        maker: A map of the old vectors, or another maker of new vectors.
         window: Rows of one step; None for the maker's own number.
-        progress: Called with the number of vectors that this run has written.
-        flip: Flip to the new vectors, too.
+        progress: Called with the number of vectors that this run has written so far.
+        flip: Whether to flip to the new vectors as well; other writers wait meanwhile.
+
+    Returns:
+        Numbers of vectors, and the steps that are left to do. If an earlier run has flipped to the
+        target already, only its pending rows are written.
 
     Raises:
-        InvalidInputError: Vectors that the map cannot take, items without a new vector, a store
-            that knows no flip, or that cannot flip (before anything is written).
+        InvalidInputError: The store cannot flip; nothing is written then. Or old vectors have NaN,
+            infinity or another dimension than the map. Or some items got no new vector; the others
+            are written, and nothing flips.
         AlreadyExistsError: The target holds vectors of another map or model.
-        BusyError: Others write faster.
-        VerificationError: The store does not hold what was written.
+        BusyError: After 20 sweeps, others still change items faster than this run writes.
+        VerificationError: The store does not hold the vectors that were written.
+        NobackfillError: As the store or the model raises it.
     """
     facts = source.facts()
     if flip and isinstance(source, WarningSource) and (obstacles := source.obstacles(target)):
@@ -145,8 +176,8 @@ def carry(
     place = source.open_target(target)
     if flip and not isinstance(place, Flippable):
         raise InvalidInputError(
-            f"{facts.name}: expected no --flip, which this store does not know; run the printed "
-            "steps"
+            f"{facts.name}: expected no --flip, because this kind of store cannot flip by itself; "
+            "leave --flip out, and run the steps that `carry` prints"
         )
     if isinstance(maker, Map):
         # A store of directions gives back every vector with norm 1.
@@ -173,8 +204,7 @@ def carry(
                 count = _write_first(place, maker, facts.name) if check else 0
                 return count + _window(source, place, maker, range_, facts.name, first, check)
 
-            # Where windows share the processors already, a product that takes them all keeps them
-            # waiting.
+            # Several windows at once use all processors already: one thread each is faster.
             with threadpool_limits(1 if threads > 1 else None):
                 for count in _at_once(one, source.windows(rows_at_once), threads):
                     written += count
@@ -185,8 +215,9 @@ def carry(
                 return written
             first = False
         raise BusyError(
-            f"{facts.name}: after {MOST_SWEEPS} sweeps items are still changed faster than they "
-            "are carried; what is done is kept, run it again at a quieter hour"
+            f"{facts.name}: after {MOST_SWEEPS} sweeps, others still change items faster than new "
+            "vectors are written. The written vectors stay; run the same command again when fewer "
+            "write"
         )
 
     written = sweep(0, first=True)
@@ -227,8 +258,9 @@ def _refuse_missing(name: str, missing: dict[str, str]) -> None:
     if missing:
         reasons = few(f"{item!r} ({why})" for item, why in missing.items())
         raise InvalidInputError(
-            f"{name}: {len(missing)} items have an old vector and no new one: {reasons}; the "
-            "others are written. Mend these items or empty their old vectors, and run it again"
+            f"{name}: {len(missing)} items have an old vector and no new one: {reasons}. The other "
+            "items are written. Correct these items or clear their old vectors, and run the same "
+            "command again"
         )
 
 
@@ -241,7 +273,10 @@ def _window(
     first: bool,
     check: bool,
 ) -> int:
-    """Carry what is pending there, and check it; in the first sweep also what was there before."""
+    """Write the pending rows of a window, and check them; return their number.
+
+    In the `first` sweep, also check the vectors that earlier runs wrote.
+    """
     rows = checked(place.pending(range_), None, name)
     vectors = np.empty((0, 0), np.float32)
     if len(rows):
@@ -254,7 +289,7 @@ def _window(
 
 
 def _write_first(place: TargetVectors, maker: VectorMaker, name: str) -> int:
-    """Write the items that `maker` wants first, and check them. Returns their number.
+    """Write the items that `maker` names first, and check them; return their number.
 
     Raises:
         VerificationError: The store does not hold the vectors that were written.
@@ -292,10 +327,20 @@ def _verify(
     ids: list[str],
     vectors: Vectors,
 ) -> None:
-    """Read the new vectors of a window back and compare them.
+    """Read the new vectors of a window back, and compare them.
 
-    `vectors` [n, dim] were written for `ids`; the others are made again, where that is cheap. A
-    vector that is missing is pending, and the next sweep's. Raises VerificationError.
+    A missing vector is no error: its row is pending, and the next sweep writes it.
+
+    Args:
+        source: The store.
+        place: Its new vectors.
+        maker: Makes vectors of earlier runs again, where that is cheap.
+        range_: The window.
+        ids: Ids of the items that were written now.
+        vectors: Their vectors [n, b].
+
+    Raises:
+        VerificationError: A vector differs from the one that was written.
     """
     if isinstance(place, Multiplied) and _same_products(place, range_, ids, vectors):
         return
@@ -306,9 +351,9 @@ def _verify(
         here = np.array([places.get(name, -1) for name in new.ids], np.int64)
     if len(new) and (here >= 0).all() and not _far(vectors[here], new.vectors).any():
         return
-    # Others were there, or somebody has changed an item in between: the window again, whole. Old
-    # and new are not read in one moment, and another carrying may fill what has just changed: what
-    # is wrong is so twice, with the same vectors.
+    # The window has vectors of earlier runs, or somebody changed an item meanwhile: compare all of
+    # it. Old and new vectors are not read at one moment, and another run may write an item that
+    # has just changed. Therefore only a difference that is found twice alike is an error.
     wrong = _wrong(source, place, maker, range_, ids, vectors)
     if wrong:
         again = _wrong(source, place, maker, range_, ids, vectors)
@@ -326,8 +371,11 @@ def _wrong(
     ids: list[str],
     vectors: Vectors,
 ) -> dict[str, tuple[bytes, bytes]]:
-    """Items of a window, with expected and stored vectors, whose new vector is another one and that
-    are not pending."""
+    """Find the items of a window whose stored vector differs, and which are not pending.
+
+    Returns:
+        For each such id the bytes of the vector that it was compared by, and of the stored one.
+    """
     old, new = source.read(range_), place.read(range_)
     reference = maker.repeat(old) if len(old) else None
     if reference is None:
@@ -349,8 +397,11 @@ def _wrong(
 
 
 def _same_products(place: Multiplied, range_: Window, ids: list[str], vectors: Vectors) -> bool:
-    """Whether what is there has the products of what was written with one random vector: another
-    vector of a window has another product, and the store sends one number for it."""
+    """Tell whether stored and written vectors have equal inner products with a random vector.
+
+    A different vector has a different product, and the store sends one number for each vector.
+    False if the window holds other items than `ids`, or none.
+    """
     if not ids:
         return False
     rng = np.random.default_rng(len(ids))
@@ -364,7 +415,7 @@ def _same_products(place: Multiplied, range_: Window, ids: list[str], vectors: V
 
 
 def _far(reference: Vectors, actual: Vectors) -> NDArray[np.bool_]:
-    """Rows that differ by more than halves are rounded by, or hold NaN."""
+    """Return bool [n]: rows that differ by more than float16 rounds, or that hold NaN."""
     scale = max(1.0, float(np.abs(reference).max(initial=0)))
     close = np.abs(reference - actual).max(1, initial=0) <= TOLERANCE * scale
     return np.asarray(~close)

@@ -874,12 +874,16 @@ def _carry_and_answer(
         for warning in [*source.warnings(target.name), *obstacles]:
             print(visible(f"nobackfill: warning: {warning}"), file=sys.stderr, flush=True)
     done = write_vectors(source, target, maker, progress=_progress(source.count()), flip=flip)
-    lines = [*notes, f"{done.written} vectors written now, {done.total} in the store and checked"]
+    lines = [
+        *notes,
+        f"{done.write_count} vectors written now, {done.total} in the store and checked",
+    ]
     lines += [
         "the store is flipped" if flip or not done.steps else "to make searches read them:",
         *(f"  {step}" for step in done.steps),
     ]
-    _answer(as_json, {**asdict(done), "notes": notes}, lines)
+    answer = {"written": done.write_count, "total": done.total, "steps": done.steps}
+    _answer(as_json, {**answer, "notes": notes}, lines)
 
 
 class _MigrateGroup(TyperGroup):
@@ -1074,7 +1078,9 @@ def start(
             "switch your queries to it"
         )
         return
-    print(f"{result.total} rows have a new vector, {result.written} of them written by this run")
+    print(
+        f"{result.total} rows have a new vector, {result.write_count} of them written by this run"
+    )
     if after.state == "flipped":
         new_vectors = after.to.removesuffix("_new")
         old_vectors = name_before(new_vectors)

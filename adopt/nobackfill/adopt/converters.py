@@ -241,11 +241,11 @@ def publish(
     def described(number: int, file: PublishedFile) -> Converter:
         created = datetime.now(UTC).isoformat(timespec="seconds")
         return Converter(
-            converter=number, kind=verdict.chosen.kind, file=file, old=old, new=new,
+            converter=number, kind=verdict.map.kind, file=file, old=old, new=new,
             evidence=evidence, created=created,
         )  # fmt: skip
 
-    return publish_converter(repo, graph_of(verdict.chosen), described)
+    return publish_converter(repo, graph_of(verdict.map), described)
 
 
 def open_converter(

@@ -163,8 +163,9 @@ def fit_and_judge(
     lines += steps
     if skipped := matched.without_old:
         lines.append(f"skipped: {len(skipped)} items have no old vector ({few(skipped)})")
-    answer = asdict(verdict) | {"chosen": verdict.chosen.kind, "weight": verdict.joining.weight}
-    del answer["joining"]
+    answer = asdict(verdict)
+    del answer["map"], answer["joining"]
+    answer |= {"chosen": verdict.map.kind, "weight": verdict.joining.weight}
     answer |= {"map": str(files.out), "without_old": matched.without_old, "steps": steps}
     return FitAnswer(answer, lines)
 
@@ -209,9 +210,9 @@ def _write_files(
     card: Card | None,
 ) -> list[str]:
     """Write the wanted files; return a line for each."""
-    mapping = verdict.chosen.of_models(*models)
+    mapping = verdict.map.of_models(*models)
     save_map(files.out, replace(mapping, facts=mapping.facts | {VERDICT: verdict.way}))
-    lines = [f"map: {files.out} ({verdict.chosen.kind})"]
+    lines = [f"map: {files.out} ({verdict.map.kind})"]
     if files.onnx is not None:
         write_file(files.onnx, upgrade_of(mapping))
         lines.append(f"upgrade: {files.onnx}, for export.py --upgrade")

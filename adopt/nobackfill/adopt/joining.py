@@ -1,4 +1,8 @@
-"""Fit the line of a rank fusion to matches, and save and load the file of a rank fusion."""
+"""Fit the lines of a rank fusion to matches, and save and load the file of a rank fusion.
+
+A line turns the nearness of an item to a query into the log-odds of a match, so that items with
+vectors of two origins can be ranked together.
+"""
 
 import io
 import json
@@ -14,9 +18,9 @@ from nobackfill.metrics.distances import Metric
 from nobackfill.serving.fusion import Block, Joining, OddsLine
 from nobackfill.vectors import check_vectors
 
-# Formats of the file: 2 has no share, 4 names a metric other than cosine.
+# Formats of the file: 2 has no share in its lines, 4 names a metric other than cosine.
 FORMAT, OTHER_METRIC_FORMAT, FORMATS = 3, 4, (2, 3, 4)
-# Most items that are no match that a line is fitted on.
+# Largest number of items without a match that a line is fitted to.
 _MOST_OTHERS = 200_000
 _ROUNDS = 30
 
@@ -27,14 +31,15 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
     The odds are those among all items, so that lines of two origins are comparable.
 
     Args:
-        matches: Nearness of matches [m, 1]; or [m, 2], with their nearness as migrated items.
-        others: The same of all items that are no match [n, 1] or [n, 2]. Of more than 200,000 a
-            sample is fitted on, weighted to stand for all.
-        seed: Of the sample.
+        matches: Nearness of the m matches to their queries, larger is nearer: float [m, 1]; or
+            [m, 2] with the nearness of their migrated vectors as the second column.
+        others: The same for the n items that are no match, [n, 1] or [n, 2]. A random sample of
+            200,000 stands for more, with a weight.
+        seed: Seed of that sample.
 
     Returns:
-        A line whose slope is above 0 and whose share is 0 or more; the identity if `matches` or
-        `others` is empty.
+        A line whose slope is above 0 and whose share (the weight of the second column) is 0 or
+        more. If `matches` or `others` is empty, the line that returns nearness unchanged.
     """
     count = matches.shape[1]
     if not len(matches) or not len(others):
@@ -68,7 +73,9 @@ def fit_line(matches: Block, others: Block, seed: int = 0) -> OddsLine:
 
 
 def save_joining(path: Path, joining: Joining) -> None:
-    """Write a rank fusion as a numpy archive with a JSON header, readable by its owner alone.
+    """Write a rank fusion as a numpy archive with a JSON header, with mode 0600.
+
+    An existing file is replaced in one step.
 
     Raises:
         CannotWriteError: The file cannot be written.
@@ -91,11 +98,11 @@ def save_joining(path: Path, joining: Joining) -> None:
 
 
 def load_joining(path: Path) -> Joining:
-    """Read a rank fusion that `save_joining` wrote.
+    """Read a rank fusion that `save_joining` wrote, of this version or an earlier one.
 
     Raises:
         NotFoundError: There is no such file.
-        InvalidInputError: It is damaged, or another file.
+        InvalidInputError: The file is damaged, larger than 2 GiB, or no file of a rank fusion.
     """
     with written_by(path, "nobackfill fit --joining"):
         header, arrays = read_arrays(path)

@@ -272,7 +272,7 @@ MOST_QUERIES = 2000
 MOST_DISTANCES = 20_000_000
 
 
-# Of rank fusion: the new model's weight, and whether hubs are corrected.
+# Parameters of rank fusion: the new model's weight, and whether hubs are corrected.
 FusionChoice = tuple[float, bool]
 
 
@@ -342,7 +342,7 @@ def judge(
         queries: The q queries.
         migrated: Distances [q, g] of new queries to migrated items, by maps that were fitted
             without both; None for those of the gallery's migrated vectors.
-        seed: Of the anchor items.
+        seed: Seed of the random choice of anchor items.
     """
     stay, migrated, native = _blocks(gallery, queries, migrated)
     figures, truth = measure_figures(native, queries)

@@ -229,7 +229,7 @@ class Verdict:
         judged_by: The figure that decides: "MRR" or "agreement@10".
         ways: Figures and costs of each way.
         candidates: The deciding figure of each candidate map.
-        chosen: The chosen map, fitted on all pairs.
+        map: The map that serves the queries best, fitted on all pairs.
         joining: The rank fusion that "both" and "lazily" are served by.
         curve: The learning curve; empty for a converter or a trained map.
         healing: Figures while items become native, none to all.
@@ -246,7 +246,7 @@ class Verdict:
     judged_by: str
     ways: list[Way]
     candidates: dict[str, float]
-    chosen: Map
+    map: Map
     joining: Joining
     curve: list[CurvePoint]
     healing: HealingCurves
@@ -270,7 +270,7 @@ def decide(
 
     Args:
         pairs: At least 10 pairs of old and new vectors.
-        cost: What the models and the store take.
+        cost: Measured seconds of the models and of the store.
         queries: Queries with known answers among the pairs. Without them the verdict holds for
             similar things only.
         items_available: Whether the items themselves can still be embedded.
@@ -450,14 +450,15 @@ def _way(name: str, figures: Mapping[str, Figures], cost: Cost, judged_by: str) 
     stay = figures["stay"]
     compared = [one for one in stay if one != "agreement@10" or judged_by == one]
 
-    def above(one: Figures, other: Figures) -> tuple[str, ...]:
+    def measurably_above(one: Figures, other: Figures) -> tuple[str, ...]:
         return tuple(
             name
             for name in compared
             if paired_bootstrap([one[name]], [other[name]]).verdict == "holds"
         )
 
-    worse, better = above(stay, figures[name]), above(figures[name], stay)
+    worse = measurably_above(stay, figures[name])
+    better = measurably_above(figures[name], stay)
     means = {figure: _mean(figures[name], figure) for figure in figures[name]}
     old, new, items = cost.old_seconds, cost.new_seconds, cost.items
     query = new if cost.new_query_seconds is None else cost.new_query_seconds
