@@ -52,7 +52,10 @@ class Listing:
         """Return a listing of some images, with the same classes and labels.
 
         Args:
-            rows: int64 [m], indices of the n images; they may repeat.
+            rows: int64 [m], indices of the n images, from 0; they may repeat, in any order.
+
+        Raises:
+            IndexError: An index is outside the listing.
         """
         paths = tuple(self.paths[row] for row in rows)
         return Listing(self.root, self.class_names, paths, self.labels[rows])
@@ -69,9 +72,12 @@ class Listing:
 def list_images(root: Path, classes: int | None = None, class_list: Path | None = None) -> Listing:
     """List the images of class folders, ordered by class, then by file name.
 
+    Folders inside a class folder belong to the class. Hidden files, links to folders and files of
+    other kinds, HEIC and AVIF included, are left out; a warning counts them. No file is opened.
+
     Args:
         root: A folder of class folders.
-        classes: Number of classes to use, from the first on; None for all.
+        classes: Number of classes to use, from the first on, at least 1; None for all.
         class_list: A file with a class folder at the start of each line, which gives the order;
             None for all folders by name.
 
@@ -98,7 +104,10 @@ def list_images(root: Path, classes: int | None = None, class_list: Path | None 
     files = _files(folders[:classes])
     for folder, of_class in files.items():
         if not of_class:
-            raise InvalidInputError(f"class folder {folder} holds no image; remove or fill it")
+            raise InvalidInputError(
+                f"class folder {folder}: expected images ({', '.join(SUFFIXES)}), got none; remove "
+                "or fill it"
+            )
     return _listing(root, files)
 
 
@@ -132,8 +141,10 @@ def _named_folders(root: Path, class_list: Path) -> list[Path]:
 
 
 def list_filled(root: Path) -> Listing:
-    """List the class folders that hold at least one image; an empty listing where `root` is no
-    folder."""
+    """List the class folders that hold at least one image, as `list_images` does, without errors.
+
+    The listing is empty where `root` is no folder or no class folder holds an image.
+    """
     files = _files(_folders(root) if root.is_dir() else [])
     return _listing(root, {folder: of_class for folder, of_class in files.items() if of_class})
 
@@ -185,7 +196,8 @@ def by_digest(listing: Listing, seed: int) -> Iterator[NDArray[np.int64]]:
         seed: Changes the order.
 
     Yields:
-        int64, rows of a class; one array for each class, in order.
+        int64, rows of a class; one array for each class, in order. A listing without classes gives
+        one empty array.
     """
 
     def digest(row: np.int64) -> bytes:
@@ -199,7 +211,7 @@ def by_digest(listing: Listing, seed: int) -> Iterator[NDArray[np.int64]]:
 
 
 def digests(listing: Listing) -> list[str]:
-    """Compute the SHA-256 of each file.
+    """Compute the SHA-256 of each file, 64 hex digits each, in the listing's order.
 
     Raises:
         InvalidInputError: A file cannot be read; the message names it.
@@ -208,10 +220,10 @@ def digests(listing: Listing) -> list[str]:
 
 
 def digest(file: Path) -> str:
-    """Compute the SHA-256 of a file.
+    """Compute the SHA-256 of a file, as 64 hex digits.
 
     Raises:
-        InvalidInputError: It cannot be read.
+        InvalidInputError: It is missing or cannot be read.
     """
     try:
         return sha256_file(file)
@@ -229,17 +241,17 @@ def decode(
     Args:
         listing: n images.
         height: Rows of each result.
-        width: Columns of each result, by default `height`.
+        width: Columns of each result; None for `height`.
         fit: As in `nobackfill.framing.Frame`.
         shortest: As in `nobackfill.framing.Frame`.
         interpolation: As in `nobackfill.framing.Frame`.
         margin: As in `nobackfill.framing.Frame`.
 
     Returns:
-        uint8 [n, height, width, 3].
+        uint8 [n, height, width, 3], in the listing's order; all of it is in memory.
 
     Raises:
-        InvalidInputError: A file is no image; the message names the first one.
+        InvalidInputError: A file is missing or no usable image; the message names one of them.
     """
     frame = Frame(height, width or height, fit, shortest, interpolation, margin)
     images = np.empty((len(listing), frame.height, frame.width, 3), np.uint8)

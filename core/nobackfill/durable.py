@@ -172,6 +172,8 @@ def translate_sqlite_errors(path: Path) -> Iterator[None]:
     Raises:
         BusyError: Another process holds the lock.
         CannotWriteError: The disk is full or fails, or the file is not writable.
+        sqlite3.Error: Any other error of the block, such as a damaged file; `refusal` translates
+            those too.
     """
     try:
         yield
@@ -195,15 +197,16 @@ _ADVICE = {
 def write_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace the content of a file atomically, or create the file.
 
-    After a crash, the file has either its old or its new content.
+    After a crash, the file has either its old or its new content. A link is replaced by a file.
 
     Args:
         path: The file; its folder must exist.
-        data: The new content.
-        mode: Permissions of the file.
+        data: The new content; it may be empty.
+        mode: Permissions of the new file, less the umask; those of the old file are not preserved.
 
     Raises:
-        CannotWriteError: The file keeps its old content.
+        CannotWriteError: The write failed. The file has its old content, or the new one if only
+            the folder could not be synced.
     """
     temporary = path.parent / f"{TEMPORARY}{path.name}-{uuid.uuid4().hex}"
     with _translate_os_errors(path):
@@ -223,12 +226,14 @@ def write_into(spare: Path, path: Path, data: bytes) -> None:
     Works on a full disk, too, as long as the data needs no more blocks than the spare file has.
 
     Args:
-        spare: A file in the same file system; it is renamed to `path`.
-        path: The file.
+        spare: An existing file in the same file system; it is renamed to `path` and keeps its
+            permissions.
+        path: The file; it need not exist.
         data: The new content.
 
     Raises:
-        CannotWriteError: `path` keeps its old content.
+        CannotWriteError: The write failed, or `spare` is missing. `path` has its old content, or
+            the new one if only the folder could not be synced; `spare` may be overwritten.
     """
     with _translate_os_errors(path):
         with _step("write", spare), spare.open("r+b") as file:
@@ -247,10 +252,10 @@ def append(path: Path, data: bytes | memoryview, mode: int = 0o644) -> None:
     Args:
         path: The file; its folder must exist.
         data: Bytes, or a view of bytes.
-        mode: Permissions of a new file.
+        mode: Permissions of a new file, less the umask; an existing file keeps its own.
 
     Raises:
-        CannotWriteError: A part of the bytes may be there.
+        CannotWriteError: The write failed; a part of the bytes may be there.
     """
     with _translate_os_errors(path):
         new = not path.exists()
@@ -267,10 +272,11 @@ def make_dir(path: Path, mode: int = 0o755) -> None:
 
     Args:
         path: The folder.
-        mode: Permissions of new folders.
+        mode: Permissions of new folders, less the umask; existing folders keep theirs.
 
     Raises:
-        CannotWriteError: A folder cannot be made.
+        CannotWriteError: A folder cannot be made, or a file has its name. Parents that were made
+            stay.
     """
     with _translate_os_errors(path):
         if path.is_dir():
@@ -309,10 +315,10 @@ def replace(source: Path, target: Path) -> None:
 
     Args:
         source: The file; its content is synced first.
-        target: The new name, in the same file system.
+        target: The new name, in the same file system; its folder must exist.
 
     Raises:
-        CannotWriteError: The file cannot be moved.
+        CannotWriteError: The file cannot be moved, or it was moved and a folder cannot be synced.
     """
     with _translate_os_errors(target):
         _fsync(source)
@@ -330,13 +336,14 @@ def publish_dir(source: Path, target: Path) -> None:
         target: The new name, in the same file system.
 
     Raises:
-        AlreadyExistsError: `target` exists.
-        CannotWriteError: The disk fails.
+        AlreadyExistsError: `target` exists, also as a broken link; nothing was moved.
+        CannotWriteError: The disk fails, or `source` is missing.
     """
     with _translate_os_errors(target):
         if target.exists() or target.is_symlink():
             raise AlreadyExistsError(
-                f"{target}: exists already; published folders stay as they are"
+                f"{target}: exists already, and a published folder is never replaced; use another "
+                "name"
             )
         for folder, _, files in os.walk(source, topdown=False):
             for name in files:
@@ -352,8 +359,10 @@ def remove_tree(path: Path) -> None:
     """Remove a file, a link or a folder with its content; do nothing if it is missing. Links are
     not followed.
 
+    After a crash or an error, a part of a folder's content may be gone.
+
     Raises:
-        CannotWriteError: Something cannot be removed.
+        CannotWriteError: A file or folder cannot be removed.
     """
     with _translate_os_errors(path):
         if path.is_symlink() or path.is_file():
@@ -373,12 +382,14 @@ def remove_tree(path: Path) -> None:
 def sweep(folder: Path, name: str = "") -> list[Path]:
     """Remove the temporary files that killed processes left in a folder. Call it under the lock.
 
+    Without a lock it would also remove files that another process is writing at that moment.
+
     Args:
-        folder: The folder.
-        name: If not empty, remove only temporary files of the file with this name.
+        folder: The folder; a missing one has no temporary files.
+        name: Remove only temporary files of files whose name begins with this; "" for all.
 
     Returns:
-        The removed paths, sorted.
+        The removed paths, sorted; empty if there were none.
 
     Raises:
         CannotWriteError: One cannot be removed.
@@ -398,7 +409,8 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
     Raises:
         BusyError: Another process held the lock for longer than busy_timeout.
-        CannotWriteError: The disk is full or fails.
+        CannotWriteError: The disk is full or fails; the transaction was rolled back.
+        sqlite3.Error: Any other error of SQLite, also where a transaction is open already.
     """
     name = connection.execute("PRAGMA database_list").fetchone()[2]
     path = Path(name or ":memory:")
@@ -424,21 +436,24 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 def lock(path: Path, timeout_s: float = 0.0) -> Iterator[None]:
     """Hold a lock file during the block; the death of the holder frees it.
 
-    The file stays, unless its holder removes it. Its folder is made if it is missing.
+    The file stays, unless its holder removes it. Its folder is made if it is missing. The lock is
+    not reentrant: a second call for the same path waits, too, in the same thread.
 
     Args:
-        path: The lock file.
-        timeout_s: How long to wait for another holder, in seconds.
+        path: The lock file; its content is not touched.
+        timeout_s: How long to wait for another holder, in seconds; 0 tries once.
 
     Raises:
         BusyError: Another holder has it for longer than the timeout.
         CannotWriteError: The file cannot be made.
-        OSError: The file system has no locks.
+        OSError: The file system has no locks (flock).
     """
     deadline = time.monotonic() + timeout_s
     while (handle := _lock_file(path)) < 0:
         if time.monotonic() >= deadline:
-            raise BusyError(f"{path}: another process holds the lock; try again later")
+            raise BusyError(
+                f"{path}: another process holds this lock file; wait for it to end, then try again"
+            )
         time.sleep(0.02)
     try:
         yield

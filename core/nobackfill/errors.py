@@ -115,7 +115,7 @@ class DamagedError(VerificationError):
     """A gallery file has pages or rows that differ from what was written."""
 
     def __init__(self, path: object, damage: object) -> None:
-        super().__init__(f"{path}: damaged ({damage}); restore a backup, or make the gallery anew")
+        super().__init__(f"{path} is damaged ({damage}); restore a backup, or create it again")
 
 
 class UnusableOutputError(VerificationError):

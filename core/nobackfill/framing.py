@@ -20,7 +20,7 @@ class Frame(NamedTuple):
     Attributes:
         height: Rows of the model's input.
         width: Columns of the model's input.
-        fit: stretch, crop or pad.
+        fit: stretch, crop or pad; `crop` without `shortest` stretches.
         shortest: Length of the shorter side before a crop, in pixels; other fits ignore it.
         interpolation: The resampling filter.
         margin: How a crop rounds the margin that it cuts off.
@@ -42,11 +42,12 @@ class Frame(NamedTuple):
 
         No intermediate picture is larger than the frame: a picture may be a line of millions of
         pixels. A crop takes the same pixels as torchvision's Resize and CenterCrop, which round the
-        longer side down, and the margin as `margin` says.
+        longer side down, and the margin as `margin` says. A side that is shorter than the frame
+        after scaling to `shortest` is stretched to the frame.
 
         Args:
-            width: Columns of the picture.
-            height: Rows of the picture.
+            width: Columns of the picture, at least 1.
+            height: Rows of the picture, at least 1.
 
         Returns:
             The visible part of the picture (left, top, right, bottom), its size in the frame

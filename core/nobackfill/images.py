@@ -103,7 +103,8 @@ def read_header(data: bytes) -> Header:
         header = _heif(data)
     else:
         raise InvalidInputError(
-            f"image: expected {', '.join(FORMATS)}, got {len(data)} bytes of something else"
+            f"image: expected a JPEG, PNG, WebP, HEIC or AVIF file, got {len(data)} bytes of "
+            "another format"
         )
     width, height = header.width, header.height
     if not width * height:
@@ -285,7 +286,8 @@ def decode(
         height: Rows of the result.
         width: Columns of the result.
         fit: How the picture is placed, see `Frame`; by default each side is scaled by itself.
-        shortest: Length of the shorter side before a crop, in pixels.
+        shortest: Length of the shorter side before a crop, in pixels; a crop without it stretches,
+            other fits ignore it.
         interpolation: The resampling filter.
         margin: How a crop rounds its margin.
 
@@ -294,7 +296,7 @@ def decode(
 
     Raises:
         InvalidInputError: Another format, an animation, a damaged or truncated file, more than 32
-            MiB, or a header that `read_header` refuses.
+            MiB, a header that `read_header` refuses, or HEIC or AVIF without the extra `heic`.
     """
     return decode_picture(check_header(data), height, width, fit, shortest, interpolation, margin)
 
@@ -331,7 +333,8 @@ def decode_picture(
         uint8 RGB [height, width, 3].
 
     Raises:
-        InvalidInputError: An animation, or a damaged or truncated file.
+        InvalidInputError: An animation, a damaged or truncated file, or HEIC or AVIF without the
+            extra `heic`.
     """
     upright = Frame(height, width, fit, shortest, interpolation, margin)
     try:
@@ -360,10 +363,10 @@ def decode_within(data: bytes, side: int) -> Pixels:
 
     Args:
         data: The bytes of the file.
-        side: The longest side of the result in pixels.
+        side: The longest side of the result in pixels, at least 1.
 
     Returns:
-        uint8 RGB [height, width, 3].
+        uint8 RGB [height, width, 3]; each side has at least 1 pixel.
 
     Raises:
         InvalidInputError: As `decode` does.
@@ -424,13 +427,16 @@ def read_file(path: Path) -> bytes:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidInputError("expected a regular file")
+                raise InvalidInputError("expected a regular file, got a folder, pipe or device")
             data = file.read(LARGEST_BYTES + 1)
     except OSError as error:
         raise InvalidInputError(f"cannot be read ({error.strerror})") from error
     if len(data) > LARGEST_BYTES:
         size = max(len(data), status.st_size)
-        raise InvalidInputError(f"expected at most {LARGEST_BYTES} bytes, got {size}")
+        raise InvalidInputError(
+            f"expected an image file of at most {LARGEST_BYTES} bytes, got {size}; use a smaller "
+            "copy"
+        )
     return data
 
 
@@ -451,7 +457,8 @@ def _open(header: Header) -> Image.Image:
             import pillow_heif
         except ModuleNotFoundError as error:
             raise InvalidInputError(
-                "image: HEIC and AVIF need the extra heic: pip install '.[heic]'"
+                "image: HEIC and AVIF need the extra heic: pip install '.[heic]' in the folder of "
+                "nobackfill's source"
             ) from error
         # Only its handler of HEIF files; Pillow reads AVIF itself.
         pillow_heif.register_heif_opener(thumbnails=False)

@@ -32,8 +32,8 @@ def denormals_as_zero() -> Iterator[None]:
     """Let the calling thread treat denormal numbers as zero until the block ends.
 
     Arithmetic on denormals takes up to 300 times longer, so that a model could stall its host. The
-    session option of ONNX Runtime covers only the session's own threads. Does nothing except on
-    Linux on x86-64 and ARM.
+    session option of ONNX Runtime covers only the session's own threads. The former mode returns at
+    the end of the block, also after an error. Does nothing except on Linux on x86-64 and ARM.
     """
     if _PLACE is None:
         yield

@@ -29,14 +29,15 @@ def read_paced(
 ) -> Generator[bytes]:  # fmt: skip
     """Yield the pieces of a byte source for as long as they arrive fast enough.
 
-    A thread reads the source. When the caller stops early, the connection of a `pool_manager` that
-    the source reads from is shut down. Another source ends in its thread at its own next timeout,
-    or with the process.
+    A thread reads the source, from the first `next` on. When the caller stops early, the
+    connection of a `pool_manager` that the source reads from is shut down. Another source ends in
+    its thread at its own next timeout, or with the process.
 
     Args:
         fetch: Opens the source and iterates over its bytes; called in the thread.
-        deadline: Time on the monotonic clock after which nothing is waited for.
-        slow: The class of the error for a slow source.
+        deadline: Time on `time.monotonic()` in seconds; no wait goes beyond it. Infinity, the
+            default, sets none.
+        slow: The class of the error for a slow source; it is created with one message.
 
     Yields:
         Non-empty pieces, in order.
@@ -174,7 +175,7 @@ def pool_manager(**settings: Any) -> urllib3.PoolManager:
     up.
 
     Args:
-        settings: Arguments of urllib3.PoolManager.
+        settings: Arguments of urllib3.PoolManager, which are passed on unchanged.
     """
     manager = urllib3.PoolManager(**settings)
     manager.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}

@@ -8,7 +8,11 @@ _CLUTTER = frozenset({"@eaDir", "__MACOSX"})
 
 
 def is_picture(name: str) -> bool:
-    """Tell whether a file name has the suffix of a picture that this project reads, in any case."""
+    """Tell whether a file name has the suffix of a picture that this project reads, in any case.
+
+    HEIC, HEIF and AVIF count, even without the extra `heic` that decodes them. The file is not
+    opened.
+    """
     return name.lower().endswith(SUFFIXES + HEIF_SUFFIXES)
 
 
@@ -19,7 +23,14 @@ def is_clutter(name: str) -> bool:
 
 
 def suffix_refusal(name: str) -> str:
-    """Explain why a file is refused that has the suffix of no picture."""
+    """Explain why a file is refused that has the suffix of no picture.
+
+    Args:
+        name: File name without its folder; a hidden file without a further dot has no suffix.
+
+    Returns:
+        A sentence for an error message, without the name.
+    """
     dot = name.rpartition(".")
     suffix = f".{dot[2].lower()}" if dot[1] and dot[0] else "no suffix"
     return f"expected a picture ({', '.join(SUFFIXES + HEIF_SUFFIXES)}), got {suffix}"

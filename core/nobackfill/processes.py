@@ -14,7 +14,8 @@ def end_with_parent() -> None:
     """End this child process as soon as its parent has ended, however the parent ended.
 
     Without it, a child would go on working along with the children of a restarted parent. Starts a
-    daemon thread. Call it only in a process that multiprocessing started.
+    daemon thread, which ends the process with exit code 1 and without cleanup. Call it only in a
+    process that multiprocessing started.
     """
     parent = parent_process()
     assert parent is not None, "started by another process"
@@ -53,8 +54,10 @@ def watch_forks(one: Forked) -> None:
     """Call `before_fork` and `after_fork` of an object at every fork, while the object is
     referenced.
 
+    A second call for the same object changes nothing.
+
     Args:
-        one: Held by a weak reference.
+        one: The object; only a weak reference to it is stored.
     """
     _OPEN.add(one)
 
@@ -85,13 +88,21 @@ class DaemonThreads:
     it."""
 
     def __init__(self, most: int, name: str) -> None:
+        """Create a pool without threads; they start with work and end when there is none.
+
+        Args:
+            most: Largest number of threads, at least 1.
+            name: Name of each thread.
+        """
         self._most, self._name = most, name
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._threads = 0
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run a function on the next free thread, and return its future.
+        """Run a function on the next free thread, and return its future at once.
+
+        Works after `close`, too.
 
         Args:
             work: Called without arguments. Its error, if any, is raised by the future's `result`.
@@ -108,10 +119,11 @@ class DaemonThreads:
         """Cancel work that has not begun, and wait for work that has.
 
         Args:
-            seconds: The longest wait.
+            seconds: The longest wait; 0 does not wait.
 
         Returns:
-            Whether all threads have ended.
+            Whether all threads have ended. If not, they go on; futures of cancelled work raise
+            CancelledError of concurrent.futures.
         """
         with self._changed:
             dropped, self._waiting = self._waiting, deque()

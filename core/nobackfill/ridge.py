@@ -107,7 +107,12 @@ class Moments:
         """Return the moments of the rows that are not in `part`.
 
         Args:
-            part: Moments of some of these rows, created with `like` this object.
+            part: Moments of some of these rows, created with `like` this object. This is not
+                checked; without it the result is wrong.
+
+        Returns:
+            New moments; neither operand changes. At least one pair must have been added to this
+            object.
         """
         assert self._origin is not None
         others = Moments(self)
@@ -170,10 +175,11 @@ def in_blocks(x: Floats, y: Floats, rows: int = _BLOCK_ROWS) -> Blocks:
     Args:
         x: [n, a].
         y: [n, b].
-        rows: Largest number of rows of a block.
+        rows: Largest number of rows of a block, at least 1.
 
     Returns:
-        A function that iterates over the blocks from the start at each call.
+        A function that iterates over the blocks from the start at each call. The blocks are views,
+        and the number of rows of `y` is not compared with that of `x`.
     """
 
     def blocks() -> Iterator[Pairs]:
@@ -189,7 +195,7 @@ def solve(moments: Moments, penalty: float) -> Ridge:
     Args:
         moments: Sums over at least 1 pair.
         penalty: Lambda, as a multiple of the mean input variance; 0 gives least squares of minimum
-            norm.
+            norm. A constant input gets the weight 0 then.
 
     Returns:
         The map, with NaN as `error` and `spread`.
@@ -222,18 +228,26 @@ def fit(
 
     Args:
         blocks: Iterates over the pairs; called twice, or once where `moments` is given.
-        group: Number of consecutive rows that are left out as one, such as views of one image.
+        group: Number of consecutive rows that are left out as one, such as views of one image; at
+            least 1.
         seed: Chooses the sampled groups.
         moments: Moments of all blocks, if they are known.
-        sample: Above this number of rows, the error is computed on a sample of this size.
+        sample: Above this number of rows, the error is computed on a sample of this size, in whole
+            groups and at least one.
+
+    Returns:
+        The map, with `error` and `spread` of the sample. `error` is infinite where no penalty has a
+        finite error: the rows are too few for their dimensions.
 
     Raises:
-        ValueError: Rows that are no pairs, NaN, fewer than 2 groups, or blocks that differ at the
-            second call.
+        ValueError: Rows that are no pairs, NaN or infinity, fewer than 2 groups, a number of rows
+            that is no multiple of `group`, or another number of rows at the second call.
     """
     moments = Moments.of(blocks()) if moments is None else moments
     if moments.rows % group or moments.rows < 2 * group:
-        raise ValueError(f"expected at least 2 groups of {group} rows, got {moments.rows}")
+        raise ValueError(
+            f"expected at least 2 whole groups of {group} rows, got {moments.rows} rows"
+        )
     spectrum = _Spectrum(moments)
     held_out = spectrum.hold_out(blocks(), group, seed, sample)
     errors = {penalty: held_out.error(penalty) for penalty in DECADES}

@@ -14,7 +14,8 @@ def visible(text: str) -> str:
         text: Any text.
 
     Returns:
-        The text, with each such character as Python writes it: `\\x1b`.
+        The text, with each such character as Python writes it: `\\x1b`. Line feeds and tabs are
+        escaped, too; a backslash is not, so that the text cannot be decoded back.
     """
     if text.isprintable():
         return text

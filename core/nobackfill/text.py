@@ -39,7 +39,7 @@ class Tokenizing:
 
         Args:
             data: The bytes of tokenizer.json.
-            length: Tokens after which a text is truncated.
+            length: Tokens after which a text is truncated, those that the tokenizer adds included.
             what: The name of the file in messages.
 
         Raises:
@@ -67,14 +67,14 @@ class Tokenizing:
         self._what = what
 
     def tokens(self, texts: Sequence[str]) -> Tokens:
-        """Tokenize a batch of texts.
+        """Tokenize a batch of texts; their size is not checked.
 
         Args:
             texts: n texts.
 
         Returns:
             `input_ids`, `attention_mask` and `token_type_ids`, each int64 [n, tokens of the longest
-            text].
+            text]; without texts each is empty, of shape [0].
 
         Raises:
             InvalidInputError: The tokenizer refuses a text.
@@ -119,23 +119,28 @@ def check_text(text: str) -> str:
 
     Raises:
         TooLargeError: It has more than 64 KiB in UTF-8.
-        InvalidInputError: It has an unpaired surrogate, or no printable character.
+        InvalidInputError: It is empty, has an unpaired surrogate, or no printable character but
+            spaces.
     """
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise InvalidInputError("text: expected valid Unicode, got half of a character") from error
+        raise InvalidInputError(
+            "text: expected valid Unicode, got an unpaired surrogate (half of a character)"
+        ) from error
     if size > LARGEST_BYTES:
         raise TooLargeError(
             f"text: expected at most {LARGEST_BYTES} bytes, got {size}; cut it into passages"
         )
     if not any(sign.isprintable() and not sign.isspace() for sign in text):
-        raise InvalidInputError("text: expected something to read, got none")
+        raise InvalidInputError(
+            "text: expected at least one visible character, got an empty or blank text"
+        )
     return text
 
 
 def check_texts(texts: Sequence[str]) -> None:
-    """Check that all texts together fit into one call.
+    """Check that all texts together fit into one call; single texts are not checked.
 
     Raises:
         TooLargeError: They have more than 4 MiB in UTF-8.
@@ -165,6 +170,8 @@ class TextLine:
     def metadata(self) -> dict[str, str | int | float | bool | list[str]]:
         """Return the notes as metadata of an item, without the keys that are null.
 
+        An empty list counts as a list of texts. Numbers may be NaN or infinite here.
+
         Raises:
             InvalidInputError: A value is an object, or a list with anything but texts.
         """
@@ -183,6 +190,8 @@ def read_texts(
 ) -> Iterator[TextLine]:
     """Yield the objects of a JSONL file in order, with one line in memory at a time.
 
+    Opens the file at the first `next`. Ids may repeat, and texts are not checked for size.
+
     Args:
         path: A regular file or a pipe, in UTF-8. Empty lines are skipped.
         refusals: Receives the reason of each invalid line under the key FILE:LINE, and reading goes
@@ -193,14 +202,16 @@ def read_texts(
     Raises:
         InvalidInputError: A line is invalid and `refusals` is None, or the file is neither regular
             nor a pipe.
-        NotFoundError: The file cannot be read.
+        NotFoundError: The file is missing or cannot be read, also by lack of permission.
     """
     try:
         with path.open("rb") as file:
             kind = os.fstat(file.fileno()).st_mode
             # A pipe ends, a device may not.
             if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
-                raise InvalidInputError(f"{path}: expected a regular file or a pipe")
+                raise InvalidInputError(
+                    f"{path}: expected a regular file or a pipe, got a folder or device"
+                )
             # Read bytes: only a line feed ends a line, but JSON may contain other line separators.
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -228,8 +239,10 @@ def _is_text(part: object) -> bool:
 def read_line(line: bytes, where: str, key: str = "id", column: str = "text") -> TextLine:
     """Parse one line of a JSONL file.
 
+    A number becomes its text: 1 gives "1", and 1.0 gives "1.0". Of a repeated key, the last counts.
+
     Args:
-        line: The line in UTF-8.
+        line: The line in UTF-8, with or without a byte order mark.
         where: FILE:LINE, for the message.
         key: The key of the id.
         column: The key of the text.

@@ -24,8 +24,12 @@ _FLOATS = (_FLOAT32, np.dtype(np.float64))
 def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False) -> Vectors:
     """Return vectors as a C-contiguous float32 array of shape [n, dim], or refuse them all.
 
+    Nothing is scaled: with `unit`, a vector of another norm is refused. A zero vector passes
+    without `unit`.
+
     Args:
-        vectors: float32 or float64 [n, dim]; n may be 0. A single vector of shape [dim] is refused.
+        vectors: float32 or float64 [n, dim], or nested lists of floats; n may be 0. A single vector
+            of shape [dim] is refused.
         dim: The expected dimension.
         what: The name of the data in error messages.
         unit: Whether each norm must be 1 within 1e-3.
@@ -34,13 +38,14 @@ def check_vectors(vectors: ArrayLike, dim: int, *, what: str, unit: bool = False
         float32 [n, dim]; the same array where it is that already.
 
     Raises:
-        InvalidInputError: Wrong shape, or a dtype other than float32 and float64.
+        InvalidInputError: Wrong shape, or a dtype other than float32 and float64, such as float16
+            or integers.
         UnusableRowsError: Rows with NaN or infinity, a norm above 1e15, or with `unit` a norm that
-            is not 1.
+            is not 1. The error lists all their indices.
     """
     array = np.asarray(vectors)
     if array.dtype not in _FLOATS:
-        raise InvalidInputError(f"{what}: expected float32 values, got {array.dtype}")
+        raise InvalidInputError(f"{what}: expected float32 or float64 values, got {array.dtype}")
     if array.ndim != 2 or array.shape[1] != dim:
         raise InvalidInputError(
             f"{what}: expected an array of shape [n, {dim}], got {list(array.shape)}; "
@@ -81,6 +86,8 @@ def _surely_valid(array: Vectors, unit: bool) -> bool:
 def normalise(vectors: Vectors) -> Vectors:
     """Scale each row to norm 1; a row of zeros stays as it is.
 
+    A row whose norm is below 1e-12 does not reach norm 1. NaN stays NaN; nothing is checked.
+
     Args:
         vectors: float32 [n, dim].
 
@@ -102,10 +109,11 @@ def from_bytes(values: bytes, dim: int, *, what: str, unit: bool = False) -> Vec
         unit: Whether its norm must be 1 within 1e-3.
 
     Returns:
-        float32 [1, dim].
+        float32 [1, dim]; it may be a read-only view of `values`.
 
     Raises:
-        InvalidInputError: Another number of bytes, or values that `check_vectors` refuses.
+        InvalidInputError: Another number of bytes.
+        UnusableRowsError: Values that `check_vectors` refuses.
     """
     if len(values) != 4 * dim:
         raise InvalidInputError(

@@ -32,8 +32,11 @@ def taking_a_file_of_ours(repo: Path) -> bytes:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest is of format 5, not 4"),
-        (unknown_key, "release 3 needs a newer nobackfill: its manifest has the new keys surprise"),
+        (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest has format 5"),
+        (
+            unknown_key,
+            "release 3 needs a newer nobackfill: its manifest has keys that this version does not know, surprise",
+        ),
         (taking_a_file_of_ours, "release 3: its manifest cannot be used"),
         (lambda _: b"\xff", "release 3: its manifest cannot be used"),
     ],

@@ -182,5 +182,5 @@ def test_a_class_folder_may_be_empty_here(images: Path, tmp_path: Path) -> None:
     shutil.copytree(images, tmp_path, dirs_exist_ok=True)
     (tmp_path / "abandoned").mkdir()
     assert read_folder(tmp_path, 0)[0].class_names == tuple("abcd")
-    with pytest.raises(InvalidInputError, match="abandoned holds no image"):
+    with pytest.raises(InvalidInputError, match="abandoned: expected images"):
         list_images(tmp_path)

@@ -101,7 +101,7 @@ def test_texts_are_found_by_texts(notes: Client) -> None:
     batch = search_pb2.SearchBatchRequest(gallery="g", queries=asked, k=1)
     answers = notes.raw.searches.SearchBatch(batch, timeout=60).responses
     assert [ids(one) for one in answers] == [["n5"], [], ["n7"]]
-    assert "expected something to read" in answers[1].error
+    assert "at least one visible character" in answers[1].error
     assert notes.get_release(1).embeds_texts
     assert not notes.get_release(1).embeds_images
 
@@ -119,10 +119,10 @@ def test_odd_texts_are_answered(notes: Client, text: str) -> None:
 @pytest.mark.parametrize("text", ["", "  \n\t", "\0\0", "\u200b"])
 def test_a_text_without_anything_to_read_is_refused(notes: Client, text: str) -> None:
     query = search_pb2.Query(text=text)
-    with pytest.raises(RpcError, match="expected something to read"):
+    with pytest.raises(RpcError, match="at least one visible character"):
         notes.raw.ask(query)
     response = notes.raw.put([gallery_pb2.PutItem(id="x", text=text)])
-    assert "expected something to read" in response.errors[0].message
+    assert "at least one visible character" in response.errors[0].message
 
 
 def test_texts_are_bounded(notes: Client) -> None:

@@ -95,7 +95,7 @@ def test_a_folder_without_class_folders(tmp_path: Path) -> None:
 def test_an_empty_class_is_named(digits: Path, tmp_path: Path) -> None:
     shutil.copytree(digits / "queries", tmp_path / "q")
     (tmp_path / "q" / "empty").mkdir()
-    with pytest.raises(InvalidInputError, match=r"empty holds no image"):
+    with pytest.raises(InvalidInputError, match=r"empty: expected images"):
         list_images(tmp_path / "q")
 
 

@@ -105,7 +105,7 @@ def test_texts_of_one_sentence_ask_for_the_rest_of_themselves(tmp_path: Path) ->
         "がいいから",
     )
     for bad, sentence in (
-        ([{"id": 1, "text": "w"}], "expected something to read"),
+        ([{"id": 1, "text": "w"}], "at least one visible character"),
         ([{"id": 1, "text": "a b", "query": "a"}, {"id": 2, "text": "c d"}], "in each or none"),
         ([{"id": 1, "text": "a b", "label": "x"}, {"id": 2, "text": "c d"}], "expected a 'label'"),
     ):

@@ -55,7 +55,7 @@ def test_a_corrupt_image_is_named_before_the_first_step(images: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("removed", "empty", "message"),
     [
-        ("", "empty", "empty holds no image"),
+        ("", "empty", "empty: expected images"),
         ("123456789", None, "at least 2 class"),
         ("0123456789", None, "class folders"),
     ],

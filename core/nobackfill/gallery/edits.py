@@ -44,6 +44,9 @@ class Selection:
         Args:
             connection: The gallery's file.
 
+        Returns:
+            Empty if none of the items is left.
+
         Raises:
             DamagedError: A row is invalid.
         """
@@ -107,7 +110,12 @@ class Editing(Protocol):
 
 
 def select_ids(store: Editing, ids: Sequence[str]) -> Selection:
-    """Select the items that have one of these ids; unknown ids are skipped."""
+    """Select the items that have one of these ids; unknown ids are skipped.
+
+    Raises:
+        NobackfillError: As every method of the store: BusyError, CannotWriteError, NotFoundError
+            (closed), UnavailableError or VerificationError.
+    """
     return Selection(store.labels_of(ids))
 
 
@@ -117,6 +125,8 @@ def select_matches(filtering: Filtering, condition: Filter) -> Selection:
     Raises:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
             more than 64 bits.
+        NobackfillError: As every method of the store: BusyError, CannotWriteError, NotFoundError
+            (closed), UnavailableError or VerificationError.
     """
     return Selection(filtering.passing(condition).labels(), condition)
 
@@ -124,13 +134,14 @@ def select_matches(filtering: Filtering, condition: Filter) -> Selection:
 def delete(
     store: Editing, selection: Selection, after_piece: Callable[[], None] = lambda: None
 ) -> int:
-    """Delete the selected items.
+    """Delete the selected items, in pieces of PIECE items with a transaction each.
+
+    After an error, the pieces before it stay deleted. An empty selection is one empty piece.
 
     Args:
         store: The gallery.
-        selection: The items.
-        after_piece: Called after each piece; its error ends the deletion, and earlier pieces stay
-            deleted.
+        selection: The items; those that are gone or no longer pass its filter are skipped.
+        after_piece: Called after each piece; its error ends the deletion.
 
     Returns:
         Number of deleted items.
@@ -138,6 +149,9 @@ def delete(
     Raises:
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
+        VerificationError: The gallery is damaged.
+        NotFoundError: The gallery was closed or deleted.
+        UnavailableError: The database does not answer.
     """
     count = 0
     for piece in selection.pieces():
@@ -153,24 +167,28 @@ def describe(
     remove: Collection[str],
     after_piece: Callable[[], None] = lambda: None,
 ) -> int:
-    """Change the metadata of the selected items.
+    """Change the metadata of the selected items, in pieces of PIECE items with a transaction each.
+
+    After an error, the pieces before it stay changed. Other keys of an item keep their values.
 
     Args:
         store: The gallery.
-        selection: The items.
+        selection: The items; those that are gone or no longer pass its filter are skipped.
         values: Values to set, by key.
-        remove: Keys to remove first.
-        after_piece: Called after each piece; its error ends the change, and earlier pieces stay
-            changed.
+        remove: Keys to remove first; a key that is also in `values` is set.
+        after_piece: Called after each piece; its error ends the change.
 
     Returns:
-        Number of changed items.
+        Number of these items, whether their metadata differs or not.
 
     Raises:
-        InvalidInputError: Invalid metadata, or the metadata of an item would become too large: its
-            piece is then unchanged.
+        InvalidInputError: Invalid `values`: nothing is changed. Or the metadata of an item would
+            become too large: its piece is unchanged.
         BusyError: Another writer holds the gallery.
         CannotWriteError: The disk fails.
+        VerificationError: The gallery is damaged.
+        NotFoundError: The gallery was closed or deleted.
+        UnavailableError: The database does not answer.
     """
     metadata_text(values)
     count = 0
@@ -183,15 +201,16 @@ def describe(
 def changed_metadata(
     items: Mapping[int, tuple[str, Metadata]], values: Metadata, remove: Collection[str]
 ) -> list[tuple[int, str]]:
-    """Compute the new metadata of items, as JSON texts by label.
+    """Compute the new metadata of items, as pairs of label and JSON text; nothing is written.
 
     Args:
         items: Id and metadata of each item, by label.
         values: Values to set, by key.
-        remove: Keys to remove first.
+        remove: Keys to remove first; a key that is also in `values` is set.
 
     Raises:
-        InvalidInputError: The metadata of an item would become too large.
+        InvalidInputError: Invalid `values`, or the metadata of an item would become too large; the
+            message names the item.
     """
     texts = []
     for label, (name, metadata) in items.items():

@@ -137,7 +137,10 @@ class KeyColumn:
 
 
 def column_of(values: Iterable[tuple[Scalar, int]]) -> KeyColumn:
-    """Build a column from values with their rows, in any order."""
+    """Build a column from values with their rows, in any order.
+
+    An integer of more than 64 bits counts as a float. Without values, the column is empty.
+    """
     texts: list[tuple[str, int]] = []
     integers: list[tuple[int, int]] = []
     floats: list[tuple[float, int]] = []
@@ -223,9 +226,9 @@ def mask_rows(condition: Filter, column: Callable[[str], KeyColumn], count: int)
     """Return which of `count` rows pass a filter, bool [count].
 
     Args:
-        condition: A checked filter.
-        column: Returns the column of a key.
-        count: Number of rows.
+        condition: A filter that `filters.check` has accepted.
+        column: Returns the column of a key; empty if no row has the key.
+        count: Number of rows; 0 gives an empty mask.
     """
     if isinstance(condition, Not):
         passing = mask_rows(condition.of, column, count)
@@ -406,6 +409,8 @@ def read_metadata(store: Store, labels: Sequence[int]) -> dict[int, Metadata]:
 
     Raises:
         VerificationError: The gallery's file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -440,6 +445,8 @@ class StoredSegment:
 
         Raises:
             VerificationError: The gallery's file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed.
         """
         columns = {key: self.column(key) for key in sorted(keys)}
@@ -455,6 +462,8 @@ class StoredSegment:
 
         Raises:
             VerificationError: The gallery's file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed.
         """
         with self._lock:
@@ -631,6 +640,8 @@ class FilterEngine:
             InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer
                 of more than 64 bits.
             VerificationError: The gallery's file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed.
         """
         keys = check(condition)
@@ -727,6 +738,8 @@ def passing_labels(store: Store, condition: Filter) -> Labels:
         InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
             more than 64 bits.
         VerificationError: The gallery's file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     keys = check(condition)

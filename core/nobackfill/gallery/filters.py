@@ -33,7 +33,8 @@ _TIME = re.compile(
 
 @dataclass(frozen=True)
 class OneOf:
-    """Pass items whose `key` has one of `values`; one value means equality."""
+    """Pass items whose `key` has one of `values`; one value means equality. Without values, no item
+    passes."""
 
     key: str
     values: tuple[Scalar, ...]
@@ -41,7 +42,10 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Range:
-    """Pass items whose `key` is a number within the bounds; None leaves a side open."""
+    """Pass items whose `key` is a number within the bounds; None leaves a side open.
+
+    Without bounds, every number passes. Flags are no numbers.
+    """
 
     key: str
     at_least: int | float | None = None
@@ -52,8 +56,11 @@ class Range:
 
 @dataclass(frozen=True)
 class TimeRange:
-    """Pass items whose `key` is a date or time within the bounds, in microseconds since 1970,
-    UTC."""
+    """Pass items whose `key` is a text of a date or time within the bounds, in microseconds since
+    1970, UTC.
+
+    None leaves a side open. Numbers, and texts that `microseconds` cannot parse, never pass.
+    """
 
     key: str
     at_least: int | None = None
@@ -97,6 +104,8 @@ Filter = Test | All | AnyOf | Not
 def every(where: Mapping[str, Scalar] | Filter) -> Filter | None:
     """Return a filter for a mapping of keys to required values, all of which must match. Return a
     filter as it is.
+
+    The filter is not checked; `check` does that.
 
     Returns:
         None for an empty mapping: every item passes.
@@ -156,8 +165,11 @@ def _tests(condition: Filter, depth: int) -> Iterator[Test]:
 def microseconds(text: str) -> int | None:
     """Parse a date (at midnight), or a date and time; UTC without an offset.
 
+    The date and the time are separated by T or a space. Digits beyond microseconds are cut off.
+
     Returns:
-        Microseconds since 1970, UTC; None for any other text.
+        Microseconds since 1970, UTC, negative before it; None for any other text, such as an
+        impossible date.
     """
     if _TIME.fullmatch(text) is None:
         return None
@@ -201,6 +213,8 @@ class Filtering(Protocol):
         Raises:
             InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer
                 of more than 64 bits.
+            NobackfillError: As every method of the store: BusyError, CannotWriteError,
+                NotFoundError (closed), UnavailableError or VerificationError.
         """
         ...
 

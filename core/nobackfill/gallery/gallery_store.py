@@ -30,22 +30,38 @@ class Searcher(Protocol):
 
         Args:
             queries: float32 [q, dim].
-            k: Number of items for each query.
+            k: Number of items for each query, at least 1.
             condition: Only items that pass this filter; None for all.
-            ef: Minimum number of candidates; index.EVERY for an exact search.
+            ef: Minimum number of candidates of a graph, 0 for its default; index.EVERY for an exact
+                search.
+
+        Returns:
+            At most k items for each query, nearest first.
 
         Raises:
             InvalidInputError: Queries of another shape or not finite, or a filter with too many
                 tests, values or levels.
+            NobackfillError: As every method of the gallery's store.
         """
         ...
 
 
 class GalleryStore(Carrying, Editing, Protocol):
-    """A gallery."""
+    """The items, vectors and spaces of one gallery, whatever engine stores them.
+
+    In addition to their own errors, all methods raise BusyError (another writer; try again),
+    UnavailableError (the engine does not answer), CannotWriteError (the disk), VerificationError
+    (stored data is damaged), and NotFoundError after `close`.
+    """
 
     def close(self) -> None:
-        """Close files and connections for good; later calls raise NotFoundError."""
+        """Close files and connections for good; later calls of other methods raise NotFoundError.
+
+        Waits for running calls. A second `close` does nothing.
+
+        Raises:
+            BusyError: A call does not end within a minute; nothing is closed.
+        """
         ...
 
     def suspend(self) -> bool:
@@ -53,7 +69,11 @@ class GalleryStore(Carrying, Editing, Protocol):
         ...
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
-        """Call `listener` with the change after each commit of this process, in order."""
+        """Call `listener` with the change after each commit of this process, in order.
+
+        Commits of other processes are not reported. A listener that is subscribed twice is called
+        twice.
+        """
         ...
 
     def unsubscribe(self, listener: Callable[[Change], None]) -> None:
@@ -65,7 +85,11 @@ class GalleryStore(Carrying, Editing, Protocol):
         ...
 
     def spaces(self) -> list[SpaceInfo]:
-        """Return all spaces, oldest first; exactly one is active."""
+        """Return all spaces, oldest first; exactly one is active.
+
+        Raises:
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+        """
         ...
 
     def space(self, space: str) -> SpaceInfo:
@@ -73,6 +97,7 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have it.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -97,15 +122,26 @@ class GalleryStore(Carrying, Editing, Protocol):
         Raises:
             InvalidInputError: Invalid vectors, ids or metadata, or an id twice.
             IncompatibleSpaceError: The gallery lacks a space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
     def delete(self, ids: Sequence[str]) -> int:
-        """Delete items from every space; return how many existed. Unknown ids are skipped."""
+        """Delete items from every space in one transaction; return how many existed.
+
+        Unknown ids are skipped.
+
+        Raises:
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+        """
         ...
 
     def get(self, item_id: str) -> StoredItem | None:
-        """Return an item by its id, without origin and uncertainty; None if it does not exist."""
+        """Return an item by its id, without origin and uncertainty; None if it does not exist.
+
+        Raises:
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+        """
         ...
 
     def page(
@@ -121,17 +157,20 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Args:
             space: Origin and uncertainty of the items are those of this space.
-            limit: Largest number of items.
-            start_after: Position of the last item of the previous page; None for the first page.
+            limit: Largest number of items, at least 1.
+            start_after: The position that the previous page returned, in the same order; None for
+                the first page.
             matches: Only items that passed a filter; None for all.
             least_certain: Only items with an uncertainty in the space, the largest first, then by
                 label. Otherwise by label.
 
         Returns:
-            The items with their positions, and the position for the next page; None at the end.
+            The items with their positions, and the position for the next page; None at the end. A
+            page may be empty, or shorter than `limit`, although another one follows.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -141,6 +180,7 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -149,6 +189,7 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -161,6 +202,7 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -171,10 +213,15 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Args:
             spaces: Ids of the spaces.
-            size: Items of a window.
+            size: Items of a window, at least 1.
+
+        Yields:
+            Windows of at most `size` items; none for an empty gallery. `vectors` has the order of
+            `spaces`.
 
         Raises:
-            IncompatibleSpaceError: The gallery lacks a space.
+            IncompatibleSpaceError: The gallery lacks a space; raised at the first window.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -182,23 +229,36 @@ class GalleryStore(Carrying, Editing, Protocol):
         """Group the items by the value of a metadata key.
 
         Args:
-            key: The key; items without it are in no group.
+            key: The key; items without it are in no group. An item whose value is a list is in the
+                group of each of its texts.
             space: Id of the space of the groups' labels.
 
         Returns:
-            The groups, by kind and value.
+            The groups: flags, then numbers, then texts, each by increasing value; empty if no item
+            has the key.
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return all small JSON values that are stored with the gallery."""
+        """Return all small JSON values that are stored with the gallery.
+
+        Raises:
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+        """
         ...
 
     def state_set(self, values: Mapping[str, Any]) -> None:
-        """Store small JSON values in one transaction; None removes a value."""
+        """Store small JSON values in one transaction; None removes a value. Other keys stay.
+
+        Raises:
+            TypeError: A value cannot be written as JSON.
+            ValueError: A value contains NaN or infinity.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
+        """
         ...
 
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
@@ -210,13 +270,15 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Make a space the active one; the active one becomes previous.
+        """Make a space the active one; the active one becomes previous. If the space is active
+        already, only `state` is stored.
 
         Args:
             space: Id of the space.
@@ -226,6 +288,7 @@ class GalleryStore(Carrying, Editing, Protocol):
         Raises:
             PreconditionError: Items lack a vector there, and `leave_behind` is False.
             IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -245,15 +308,17 @@ class GalleryStore(Carrying, Editing, Protocol):
         Raises:
             NotFoundError: No previous space.
             PreconditionError: Items lack a vector there, and `leave_behind` is False.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
     def drop(self, space: str) -> None:
-        """Remove a space with all its vectors.
+        """Remove a space with all its vectors, also one that an upgrade is filling.
 
         Raises:
             PreconditionError: It is the active one.
             IncompatibleSpaceError: The gallery does not have it.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -269,6 +334,7 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -278,13 +344,15 @@ class GalleryStore(Carrying, Editing, Protocol):
         Args:
             space: Id of the first space.
             other: Id of the second space.
-            count: Largest number of items.
+            count: Largest number of items, at least 1.
 
         Returns:
-            Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space.
+            Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space; n is 0
+            if no item has both.
 
         Raises:
             IncompatibleSpaceError: The gallery lacks a space.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...
 
@@ -298,5 +366,7 @@ class GalleryStore(Carrying, Editing, Protocol):
 
         Raises:
             InvalidInputError: The runner's output is invalid.
+            VerificationError: The runner makes no usable vectors.
+            NobackfillError: Busy, unavailable, unwritable, damaged or closed, as every method.
         """
         ...

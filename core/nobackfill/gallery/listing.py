@@ -32,14 +32,14 @@ class ListingPlace:
 
     @classmethod
     def read(cls, token: str, *, least_certain: bool) -> Self:
-        """Parse a token.
+        """Parse a text of `token`.
 
         Args:
             token: The text.
             least_certain: Whether the listing is ordered by uncertainty.
 
         Raises:
-            InvalidInputError: The text is no token of such a listing.
+            InvalidInputError: The text is empty, or no token of a listing in this order.
         """
         label, colon, uncertainty = token.partition(":")
         try:
@@ -70,18 +70,22 @@ def page(
     Args:
         store: The gallery.
         space: Origin and uncertainty of the items are those of this space.
-        limit: Largest number of items.
-        start_after: Position of the last item of the page before; None for the first page.
+        limit: Largest number of items, at least 1.
+        start_after: The position that the previous page returned, in the same order; None for the
+            first page.
         matches: Only items with these labels, int64 [n], increasing; None for all.
         least_certain: Only items with an uncertainty in the space, the largest first, then by
             label.
 
     Returns:
-        The items with their positions, and the position for the next page; None at the end.
+        The items with their positions, and the position for the next page; None at the end. A page
+        may be empty, or shorter than `limit`, although another one follows.
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The gallery's file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     if least_certain:
@@ -167,17 +171,22 @@ class MetadataGroup:
 def groups_by_value(store: Store, key: str, space: str) -> list[MetadataGroup]:
     """Group the items by the value of a metadata key.
 
+    An item whose value is a list is in the group of each of its texts.
+
     Args:
         store: The gallery.
         key: The key; items without it are in no group.
         space: The space of the groups' labels.
 
     Returns:
-        The groups, by kind and value.
+        The groups: flags first, then numbers, then texts, each by increasing value. Empty if no
+        item has the key.
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The gallery's file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -239,6 +248,12 @@ class CarriedLabels:
     threads."""
 
     def __init__(self, store: Store, space: str) -> None:
+        """Follow the store's commits from now on; nothing is read before `load`.
+
+        Args:
+            store: The gallery.
+            space: Id of the space.
+        """
         self._store, self._space = store, space
         self._lock = threading.Lock()
         self._carried: NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -310,7 +325,11 @@ class CarriedLabels:
             return masks_of_labels
 
     def close(self) -> None:
-        """Stop following the store; the masks are outdated after the next commit."""
+        """Stop following the store; the masks are outdated after the next commit.
+
+        Raises:
+            ValueError: It was called before.
+        """
         self._store.unsubscribe(self._on_change)
 
     def _on_change(self, change: Change) -> None:

@@ -69,18 +69,23 @@ class RescueReport:
 
 
 def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueReport:
-    """Write all valid rows of a gallery into a new file.
+    """Write all valid rows of a gallery into a new file, in transactions of 1024 rows.
+
+    Rows that cannot be read or are invalid are counted and left out. A vector is saved only with
+    its item. After an error, a part of `target` stays.
 
     Args:
-        source: The damaged file; it stays unchanged.
+        source: The damaged file, which exists; it stays unchanged. A lock file may be created next
+            to it.
         target: The new file; it must not exist.
         others: Further tables by name, with the statement that creates each. A row is copied if the
-            item named by its column `item` was saved.
+            item named by its column `item` was saved. A table that `source` lacks is skipped.
 
     Raises:
-        DamagedError: The tables that describe the gallery cannot be read.
+        DamagedError: The tables that describe the gallery cannot be read, or differ from a
+            gallery's. No database of SQLite counts as damaged, too.
         BusyError: Another process has the gallery open.
-        CannotWriteError: The new file cannot be written.
+        CannotWriteError: `source` cannot be read, or `target` exists or cannot be written.
     """
     with _source(source) as old:
         check_tables(old, source)
@@ -92,7 +97,7 @@ def rescue(source: Path, target: Path, others: Mapping[str, str]) -> RescueRepor
             }
         except sqlite3.DatabaseError as error:
             raise DamagedError(
-                source, f"{error}, in the tables that describe it: nothing can be rescued"
+                source, f"{error}, in the tables that list its spaces: nothing can be rescued"
             ) from error
         make_empty(target, None)
         with contextlib.closing(connect(target)) as new:
@@ -105,7 +110,9 @@ def _source(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         exclusive = handle >= 0 and share(handle, path, BUSY_TIMEOUT_MS / 1000)
         if handle >= 0 and not exclusive:
-            raise BusyError(f"{path}: another process has it open; stop that process first")
+            raise BusyError(
+                f"{path}: another process has this gallery open; stop that process first"
+            )
         access = next(accesses(path, exclusive), SHARED)
         try:
             with contextlib.closing(connect(path, access)) as connection:

@@ -64,5 +64,11 @@ def first(database: Database) -> None:
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
-    """Apply the migrations that a file lacks; each step and its record are one transaction."""
+    """Apply the migrations that a file lacks; each step and its record are one transaction.
+
+    Does nothing to a file of the newest format.
+
+    Raises:
+        sqlite3.Error: The file cannot be written, or its tables differ from those of its format.
+    """
     migrations.apply(Database(connection))

@@ -58,7 +58,7 @@ class SpaceSpec:
 
     @classmethod
     def of(cls, manifest: "Manifest") -> Self:
-        """Return the space of a release."""
+        """Return the space of a release, as its manifest declares it."""
         return cls(
             space=manifest.space,
             release=manifest.release,
@@ -88,10 +88,10 @@ class SpaceInfo:
 
 
 def space_of(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
-    """Return one of a gallery's spaces by its id; the error lists the others.
+    """Return one of a gallery's spaces by its id.
 
     Raises:
-        IncompatibleSpaceError: The gallery does not have it.
+        IncompatibleSpaceError: `spaces` does not contain it; the message lists them.
     """
     for info in spaces:
         if info.spec.space == space:
@@ -100,7 +100,12 @@ def space_of(spaces: Collection[SpaceInfo], space: str) -> SpaceInfo:
 
 
 def missing_space(spaces: Collection[SpaceInfo], space: str) -> IncompatibleSpaceError:
-    """Return the error for a space that a gallery does not have."""
+    """Return, without raising it, the error for a space that a gallery does not have.
+
+    Args:
+        spaces: The gallery's spaces, which the message lists.
+        space: Id of the missing space.
+    """
     listed = ", ".join(f"release {info.spec.release} ({info.state})" for info in spaces)
     return IncompatibleSpaceError(
         f"space {space} is not one of this gallery's ({listed}); use a model of one of these "
@@ -120,7 +125,8 @@ def side_passes(
 
     Returns:
         For each pass, in order: only items with side-information (True), only items without
-        (False), or all items alike (None).
+        (False), or all items alike (None). There is one pass, unless both spaces have
+        side-information and the upgrade can do without.
     """
     if needs_side:
         return (True,)

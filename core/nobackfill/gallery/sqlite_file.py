@@ -70,6 +70,9 @@ def add_space(connection: sqlite3.Connection, spec: SpaceSpec, state: State) -> 
         connection: In a transaction.
         spec: The space.
         state: An active space counts as activated once.
+
+    Raises:
+        sqlite3.IntegrityError: The gallery has the space, or an active space and `state` is active.
     """
     number = connection.execute(
         "INSERT INTO spaces (space, release, dim, metric, unit, side_space, side_dim, state,"
@@ -141,7 +144,7 @@ def to_blobs(vectors: Vectors | None, rows: int) -> Sequence[bytes | None]:
 
     Args:
         vectors: float32 [rows, dim]; None returns `rows` times None.
-        rows: Number of rows.
+        rows: Number of rows; used only where `vectors` is None.
     """
     if vectors is None:
         return [None] * rows
@@ -274,7 +277,8 @@ def format_of(connection: sqlite3.Connection, path: Path) -> int:
     """Return the format of a file's tables.
 
     Raises:
-        VerificationError: The file belongs to another program, or has a newer format.
+        VerificationError: The file belongs to another program, or has a newer format; the message
+            names the version that wrote it.
     """
     if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
         raise not_a_gallery(path, "a database of another program")
@@ -497,7 +501,7 @@ def draw_labels(
 ) -> Labels:
     """Draw about `count` labels at random, without reading a whole table.
 
-    Labels after a gap of deleted ones are drawn somewhat more often.
+    Labels after a gap of deleted ones are drawn somewhat more often. The draw is not reproducible.
 
     Args:
         bounds: The smallest and the largest label; None if there is none.
@@ -862,6 +866,9 @@ class Access:
     def connect(self, path: Path) -> sqlite3.Connection:
         """Open a connection.
 
+        Args:
+            path: The file.
+
         Raises:
             sqlite3.Error: It cannot be opened.
         """
@@ -880,7 +887,7 @@ class Access:
             BusyError: It changed.
         """
         if self.unlocked is not None and self.unlocked != _stamp(path):
-            raise BusyError(f"{path}: its owner changed it while it was read; try again")
+            raise BusyError(f"{path}: the file changed while it was read without a lock; try again")
 
     def check_writable(self) -> None:
         """Check that the file can be written.
@@ -897,6 +904,9 @@ SHARED = Access()
 
 def connect(path: Path, access: Access = SHARED) -> sqlite3.Connection:
     """Open a connection with the settings of this project: explicit transactions, full durability.
+
+    Foreign keys are enforced, deleted bytes are overwritten, and a locked file is waited for up to
+    BUSY_TIMEOUT_MS. The caller closes the connection.
 
     Args:
         path: The file; SQLite creates a missing one.
@@ -949,14 +959,17 @@ def reading_access(path: Path, refusal: str) -> Access:
         CannotWriteError: It cannot be read, or only after its log was written into it.
     """
     if not os.access(path, os.R_OK, effective_ids=_EFFECTIVE):
-        raise CannotWriteError(f"{path}: this user may not read it; run it as its owner")
+        raise CannotWriteError(
+            f"{path}: this user has no permission to read the gallery; run the command as the "
+            "file's owner"
+        )
     log, shared = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
     if log.exists() and shared.exists():
         return Access("mode=ro&readonly_shm=1", refusal=refusal)
     if log.exists() and log.stat().st_size:
         raise CannotWriteError(
-            f"{path}: {log.name} holds its last changes, and reading it needs a writable folder; "
-            "copy both files to a folder that you can write to"
+            f"{path}: {log.name} holds the gallery's last changes, and reading it needs a writable "
+            "folder; copy both files to a folder that you can write to"
         )
     return Access("mode=ro&immutable=1", refusal=refusal, unlocked=_stamp(path))
 
@@ -976,11 +989,11 @@ def unwritable(path: Path) -> str | None:
         if read_only:
             return (
                 f"{name}: cannot be written, its file system is read-only; copy the gallery "
-                "and what lies beside it to one that is not"
+                "and the files next to it that begin with its name to a writable one"
             )
         return (
-            f"{name}: cannot be written by this user; run it as its owner, or change its "
-            "permissions"
+            f"{name}: this user has no permission to write it; run the command as its owner, or "
+            "change its permissions"
         )
     return None
 
@@ -1013,7 +1026,11 @@ def lock_path(path: Path) -> Path:
 def open_lock(path: Path, gallery: Path) -> int:
     """Open the lock file of a gallery, and create it if this user may write the gallery.
 
-    A lock file of another user would block the gallery's owner.
+    A lock file of another user would block the gallery's owner. Nothing is locked.
+
+    Args:
+        path: The lock file.
+        gallery: The gallery's file.
 
     Returns:
         A file descriptor; -1 if there is no lock file and none can be created.
@@ -1046,7 +1063,10 @@ def share(handle: int, path: Path, timeout_s: float) -> bool:
                 fcntl.flock(handle, kind | fcntl.LOCK_NB)
                 return exclusive
         if time.monotonic() >= deadline:
-            raise BusyError(f"{path}: another process has the gallery to itself; try again")
+            raise BusyError(
+                f"{path}: another process has this gallery open exclusively; try again after it "
+                "has ended"
+            )
         time.sleep(0.02)
 
 
@@ -1123,7 +1143,9 @@ class FileConnections:
             CannotWriteError: It cannot even be read, or has no room for SQLite's files.
         """
         if not path.is_file():
-            raise NotFoundError(f"{path}: no gallery there; create or initialise one first")
+            raise NotFoundError(
+                f"{path}: no gallery file there; check the path, or create the gallery first"
+            )
         self.path = path
         self._writing = threading.RLock()
         self._users = threading.Condition()
@@ -1155,7 +1177,10 @@ class FileConnections:
                     while self._all:
                         self._all.pop().close()
             else:
-                raise CannotWriteError(f"{self.path}: cannot be opened; free some space")
+                raise CannotWriteError(
+                    f"{self.path}: the gallery cannot be opened, because SQLite has no room for "
+                    "its files; free some space"
+                )
             # A sole process locks others out: they would need the shared memory.
             if self._lock >= 0 and not self._access.sole:
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
@@ -1330,7 +1355,10 @@ class FileConnections:
         """
         with self._users:
             if not self._users.wait_for(lambda: not self._using, _CLOSE_S):
-                raise BusyError(f"{self.path}: still in use after {_CLOSE_S:.0f} s")
+                raise BusyError(
+                    f"{self.path}: the gallery cannot be closed, because a call still uses it "
+                    f"after {_CLOSE_S:.0f} s; try again"
+                )
             self._closed = True
             self._shut()
 
@@ -1400,7 +1428,9 @@ def create_file(path: Path, spec: SpaceSpec) -> None:
     durable.make_dir(path.parent, mode=0o700)
     with durable.lock(lock_path(path)):
         if path.exists():
-            raise AlreadyExistsError(f"{path}: exists already; choose another name or open it")
+            raise AlreadyExistsError(
+                f"{path}: this file exists already; choose another name, or open the gallery"
+            )
         refuse_leftovers(path)
         for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
             durable.remove_tree(stale)
@@ -1425,8 +1455,8 @@ def refuse_leftovers(path: Path) -> None:
         log = path.with_name(path.name + end)
         if log.exists() and log.stat().st_size:
             raise AlreadyExistsError(
-                f"{log}: holds the last changes of a gallery named {path.name}; move it back "
-                "beside that gallery, remove it, or choose another name"
+                f"{log}: holds the last changes of an earlier gallery named {path.name}; move it "
+                "back next to that gallery, remove it, or choose another name"
             )
 
 
@@ -1461,21 +1491,31 @@ def make_empty(path: Path, spec: SpaceSpec | None) -> None:
         spec: Its active space; None for no space yet.
 
     Raises:
-        CannotWriteError: The file cannot be written.
+        CannotWriteError: The file exists or cannot be written, or its disk has no room or allows no
+            write-ahead log.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        raise CannotWriteError(f"{path.parent}: cannot write there ({error.strerror})") from error
+        raise CannotWriteError(
+            f"{path}: a gallery file cannot be created there ({error.strerror}); check the folder "
+            "and its permissions"
+        ) from error
     if not has_room(path.parent):
-        raise CannotWriteError(f"{path.parent}: no room for a gallery; free some space")
+        raise CannotWriteError(
+            f"{path.parent}: no room for a gallery, which needs {LEAST_ROOM >> 10} KiB to begin "
+            "with; free some space"
+        )
     with translate_sqlite_errors(path), contextlib.closing(connect(path)) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         # So that free pages can be returned a few at a time; VACUUM would copy the file.
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
-            raise CannotWriteError(f"{path}: no write-ahead log possible here; use a local disk")
+            raise CannotWriteError(
+                f"{path}: SQLite cannot use a write-ahead log on this file system; put the gallery "
+                "on a local disk"
+            )
         connection.execute(f"PRAGMA application_id = {APPLICATION}")
         migrate(connection)
         if spec is not None:

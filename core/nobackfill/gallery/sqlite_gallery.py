@@ -150,7 +150,7 @@ class SqliteGallery(Store):
 
 
 class SqliteSearcher:
-    """A search in one space of a gallery file; see Searcher."""
+    """A search in one space of a gallery file, with filters; it implements Searcher."""
 
     def __init__(self, view: "LiveView", filtering: Filtering) -> None:
         self._view = view
@@ -165,12 +165,18 @@ class SqliteSearcher:
             queries: float32 [q, dim].
             k: Number of items for each query, at least 1.
             condition: Only items that pass this filter; None for all.
-            ef: Minimum number of candidates; index.EVERY for an exact search.
+            ef: Minimum number of candidates of a graph, 0 for its default; index.EVERY for an exact
+                search.
+
+        Returns:
+            At most k items for each query, nearest first.
 
         Raises:
             InvalidInputError: Queries of another shape or not finite, or a filter with too many
                 tests, values or levels.
             VerificationError: The gallery's file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed.
         """
         label_filter = None if condition is None else self._filtering.passing(condition).mask

@@ -121,7 +121,17 @@ class Windows(Protocol):
 
     def chunks(self, order: Order, size: int) -> Iterator[Chunk]:
         """Yield chunks of at most `size` items until none is left; all or none of a chunk have
-        side-information."""
+        side-information.
+
+        Items that are stored during the iteration come at the end.
+
+        Args:
+            order: label or uncertainty.
+            size: Largest number of items of a chunk, at least 1.
+
+        Raises:
+            NobackfillError: As every method of the gallery's store.
+        """
         ...
 
 
@@ -129,7 +139,11 @@ class Carrying(Protocol):
     """The operations of a store that an upgrade needs."""
 
     def active(self) -> SpaceInfo:
-        """Return the space that answers queries."""
+        """Return the space that answers queries.
+
+        Raises:
+            DamagedError: There is not exactly one.
+        """
         ...
 
     def items(
@@ -159,10 +173,11 @@ class Carrying(Protocol):
         ...
 
     def begin(self, spec: SpaceSpec) -> None:
-        """Add a staging space, unless it exists.
+        """Add a staging space, unless the gallery has it already, in any state.
 
         Raises:
-            InvalidInputError: It exists with another dimension, metric or side space.
+            InvalidInputError: It exists with another release, dimension, metric, norm or side
+                space.
         """
         ...
 
@@ -189,15 +204,15 @@ class Carrying(Protocol):
 
         Args:
             space: Id of the space.
-            labels: int64 [n], distinct.
-            embedding: float32 [n, dim].
+            labels: int64 [n], distinct, in any order.
+            embedding: float32 [n, dim], in the order of `labels`.
             side: Side-information, float32 [n, side_dim], or None.
             uncertainty: float32 [n], or None.
             origin: How the vectors were made.
             replace: Replace existing vectors, for re-embedding.
 
         Returns:
-            The labels written, int64, increasing.
+            The labels written, int64, increasing; empty if none was.
 
         Raises:
             InvalidInputError: Invalid vectors or another number of rows.
@@ -261,9 +276,10 @@ def run_upgrade(
 ) -> UpgradeOutcome:
     """Migrate all vectors of a space into another one, which is staged if it is new.
 
-    Items stored during the run are migrated, too; deleted ones are skipped. A stopped or killed run
-    is resumed by running it again. Items without side-information stay behind if the runner reads
-    it; otherwise existing side-information is passed on.
+    The target does not become active: `flip` does that. Items stored during the run are migrated,
+    too; deleted ones are skipped. A stopped or killed run is resumed by running it again; a
+    complete one is changed by nothing. Items without side-information stay behind if the runner
+    reads it; otherwise existing side-information is passed on.
 
     Args:
         store: The gallery.
@@ -280,8 +296,13 @@ def run_upgrade(
 
     Raises:
         UnusableOutputError: The runner made no usable vector for some items, which the message
-            names; the chunk is not written.
-        InvalidInputError: The runner's output is invalid; the chunk is not written.
+            names; the chunk is not written, earlier ones stay.
+        InvalidInputError: The runner's output is invalid, or the target exists with another
+            dimension, metric or side space; the chunk is not written, earlier ones stay.
+        IncompatibleSpaceError: The gallery does not have the source.
+        NobackfillError: As every method of the store: BusyError, CannotWriteError, NotFoundError
+            (closed), UnavailableError or VerificationError.
+        Exception: Any error of the runner, of `on_progress` or of `should_stop`.
     """
     store.begin(target)
     windows = store.windows(source or store.active().spec.space, target, runner.reads_side)
@@ -348,10 +369,15 @@ def carry(
         origin: Recorded with the new vectors.
 
     Returns:
-        The labels written, increasing.
+        The labels written, int64, increasing; empty if none was.
 
     Raises:
-        NobackfillError: As `run_upgrade` does.
+        UnusableOutputError: The runner made no usable vector for some items, which the message
+            names; nothing is written.
+        InvalidInputError: The runner's output is invalid; nothing is written.
+        IncompatibleSpaceError: The gallery does not have `target`.
+        NobackfillError: As every method of the store: BusyError, CannotWriteError, NotFoundError
+            (closed), UnavailableError or VerificationError.
     """
     return _write(store, target, labels, partial(runner.run, embedding, side), origin)
 
@@ -445,15 +471,15 @@ def write(
     Args:
         store: The gallery.
         space: Id of the space.
-        labels: int64 [n], distinct.
-        embedding: float32 [n, dim].
+        labels: int64 [n], distinct, in any order.
+        embedding: float32 [n, dim], in the order of `labels`.
         side: Side-information, float32 [n, side_dim], or None.
         uncertainty: float32 [n], or None.
         origin: How the vectors were made.
         replace: Replace existing vectors, for re-embedding.
 
     Returns:
-        The labels written, increasing.
+        The labels written, int64, increasing; empty if none was.
 
     Raises:
         InvalidInputError: Invalid vectors or another number of rows.
@@ -500,7 +526,9 @@ def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32]
     column = np.asarray(uncertainty)[:, None]
     doubt = check_vectors(column, 1, what="uncertainties of an upgrade")[:, 0]
     if len(doubt) != rows:
-        raise InvalidInputError(f"uncertainties: expected {rows} rows, got {len(doubt)}")
+        raise InvalidInputError(
+            f"uncertainties of an upgrade: expected one for each of {rows} items, got {len(doubt)}"
+        )
     return doubt
 
 
@@ -510,6 +538,8 @@ def left_behind(store: Store, space: str) -> int:
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -532,6 +562,8 @@ def left_behind_items(store: Store, space: str, limit: int = 1000) -> list[Store
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -594,7 +626,10 @@ def rollback(
     with store.changing() as (connection, changes):
         previous = [info for info in read_spaces(connection) if info.state == "previous"]
         if not previous:
-            raise NotFoundError("this gallery has no earlier space; there is nothing to return to")
+            raise NotFoundError(
+                "this gallery has no previous space to roll back to: it was never upgraded, or the "
+                "previous space was removed"
+            )
         target = max(previous, key=lambda info: info.activated)
         _activate(connection, target, "staging", leave_behind)
         set_state_values(connection, state or {})
@@ -627,8 +662,9 @@ def ensure_complete(lacking: int, target: SpaceInfo) -> None:
     """
     if lacking:
         raise PreconditionError(
-            f"{lacking} items have no vector in release {target.spec.release}'s space and could "
-            "not be found there; list them, upgrade or embed them, or accept to leave them behind"
+            f"{lacking} items have no vector in release {target.spec.release}'s space, so that "
+            "searches there would not find them; finish the upgrade or embed these items, or "
+            "allow the change to leave them behind"
         )
 
 
@@ -640,7 +676,8 @@ def ensure_not_active(info: SpaceInfo) -> None:
     """
     if info.state == "active":
         raise PreconditionError(
-            f"release {info.spec.release}'s space is the active one; flip to another first"
+            f"the space of release {info.spec.release} answers this gallery's searches and cannot "
+            "be removed; activate another release first"
         )
 
 
@@ -679,11 +716,13 @@ def least_certain(store: Store, space: str, limit: int = 100) -> list[StoredItem
         limit: Largest number of items.
 
     Returns:
-        Items whose vector has an uncertainty; others are left out.
+        Items whose vector has an uncertainty; others are left out. Empty if there is none.
 
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -711,6 +750,8 @@ def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
     Raises:
         IncompatibleSpaceError: The gallery does not have the space.
         VerificationError: The file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -728,12 +769,21 @@ def upgraded(store: Store, space: str, ids: Sequence[str]) -> list[StoredItem]:
 def sample(store: Store, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
     """Draw about `count` items that have a vector in both spaces, at random.
 
+    Args:
+        store: The gallery.
+        space: Id of the first space.
+        other: Id of the second space.
+        count: Largest number of items, at least 1.
+
     Returns:
-        Labels int64 [n], increasing, and their vectors [n, dim] in each space.
+        Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space. n may be
+        smaller than `count`, and 0.
 
     Raises:
         IncompatibleSpaceError: The gallery lacks a space.
         VerificationError: The file is damaged.
+        BusyError: Another process has the file to itself.
+        CannotWriteError: The file cannot be opened, or the disk fails.
         NotFoundError: The gallery was closed.
     """
     with store.reading() as connection:
@@ -772,8 +822,15 @@ class Remaining:
         All or none of a chunk have side-information. Items that are stored during the iteration
         have larger labels and come at the end.
 
+        Args:
+            order: label or uncertainty.
+            size: Largest number of items of a chunk, at least 1.
+
         Raises:
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
+            NotFoundError: The gallery was closed.
         """
         last = dict.fromkeys(self._passes, 0)
         more = True
@@ -795,6 +852,8 @@ class Remaining:
 
         Raises:
             VerificationError: The gallery's file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed.
         """
         return np.concatenate([self.labels("label", with_side) for with_side in self._passes])
@@ -806,6 +865,15 @@ class Remaining:
             order: label or uncertainty.
             with_side: Only items with side-information (True) or without (False); None for all.
             start_after: The largest label to skip.
+
+        Returns:
+            int64 [n]; all of them are in memory.
+
+        Raises:
+            VerificationError: The gallery's file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
+            NotFoundError: The gallery was closed.
         """
         by = {"label": "s.label", "uncertainty": "s.uncertainty DESC, s.label"}[order]
         where = {None: "TRUE", True: "s.side IS NOT NULL", False: "s.side IS NULL"}[with_side]
@@ -833,6 +901,9 @@ class Remaining:
 
         Raises:
             DamagedError: A vector has another length.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
+            NotFoundError: The gallery was closed.
         """
         condition, parameters = among(labels)
         with self.store.reading() as connection:
@@ -878,7 +949,7 @@ def neighbours_kept(sample: Sample, old: SpaceSpec, new: SpaceSpec) -> float | N
 
     Raises:
         IncompatibleSpaceError: The gallery lacks a space.
-        DamagedError: The gallery's file is damaged.
+        NobackfillError: Any other error of `sample`, such as DamagedError.
     """
     labels, old_vectors, new_vectors = sample(old.space, new.space, NEIGHBOUR_PROBES)
     if len(labels) <= NEIGHBOURS:
@@ -938,11 +1009,17 @@ def estimate(
         scratch: Folder of the temporary file, on the gallery's disk.
         source: Id of the space to read; None for the active one.
 
+    Returns:
+        The cost; zeros, except `left_behind`, if nothing is to be migrated.
+
     Raises:
         InvalidInputError: The runner's output is invalid.
+        VerificationError: The runner makes no usable vectors, or the gallery's file is damaged.
         CannotWriteError: The temporary file cannot be written.
         IncompatibleSpaceError: The gallery does not have the source.
-        DamagedError: The gallery's file is damaged.
+        BusyError: Another process has the file to itself.
+        NotFoundError: The gallery was closed.
+        OSError: `scratch` is missing or cannot be written.
     """
     remaining = Remaining(store, source or store.active().spec.space, target, runner.reads_side)
     todo = remaining.all_labels()

@@ -137,9 +137,12 @@ def check_batch(
     """Check the ids, digests and metadata of a put.
 
     Args:
-        ids: n ids.
+        ids: n ids; n may be 0.
         digests: n digests, each may be None; None for none.
         metadata: n mappings, each may be None; None for none.
+
+    Returns:
+        The checked put; an item without metadata has None, and {} becomes "{}".
 
     Raises:
         InvalidInputError: An invalid or repeated id, invalid metadata, or lists of another length.
@@ -156,7 +159,9 @@ def check_batch(
             f"lengths from {min(lengths)} to {max(lengths)}"
         )
     if len(set(ids)) != len(ids):
-        raise InvalidInputError("expected each id once in a batch; put the second one in another")
+        raise InvalidInputError(
+            "expected each id once in a put, got an id twice; put the second one in another call"
+        )
     return Batch(
         ids,
         digests or [None] * len(ids),
@@ -230,7 +235,10 @@ class CheckedVectors:
         """Return the vectors of some rows.
 
         Args:
-            rows: Indices int [m], or a mask bool [n], of the n rows.
+            rows: Indices int [m], which may repeat, or a mask bool [n], of the n rows.
+
+        Raises:
+            IndexError: An index is out of range, or the mask has another length.
         """
         side = None if self.side is None else self.side[rows]
         return CheckedVectors(self.info, self.embedding[rows], side, self.origin)
@@ -243,6 +251,9 @@ def check_new(info: SpaceInfo, new: NewVectors, rows: int) -> CheckedVectors:
         info: The space.
         new: The vectors.
         rows: The expected number of rows.
+
+    Returns:
+        The vectors as float32. Side-information may be missing, also where the space has it.
 
     Raises:
         InvalidInputError: Invalid vectors, another number of rows, or side-information that the
@@ -310,6 +321,9 @@ def insert_batch(
     Returns:
         The result, the labels that were deleted, and for each of `vectors` a mask bool [n] of the
         rows written.
+
+    Raises:
+        sqlite3.Error: A statement failed; the caller rolls back.
     """
     labels, unchanged, replaced = _match_stored(connection, batch)
     delete_labels(connection, replaced)
@@ -416,7 +430,8 @@ def delete_labels(connection: sqlite3.Connection, labels: Labels) -> None:
 
 
 def labels_of(connection: sqlite3.Connection, ids: Sequence[str]) -> Labels:
-    """Return the labels of the ids that exist, int64, increasing; unknown ids are skipped."""
+    """Return the labels of the ids that exist, int64, increasing; unknown ids are skipped, and an
+    id that is given twice counts once."""
     rows = connection.execute(
         "SELECT label FROM items WHERE id IN (SELECT value FROM json_each(?)) ORDER BY label",
         (json.dumps(list(ids)),),
@@ -524,7 +539,8 @@ class Store:
     def transaction(self) -> AbstractContextManager[Connection]:
         """Return a context with a transaction of the one writer, for tables of the caller.
 
-        It commits at the end of the block, and rolls back on an error. Do not nest it.
+        It commits at the end of the block, and rolls back on an error. Do not nest it. Listeners
+        are not called. Other threads that write wait; other processes wait up to BUSY_TIMEOUT_MS.
 
         Raises:
             BusyError: Another writer holds the gallery.
@@ -584,7 +600,8 @@ class Store:
         """Return free pages to the file system.
 
         Args:
-            pages: Pages that one transaction returns; other writers may commit between two.
+            pages: Pages that one transaction returns, at least 1; other writers may commit between
+                two.
 
         Raises:
             BusyError: Another writer holds the gallery.
@@ -596,6 +613,9 @@ class Store:
 
     def subscribe(self, listener: Callable[[Change], None]) -> None:
         """Call `listener` after each commit of this process, in order, in the writer's thread.
+
+        Commits of other processes are not reported. A listener that is subscribed twice is called
+        twice.
 
         Args:
             listener: Gets the change, once it is durable. Its error reaches the writer, and later
@@ -617,6 +637,8 @@ class Store:
 
         Raises:
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -627,6 +649,8 @@ class Store:
 
         Raises:
             DamagedError: The file does not have exactly one.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         active = [info for info in self.spaces() if info.state == "active"]
@@ -640,6 +664,8 @@ class Store:
         Raises:
             IncompatibleSpaceError: The gallery does not have it.
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -662,7 +688,8 @@ class Store:
 
         Args:
             ids: n different ids of 1 to 256 characters; n may be 0.
-            vectors: For each space, vectors of all items, in order.
+            vectors: For each space, vectors of all items, in order. Without any, items are stored
+                without vectors; spaces that are not listed get none.
             digests: n digests of each item's content, such as the bytes of its image; None for
                 none.
             metadata: For each item, texts, finite numbers, flags or lists of texts by key. {}
@@ -691,6 +718,8 @@ class Store:
     def delete(self, ids: Sequence[str]) -> int:
         """Delete items from every space, and their bytes from file and log; unknown ids are
         skipped.
+
+        If a reader prevents emptying the log, the next change of the gallery tries again.
 
         Returns:
             Number of items that existed.
@@ -731,6 +760,8 @@ class Store:
 
         Raises:
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -750,6 +781,8 @@ class Store:
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -762,8 +795,13 @@ class Store:
             start_after: The last label of the previous page; 0 for the first page.
             limit: Largest number of items.
 
+        Returns:
+            The items; empty at the end.
+
         Raises:
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -778,6 +816,8 @@ class Store:
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -792,6 +832,8 @@ class Store:
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -803,16 +845,20 @@ class Store:
         Raises:
             IncompatibleSpaceError: The gallery does not have the space.
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
             return vector_of(connection, label, find_space(connection, space))
 
     def check_pages(self) -> None:
-        """Read every page. A page that no table uses any more is only noticed among all pages.
+        """Read every page and check it, which takes as long as reading the file.
 
         Raises:
             DamagedError: A page is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -823,6 +869,8 @@ class Store:
 
         Raises:
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
@@ -833,13 +881,16 @@ class Store:
 
         Raises:
             VerificationError: The file is damaged.
+            BusyError: Another process has the file to itself.
+            CannotWriteError: The file cannot be opened, or the disk fails.
             NotFoundError: The gallery was closed for good.
         """
         with self.reading() as connection:
             return state_values(connection)
 
     def state_set(self, values: Mapping[str, Any]) -> None:
-        """Store JSON values with the gallery in one transaction; None removes a value.
+        """Store JSON values with the gallery in one transaction; None removes a value. Other keys
+        stay. Listeners are not called.
 
         Raises:
             TypeError: A value cannot be written as JSON.

@@ -73,6 +73,8 @@ def random_order(items: int, seed: int) -> Ints:
 def class_order(labels: ArrayLike, seed: int) -> Ints:
     """Return items class by class, with the classes in a random order, as in BCT's supplement.
 
+    Items of one class stay in their order.
+
     Args:
         labels: int [n].
         seed: Chooses the order of the classes.
@@ -90,7 +92,10 @@ def uncertainty_order(uncertainty: NDArray[np.floating[Any]]) -> Ints:
     """Return items by falling uncertainty (FastFill); equal ones by position.
 
     Args:
-        uncertainty: [n], larger is less certain.
+        uncertainty: [n], larger is less certain; NaN comes last.
+
+    Returns:
+        int64 [n].
     """
     return np.argsort(-uncertainty, kind="stable")
 
@@ -101,6 +106,12 @@ def oracle_order(served: Floats, backfilled: Floats) -> Ints:
     Args:
         served: The vectors that are searched, [n, dim].
         backfilled: The re-embedded vectors, [n, dim].
+
+    Returns:
+        int64 [n].
+
+    Raises:
+        ValueError: The shapes differ.
     """
     return uncertainty_order(((served - backfilled) ** 2).sum(axis=1))
 
@@ -116,14 +127,16 @@ def gain_order(served: Floats, uncertainty: Floats, metric: Metric = "l2") -> In
 
     Args:
         served: The vectors that are searched, [n, dim].
-        uncertainty: Predicted variance, [n].
+        uncertainty: Predicted variance, [n], at least 0; an item with a negative or NaN variance
+            comes last.
         metric: How distances are computed.
 
     Returns:
         int64 [n].
 
     Raises:
-        ValueError: There are no items, the vectors are not finite, or one is zero with cosine.
+        ValueError: There are no items, the vectors are not finite, one is zero with cosine, or
+            `uncertainty` has another length.
     """
     neighbours, _ = nearest(served, served, min(GAIN_NEIGHBOURS + 1, len(served)), metric)
     occurrences = np.bincount(
@@ -137,12 +150,13 @@ def class_shares(labels: ArrayLike, order: Ints, step: float = 0.02) -> NDArray[
     """Return the shares of items that are re-embedded after each `step` of the classes.
 
     Args:
-        labels: int [n].
-        order: The order of the items, int64 [n], from `class_order`.
-        step: Share of the classes between two points.
+        labels: int [n], of at least one item.
+        order: The order of the items, int64 [n], from `class_order`; an order that mixes classes
+            gives wrong shares.
+        step: Share of the classes between two points, above 0.
 
     Returns:
-        [s], from 0 to 1.
+        [s], ascending, from 0 to 1. Steps that end in the same class are one point.
     """
     labels = np.asarray(labels)
     _, firsts = np.unique(labels[order], return_index=True)
@@ -185,7 +199,8 @@ def backfill_curve(
         backfilled: Vectors after re-embedding, [g, dim].
         order: A permutation of the items, [g].
         relevance: The relevant items of each query.
-        shares: Where quality is measured, [s], each 0 to 1.
+        shares: Where quality is measured, [s], ascending, each 0 to 1; this is not checked. Areas
+            need at least two points; with one they are 0.
         metric: How distances are computed.
         served_queries: Queries for served items, [q, served dim], if the dimensions differ (BCT's
             first K elements); None: `queries`.
@@ -225,6 +240,9 @@ def curves_by_order(
         served_queries: Queries for served items, [q, served dim]; None: `queries`.
         line: Converts distances of served items.
 
+    Returns:
+        A curve by name, in the order of `orders`; empty without orders.
+
     Raises:
         ValueError: An order is no permutation of all items, no query has a relevant item, shapes do
             not fit, vectors are not finite, or one is zero with cosine.
@@ -233,7 +251,10 @@ def curves_by_order(
     replacements = []
     for name, order in orders.items():
         if not np.array_equal(np.sort(order.items), np.arange(len(backfilled))):
-            raise ValueError(f"expected an order of all {len(backfilled)} items")
+            raise ValueError(
+                f"order {name!r}: expected each of the {len(backfilled)} items once, got another "
+                "list of items"
+            )
         counts = np.round(points[name] * len(order.items)).astype(np.int64)
         replacements.append(Steps(order.items, counts))
     meets_served = queries if served_queries is None else served_queries

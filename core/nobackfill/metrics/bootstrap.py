@@ -146,7 +146,10 @@ def _queries(a: Sequence[NDArray[np.float64]], b: Sequence[NDArray[np.float64]])
         if left.shape != right.shape or left.ndim != 1:
             raise ValueError(f"expected paired values [q], got {left.shape} and {right.shape}")
         if (np.isnan(left) != np.isnan(right)).any():
-            raise ValueError("the two sides do not answer the same queries")
+            raise ValueError(
+                "expected NaN at the same queries on both sides, got a query that only one side "
+                "answers"
+            )
         answerable = np.flatnonzero(~np.isnan(left))
         if not len(answerable):
             raise ValueError("no query has a relevant item in the gallery")
@@ -158,7 +161,10 @@ def _by_class(
     queries: Sequence[_Units], a: Sequence[NDArray[np.float64]], classes: Sequence[NDArray[Any]]
 ) -> list[_Units]:
     if [labels.shape for labels in classes] != [run.shape for run in a]:
-        raise ValueError("expected the class of each query, in as many runs")
+        raise ValueError(
+            f"expected a class for each query of each run, {[run.shape for run in a]}, got "
+            f"{[labels.shape for labels in classes]}"
+        )
     units = []
     for run, labels in zip(queries, classes, strict=True):
         names, places = np.unique(labels[run.names], return_inverse=True)

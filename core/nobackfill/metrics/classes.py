@@ -10,8 +10,11 @@ def by_class(per_query: PerQuery, labels: ArrayLike) -> dict[int, float]:
     """Return the mean over the answerable queries of each class, ascending by class.
 
     Args:
-        per_query: A figure of each query, [q].
-        labels: Class of each query, [q].
+        per_query: A figure of each query, [q]; NaN for queries without an answer.
+        labels: Class of each query, int [q].
+
+    Returns:
+        The mean by class; a class without an answerable query is missing.
 
     Raises:
         ValueError: The lengths differ.
@@ -25,11 +28,11 @@ def by_class(per_query: PerQuery, labels: ArrayLike) -> dict[int, float]:
 
 
 def worst_class(per_query: PerQuery, labels: ArrayLike) -> tuple[int, float]:
-    """Return the class with the lowest mean, and that mean.
+    """Return the class with the lowest mean, and that mean; of equal ones the smallest label.
 
     Args:
-        per_query: A figure of each query, [q].
-        labels: Class of each query, [q].
+        per_query: A figure of each query, [q]; NaN for queries without an answer.
+        labels: Class of each query, int [q].
 
     Raises:
         ValueError: The lengths differ, or no query is answerable.

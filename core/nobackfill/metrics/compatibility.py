@@ -38,14 +38,15 @@ def update_gain(new_old: float, old_old: float, independent: float) -> float | N
 
 
 def upgrade_gain(new_served: float, old_old: float) -> float:
-    """Compute DMU Eq. (6): (M(new, old) - M(old, old)) / M(old, old).
+    """Compute DMU Eq. (6): (M(new, served) - M(old, old)) / M(old, old).
 
     Args:
-        new_served: M(new, served).
+        new_served: M(new, served), the gallery as it is searched after the upgrade; without an
+            upgrade M(new, old), as in DMU.
         old_old: M(old, old).
 
     Returns:
-        Negative if the upgrade is worse than staying.
+        A share, not percent; negative if the upgrade is worse than staying.
 
     Raises:
         ValueError: M(old, old) is not positive.
@@ -107,10 +108,13 @@ def negative_flips(old_cmc1: PerQuery, new_cmc1: PerQuery) -> float:
         new_cmc1: [q], paired with it.
 
     Raises:
-        ValueError: The sides answer different queries, or none.
+        ValueError: The sides have different shapes, answer different queries, or none.
     """
     if old_cmc1.shape != new_cmc1.shape or (np.isnan(old_cmc1) != np.isnan(new_cmc1)).any():
-        raise ValueError("the two sides do not answer the same queries")
+        raise ValueError(
+            "expected the same queries, with NaN at the same ones, from both models; got "
+            f"{old_cmc1.shape} and {new_cmc1.shape} values with other NaN"
+        )
     answerable = ~np.isnan(old_cmc1)
     if not answerable.any():
         raise ValueError("no query has a relevant item in the gallery")
@@ -156,6 +160,7 @@ def strict_criterion(
     Raises:
         ValueError: Shapes that do not fit, values that are not finite, or a zero vector with
             cosine.
+        IndexError: Relevance for fewer queries.
     """
     satisfied = np.zeros(2)
     pairs = np.zeros(2)
@@ -182,5 +187,7 @@ def strict_criterion(
 
 def _positive(value: float, what: str) -> float:
     if value <= 0:
-        raise ValueError(f"{what} is {value}: a relative figure has no meaning")
+        raise ValueError(
+            f"expected {what} above 0, because the figure is divided by it, got {value}"
+        )
     return value

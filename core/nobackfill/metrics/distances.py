@@ -40,6 +40,9 @@ def distance_blocks(
     """Yield the first query and the distances [b, g] of consecutive queries, 2^25 values for a
     block.
 
+    A block has at least one query, however large the gallery is. Without queries nothing is
+    yielded. The caller may overwrite a block.
+
     Args:
         queries: [q, dim].
         gallery: [g, dim].
@@ -56,10 +59,10 @@ def distance_blocks(
 
 
 def unit(vectors: Floats) -> Floats:
-    """Return vectors [n, dim] scaled to norm 1.
+    """Return vectors [n, dim] scaled to norm 1, as a new array of the same float type.
 
     Raises:
-        ValueError: A row is zero.
+        ValueError: A row is zero. NaN passes.
     """
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     if not norms.all():
@@ -78,7 +81,7 @@ def _check(queries: Floats, gallery: Floats, metric: Metric) -> tuple[Floats, Fl
     dtype = np.float32 if single else np.float64
     queries, gallery = queries.astype(dtype, copy=False), gallery.astype(dtype, copy=False)
     if not (np.isfinite(queries).all() and np.isfinite(gallery).all()):
-        raise ValueError("embeddings hold NaN or infinity")
+        raise ValueError("expected finite embeddings, got NaN or infinity")
     if metric == "cosine":
         return unit(queries), unit(gallery)
     if metric not in get_args(Metric):

@@ -32,11 +32,11 @@ def hubness(neighbours: Ints, gallery_size: int) -> Hubness:
     often.
 
     Args:
-        neighbours: Gallery positions, [q, k].
-        gallery_size: Number of items.
+        neighbours: Gallery positions, [q, k], each from 0; -1 for "no item" is not allowed.
+        gallery_size: Number of items, at least 1.
 
     Raises:
-        ValueError: No query, another shape, or a position outside the gallery.
+        ValueError: No query, another shape, or a position outside the gallery or below 0.
     """
     if neighbours.ndim != 2 or not len(neighbours):
         raise ValueError(

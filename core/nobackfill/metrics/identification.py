@@ -27,10 +27,11 @@ class OpenSetSearch:
 def open_set_search(
     probes: Floats, gallery: Floats, relevance: Relevance, metric: Metric = "l2"
 ) -> OpenSetSearch:
-    """Search every probe in the gallery.
+    """Search every probe in the gallery, exactly.
 
-    A probe without relevant items is non-mated. A mate at the same distance as a stranger is not
-    the first hit.
+    A probe without relevant items is non-mated; so is one whose mates are all ignored. A mate at
+    the same distance as a stranger is not the first hit. Each part of the result has the order of
+    the probes.
 
     Args:
         probes: [q, dim].
@@ -39,8 +40,9 @@ def open_set_search(
         metric: How distances are computed.
 
     Raises:
-        ValueError: Shapes that do not fit, values that are not finite, or a zero vector with
-            cosine.
+        ValueError: Shapes that do not fit, an empty gallery, values that are not finite, or a zero
+            vector with cosine.
+        IndexError: Relevance for fewer queries.
     """
     hits, non_mated = [], []
     for first, block in distance_blocks(probes, gallery, metric):

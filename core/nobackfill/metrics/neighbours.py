@@ -16,7 +16,8 @@ def nearest(queries: Floats, gallery: Floats, k: int, metric: Metric = "l2") -> 
         metric: How distances are computed.
 
     Returns:
-        Gallery positions [q, k] and distances [q, k].
+        Gallery positions, int64 [q, k], and distances, [q, k] in the float type of the vectors.
+        Without queries both have shape [0, k].
 
     Raises:
         ValueError: k is out of range, shapes do not fit, values are not finite, or a vector is zero

@@ -53,6 +53,9 @@ def same_label(
 ) -> Relevance:
     """Make items with the query's label relevant.
 
+    A query whose label is not in the gallery gets no relevant item. Labels are compared as values:
+    1 and "1" differ.
+
     Args:
         query_labels: [q].
         gallery_labels: [g].
@@ -65,7 +68,9 @@ def same_label(
     """
     query_labels, gallery_labels = np.asarray(query_labels), np.asarray(gallery_labels)
     if query_labels.ndim != 1 or gallery_labels.ndim != 1:
-        raise ValueError("labels must be one-dimensional")
+        raise ValueError(
+            f"expected one-dimensional labels, got {query_labels.shape} and {gallery_labels.shape}"
+        )
     order = np.argsort(gallery_labels, kind="stable").astype(np.int64)
     values, starts = np.unique(gallery_labels[order], return_index=True)
     by_label = dict(zip(values.tolist(), np.split(order, starts[1:]), strict=True))
@@ -116,7 +121,8 @@ def rank_block(block: Floats, first: int, relevance: Relevance) -> list[Ints]:
         relevance: The relevant items of all queries.
 
     Returns:
-        For each query, ascending 1-based ranks, int64; ignored items have none.
+        For each query, ascending 1-based ranks, int64. Ignored items, and items at an infinite or
+        NaN distance, have none.
     """
     for i, row in enumerate(block):
         # Infinity sorts last, so that ignored items shift no rank.
@@ -139,11 +145,12 @@ def rank_neighbours(neighbours: Ints, relevance: Relevance) -> Ranking:
     Ignored items are removed. Relevant items outside of the answers count only in `relevant`.
 
     Args:
-        neighbours: Gallery positions [q, k], nearest first, -1 for none.
+        neighbours: Gallery positions, int64 [q, k], nearest first, -1 for none. A position must not
+            repeat in a row; this is not checked.
         relevance: The relevant items of each query.
 
     Raises:
-        ValueError: Answers for another number of queries.
+        ValueError: Another shape, or answers for another number of queries.
     """
     if neighbours.ndim != 2 or len(neighbours) != len(relevance.relevant):
         raise ValueError(

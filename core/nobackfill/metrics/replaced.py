@@ -23,7 +23,7 @@ class Steps:
 
     Attributes:
         order: A permutation of the items, [n].
-        counts: Number of replaced items at each step, [s].
+        counts: Number of replaced items at each step, [s], each 0 to n.
     """
 
     order: Ints
@@ -50,7 +50,8 @@ class Steps:
 def rank_steps(
     old_block: Floats, new_block: Floats, first: int, ways: Sequence[Steps], relevance: Relevance
 ) -> list[list[list[Ints]]]:
-    """Return ranks as `rank_block` does, for each way and each of its steps.
+    """Return ranks as `rank_block` does, for each way and each of its steps; blocks are not
+    changed.
 
     Args:
         old_block: Distances before replacement, [b, g].

@@ -64,7 +64,7 @@ def average_precision_at(ranking: Ranking, k: int) -> PerQuery:
 
 
 def mean(per_query: PerQuery) -> float:
-    """Return the mean over answerable queries.
+    """Return the mean of a figure over answerable queries.
 
     Args:
         per_query: [q], NaN for queries without an answer, which are left out.
@@ -100,7 +100,11 @@ def score(
 
 
 def figures(ranking: Ranking) -> dict[str, PerQuery]:
-    """Return cmc1, cmc5 and map of a ranking, each [q]; NaN for queries without a relevant item."""
+    """Return cmc1, cmc5 and map of a ranking, each float64 [q]; NaN for queries without a relevant
+    item.
+
+    `map` is the average precision of each query; its mean is mAP.
+    """
     return {
         "cmc1": cmc(ranking, 1),
         "cmc5": cmc(ranking, 5),

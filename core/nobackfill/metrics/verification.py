@@ -16,7 +16,7 @@ def tar_at_far(genuine: Floats, impostor: Floats, far: float) -> float:
     Args:
         genuine: Distances of genuine pairs, [n].
         impostor: Distances of impostor pairs, [m].
-        far: 0 to 1.
+        far: 0 to 1; 0 accepts no impostor, 1 accepts all pairs at a finite distance.
 
     Raises:
         ValueError: No pairs of one kind, or a rate out of range.

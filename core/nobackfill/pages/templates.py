@@ -13,7 +13,8 @@ def environment(*folders: Path) -> Environment:
     Values are escaped, and an undefined name raises jinja2.UndefinedError when a page is rendered.
 
     Args:
-        folders: Folders of templates, which are searched before the shared ones.
+        folders: Folders of templates, which are searched in order, before the shared ones. A
+            missing folder is ignored; a missing template raises jinja2.TemplateNotFound later.
     """
     return Environment(
         loader=FileSystemLoader([*folders, SHARED]), autoescape=True, undefined=StrictUndefined

@@ -107,7 +107,7 @@ class Scorer:
 
     def beyond(self, distances: ArrayLike) -> NDArray[np.bool_]:
         """Return which distances lie outside of those that the calibration saw; their scores are
-        its end values.
+        its end values. The first and the last breakpoint count as inside.
 
         Args:
             distances: Float, of any shape [...]; NaN is not beyond.

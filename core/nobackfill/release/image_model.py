@@ -88,7 +88,8 @@ class ImageModel:
         """Take the image embedder from the text of a manifest.
 
         Args:
-            text: A manifest that passed `parse_manifest`, byte for byte.
+            text: A manifest that passed `parse_manifest`, byte for byte. Other text is not checked
+                here; it may raise ValueError or KeyError.
 
         Raises:
             NoEncoderError: The release embeds no images.

@@ -243,20 +243,29 @@ def space_of(embedder: PublishedEmbedder, text: TextEncoder | None = None) -> st
 
 
 def contradiction(embedder: PublishedEmbedder, text: TextEncoder | None) -> str | None:
-    """Explain why an embedder and a text encoder cannot belong to one release; None if they can."""
+    """Explain why an embedder and a text encoder cannot belong to one release; None if they can.
+
+    The checks cover which fields stand together and the crop; files are not read.
+    """
     parts = (embedder.file, embedder.height, embedder.width)
     if any(part is None for part in parts) and parts != (None, None, None):
-        return "expected an embedder's file, height and width together, or none of them"
+        return "embedder: expected file, height and width together, or none of them"
     published = embedder.file is not None or text is not None
     if published == (embedder.vectors_of is not None):
-        return "expected models, or in vectors_of the name of an unpublished model, not both"
+        return (
+            "embedder: expected either a published image or text model, or in vectors_of the name "
+            "of an unpublished model"
+        )
     if (embedder.shortest is not None) != (embedder.fit == "crop"):
-        return "expected shortest with fit crop only"
+        return "embedder: expected the key shortest if and only if fit is crop"
     if embedder.height is None or embedder.width is None:
         plain = (embedder.fit, embedder.interpolation) == ("stretch", "bilinear")
-        return None if plain else "expected no fit or interpolation without a model of images"
+        return None if plain else "embedder: expected no fit or interpolation without a file"
     if embedder.shortest is not None and embedder.shortest < max(embedder.height, embedder.width):
-        return "expected shortest to be at least as long as the crop"
+        return (
+            f"embedder: expected shortest of at least {max(embedder.height, embedder.width)}, the "
+            f"longer side of the crop, got {embedder.shortest}"
+        )
     return None
 
 
@@ -593,7 +602,8 @@ class Manifest(Strict):
             raise ValueError(problem)
         if self.format != (lowest := format_of(self.embedder, self.text_encoder)):
             raise ValueError(
-                f"expected format {lowest}, the lowest with its features, got {self.format}"
+                f"expected format {lowest}, the lowest that has the features of this release, got "
+                f"{self.format}"
             )
         sources = [upgrade.from_release for upgrade in self.upgrades]
         if len(set(sources)) != len(sources) or any(m >= self.release for m in sources):
@@ -613,7 +623,9 @@ class Manifest(Strict):
             raise ValueError(f"expected space {expected}, got {self.space}")
         encoder = self.side_encoder
         if encoder is not None and self.side_space != side_space_id(encoder.file.sha256):
-            raise ValueError("side_space is not the digest of its side encoder")
+            raise ValueError(
+                "expected side_space to be the digest of the side encoder's file, got another"
+            )
         for path, file in self._places():
             if file.path != path:
                 raise ValueError(f"expected {path}, got {file.path}")
@@ -677,7 +689,11 @@ class Manifest(Strict):
         )
 
     def embedding_files(self) -> tuple[PublishedFile, ...]:
-        """Return the files that are needed to embed in its space."""
+        """Return the files that are needed to embed in its space: every encoder and the
+        tokenizer.
+
+        Upgrades and probes are not among them. Empty if the release publishes no model.
+        """
         text, side = self.text_encoder, self.side_encoder
         files = (
             self.embedder.file,
@@ -701,7 +717,8 @@ class Manifest(Strict):
         new/new mAP.
 
         Returns:
-            None if it was not measured.
+            At least 0, and above 1 if the old vectors answer better. None if a cell was not
+            measured, or new/new mAP is 0.
         """
         maps = {(cell.query, cell.gallery): cell.map for cell in self.evidence}
         new = str(self.release)
@@ -709,11 +726,18 @@ class Manifest(Strict):
         return None if old is None or not best else old / best
 
     def files(self) -> tuple[PublishedFile, ...]:
-        """Return every ONNX, tokenizer and probe file that the manifest names."""
+        """Return every ONNX, tokenizer and probe file that the manifest names.
+
+        A side encoder that an older release published is among them; the manifest itself is not.
+        """
         return tuple(file for _, file in self._places())
 
     def embedder_ends(self) -> Ends:
-        """Return the ONNX inputs and outputs of the image embedder."""
+        """Return the ONNX inputs and outputs of the image embedder.
+
+        Raises:
+            NoEncoderError: The release embeds no images.
+        """
         return (self._image(),), (_vector("embedding", self.embedder.dim),)
 
     def text_encoder_ends(self, encoder: TextEncoder) -> Ends:
@@ -722,7 +746,11 @@ class Manifest(Strict):
         return tokens, (_vector("embedding", self.embedder.dim),)
 
     def side_encoder_ends(self, encoder: PublishedSideEncoder) -> Ends:
-        """Return the ONNX inputs and outputs of the side-information encoder."""
+        """Return the ONNX inputs and outputs of the side-information encoder.
+
+        Raises:
+            NoEncoderError: The release embeds no images.
+        """
         return (self._image(),), (_vector("side", encoder.dim),)
 
     def upgrade_ends(self, upgrade: Upgrade) -> Ends:
@@ -771,8 +799,8 @@ def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
         release: The number that it must have; None for any.
 
     Raises:
-        UnfitError: It needs a newer version of this program (another format, or unknown keys), or
-            breaks a rule. The message is one line.
+        UnfitError: It is no JSON, needs a newer version of this program (another format, or unknown
+            keys), breaks a rule, or has another number. The message is one line.
     """
     name = "this release" if release is None else f"release {release}"
     try:
@@ -780,7 +808,9 @@ def parse_manifest(text: str | bytes, release: int | None = None) -> Manifest:
     except ValidationError as error:
         raise UnfitError(_refusal(name, error)) from error
     if release not in (None, manifest.release):
-        raise UnfitError(f"{name}: its manifest says it is release {manifest.release}")
+        raise UnfitError(
+            f"{name}: its manifest has the number of another release, {manifest.release}"
+        )
     return manifest
 
 
@@ -790,11 +820,14 @@ def _refusal(name: str, error: ValidationError) -> str:
     kind = keys.get("format")
     if kind is not None and isinstance(kind["input"], int) and kind["input"] > NEWEST_FORMAT:
         return (
-            f"{name} needs a newer nobackfill: its manifest is of format {kind['input']}, not "
-            f"{NEWEST_FORMAT}"
+            f"{name} needs a newer nobackfill: its manifest has format {kind['input']}, and this "
+            f"version reads formats up to {NEWEST_FORMAT}"
         )
     if all(problem["type"] == "extra_forbidden" for problem in problems):
-        return f"{name} needs a newer nobackfill: its manifest has the new keys {few(keys)}"
+        return (
+            f"{name} needs a newer nobackfill: its manifest has keys that this version does not "
+            f"know, {few(keys)}"
+        )
     wrong = (f"{key}: {problem['msg']}".removeprefix(": ") for key, problem in keys.items())
     return f"{name}: its manifest cannot be used ({few(wrong)})"
 
@@ -908,8 +941,8 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
         number: The number that it must have.
 
     Raises:
-        UnfitError: It breaks a rule, or may need a newer version of this program. The message is
-            one line.
+        UnfitError: It is no JSON, breaks a rule, has another number, or may need a newer version of
+            this program. The message is one line.
     """
     try:
         manifest = Converter.model_validate_json(text)
@@ -921,7 +954,10 @@ def parse_converter(text: str | bytes, number: int) -> Converter:
             "nobackfill"
         ) from error
     if manifest.converter != number:
-        raise UnfitError(f"converter {number}: its manifest says it is {manifest.converter}")
+        raise UnfitError(
+            f"converter {number}: its manifest has the number of another converter, "
+            f"{manifest.converter}"
+        )
     return manifest
 
 

@@ -63,12 +63,12 @@ class ImageEmbedder:
             images: uint8 [n, H, W, 3] of the release's size.
 
         Returns:
-            float32 [n, dim].
+            float32 [n, dim], in the order of `images`.
 
         Raises:
             InvalidInputError: Another shape or dtype.
-            VerificationError: The outputs are no vectors of the release's space.
-            UnusableOutputError: Some outputs are no vectors of the space.
+            VerificationError: onnxruntime cannot run the model, or its output has another shape.
+            UnusableOutputError: Some outputs are no vectors of the space; the error lists the rows.
         """
         checked = _check_images(images, self._model.frame)
         (embedding,) = self._session.run({"image": checked}, ["embedding"])
@@ -90,12 +90,12 @@ class SideEncoder:
             images: uint8 [n, H, W, 3] of the release's size.
 
         Returns:
-            float32 [n, side_dim].
+            float32 [n, side_dim], in the order of `images`.
 
         Raises:
             InvalidInputError: Another shape or dtype.
-            VerificationError: The outputs are no vectors of the side space.
-            UnusableOutputError: Some outputs are no vectors of the space.
+            VerificationError: onnxruntime cannot run the model, or its output has another shape.
+            UnusableOutputError: Some outputs are no vectors; the error lists the rows.
         """
         checked = _check_images(images, self._frame)
         (side,) = self._session.run({"image": checked}, ["side"])
@@ -119,10 +119,14 @@ class UpgradeModel:
             side: Side-information, float32 [n, from_side_dim]; None allowed if the upgrade does not
                 read it. An upgrade that carries side-information returns it unchanged.
 
+        Returns:
+            n rows in the order of `embedding`. `side` is None if the upgrade drops it.
+
         Raises:
-            InvalidInputError: Another shape, or missing side-information.
-            VerificationError: The outputs are no vectors of the target's space.
-            UnusableOutputError: Some outputs are no vectors of the space.
+            InvalidInputError: Another shape, values that are not finite, or missing
+                side-information.
+            VerificationError: onnxruntime cannot run the model, or its output has another shape.
+            UnusableOutputError: Some outputs are no vectors of the space; the error lists the rows.
         """
         upgrade = self.upgrade
         inputs = {
@@ -156,7 +160,10 @@ class UpgradeModel:
 
 
 def cores() -> int:
-    """Return the number of processor cores that this process may use, for `threads`."""
+    """Return the number of processor cores that this process may use, for `threads`; at least 1.
+
+    It is the process's affinity; limits of containers on processor time are not counted.
+    """
     return len(os.sched_getaffinity(0))
 
 
@@ -203,7 +210,10 @@ def open_side_encoder(files: Files, manifest: "Manifest", threads: int = 1) -> S
     """
     encoder = manifest.side_encoder
     if encoder is None:
-        raise InvalidInputError(f"release {manifest.release} has no side-information encoder")
+        raise InvalidInputError(
+            f"release {manifest.release} has no encoder of side-information; use a release that "
+            "was published with one"
+        )
     return SideEncoder(open_session(files, encoder.file, threads), manifest, encoder.dim)
 
 
@@ -226,7 +236,8 @@ def open_upgrade(
     file = upgrade.int8_file if int8 else upgrade.file
     if file is None:
         raise InvalidInputError(
-            f"the upgrade {upgrade.from_release} to {manifest.release} was published without int8"
+            f"the upgrade from release {upgrade.from_release} to {manifest.release} was published "
+            "without int8; use its float32 file"
         )
     return UpgradeModel(open_session(files, file, threads), manifest, upgrade)
 
@@ -235,8 +246,8 @@ def no_vector(manifest: "Manifest | ImageModel") -> InvalidInputError:
     """Return, without raising it, the error for an image of which the release's model makes no
     usable vector."""
     return InvalidInputError(
-        f"image: the models of release {manifest.release} make no vector of it (zero, or not "
-        "finite); leave out images of a single colour"
+        f"image: the models of release {manifest.release} return no usable vector for it (zero, or "
+        "not finite); leave it out, as images of a single colour"
     )
 
 
@@ -248,12 +259,14 @@ def locate(files: Files, path: str) -> Path:
         path: The published path.
 
     Raises:
-        VerificationError: The draft has no such file.
+        VerificationError: The draft has no such file. In a folder, the file may be missing.
     """
     if isinstance(files, Path):
         return files / path
     if path not in files:
-        raise VerificationError(f"{path}: the manifest names it, but no file was given for it")
+        raise VerificationError(
+            f"{path}: the manifest names this file, but no file was given for it in the draft"
+        )
     return files[path]
 
 
@@ -264,18 +277,24 @@ def read_verified(files: Files, file: File) -> bytes:
         files: The publication folder or the draft's files.
         file: Its entry in the manifest.
 
+    Returns:
+        All its bytes.
+
     Raises:
-        VerificationError: It cannot be read, or differs from the entry.
+        VerificationError: It is missing, cannot be read, or differs from the entry.
     """
     path = locate(files, file.path)
     try:
         with path.open("rb") as handle:
             data = handle.read(file.length + 1)
     except OSError as error:
-        raise VerificationError(f"{file.path}: cannot be read ({error.strerror})") from error
+        raise VerificationError(
+            f"{file.path}: this file of the release cannot be read ({error.strerror})"
+        ) from error
     if len(data) != file.length or sha256_bytes(data) != file.sha256:
         raise VerificationError(
-            f"{file.path}: is not the file that was published; fetch or publish the release again"
+            f"{file.path}: expected the file with the digest that the release's manifest names, "
+            "got another one; fetch or publish the release again"
         )
     return data
 
@@ -307,7 +326,9 @@ class Session:
                     data, sess_options=options, providers=["CPUExecutionProvider"]
                 )
         except self._failures as error:
-            raise VerificationError(f"{path}: onnxruntime cannot load it ({error})") from error
+            raise VerificationError(
+                f"{path}: onnxruntime cannot load it as a model ({error})"
+            ) from error
 
     def run(self, inputs: dict[str, NDArray[Any]], outputs: list[str]) -> list[NDArray[Any]]:
         """Run the model on the CPU.

@@ -73,6 +73,9 @@ def inspect(
 
     Raises:
         RefusedError: The first broken rule.
+        OSError: The file is missing or cannot be read.
+        MemoryError, RecursionError: The file is too large or too deep for this process. A crafted
+            file may even end it: call this in a child (trial.py).
     """
     size = path.stat().st_size
     if not path.is_file() or size > LARGEST_FILE:
@@ -89,12 +92,14 @@ def inspect(
         _check_mode(node)
         if node.domain not in ("", "ai.onnx") or node.op_type not in OPERATORS:
             name = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-            raise RefusedError(f"uses the operator {name}, which is not on the list")
+            raise RefusedError(
+                f"uses the operator {name}, which is not on the list of allowed operators"
+            )
         _check_node(node, model.opset_import[0].version)
     _check_ends("inputs", graph.input, inputs)
     _check_ends("outputs", graph.output, outputs)
     if {i.name for i in graph.input} & {t.name for t in graph.initializer}:
-        raise RefusedError("gives an input a default value")
+        raise RefusedError("has an initializer for an input; remove it from the graph's inputs")
     try:
         onnx.checker.check_model(model, full_check=True)
         inferred = _check_values(model, tokens)
@@ -121,9 +126,9 @@ def _check_frame(model: ModelProto) -> None:
     if model.functions:
         raise RefusedError("defines functions; inline them")
     if model.training_info:
-        raise RefusedError("carries training information")
+        raise RefusedError("contains training information; export the model for inference")
     if model.graph.sparse_initializer:
-        raise RefusedError("has sparse initializers")
+        raise RefusedError("has sparse initializers; export dense ones")
 
 
 def _constants(graph: GraphProto) -> Iterator[TensorProto]:
@@ -147,7 +152,9 @@ def _check_tensors(tensors: list[TensorProto]) -> None:
     total = 0
     for tensor in tensors:
         if tensor.data_location == TensorProto.EXTERNAL or tensor.external_data:
-            raise RefusedError(f"tensor {tensor.name!r} lies in another file")
+            raise RefusedError(
+                f"tensor {tensor.name!r} lies in another file; export the model as one file"
+            )
         if tensor.data_type not in _BYTES:
             raise RefusedError(
                 f"tensor {tensor.name!r} has the type {tensor.data_type}, which is not allowed"
@@ -196,7 +203,10 @@ def _check_values(model: ModelProto, tokens: int) -> GraphProto:
     for value in inferred.graph.value_info:
         sizes = [d.dim_value for d in value.type.tensor_type.shape.dim if d.HasField("dim_value")]
         if math.prod(sizes) > LARGEST_VALUE:
-            raise RefusedError(f"value {value.name!r} has {math.prod(sizes)} elements for one item")
+            raise RefusedError(
+                f"value {value.name!r} has {math.prod(sizes)} elements for one item, expected at "
+                f"most {LARGEST_VALUE}"
+            )
     return inferred.graph
 
 

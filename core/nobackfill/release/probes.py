@@ -67,6 +67,8 @@ _LONG_TEXTS = [
     )
 ]  # fmt: skip
 _SIGNS = [chr(code) for code in range(33, 127)]
+# For messages.
+_PROBES = "golden probes of the release (test inputs with the outputs that its models must give)"
 
 
 def check_probes(
@@ -92,9 +94,11 @@ def check_probes(
             more memory or time.
 
     Raises:
-        VerificationError: A model differs, or cannot be loaded; the message names it.
+        VerificationError: A model or the file of probes differs from the manifest's, cannot be
+            loaded, or gives other outputs; the message names it.
         ConfigurationError: The extra `text` is needed, and is not installed.
-        InvalidInputError: The image probes have another shape than the model's input.
+        InvalidInputError: The probes have another shape than the model's input.
+        MemoryError: A model needs more memory than there is.
     """
     embed = side = read = None
     if manifest.embedder.file is not None and _holds(files, manifest.embedder.file):
@@ -127,7 +131,10 @@ def check_encoders(
         read: Embeds texts; None skips this check.
 
     Raises:
-        VerificationError: An output differs; the message names it.
+        VerificationError: An output differs, or the file of probes is missing, differs from the
+            manifest's or lacks an array; the message names it.
+        Exception: Any error of `embed` and `side`; of `read`, all but InvalidInputError, which
+            becomes VerificationError.
     """
     probes = _load(read_verified(files, manifest.probes.file), manifest.probes.file.path)
     for name, encode in (("embedding", embed), ("side", side)):
@@ -147,14 +154,15 @@ def check_encoders(
 
 
 def text_probes(texts: Sequence[str], read: EncodeTexts) -> Arrays:
-    """Make the golden probes of a text encoder.
+    """Make the golden probes of a text encoder: test texts with the vectors that it gives.
 
     Args:
-        texts: The inputs.
-        read: The encoder.
+        texts: p inputs, 1 to 64; this is checked when they are read.
+        read: The encoder; called once for each role. Its error is raised.
 
     Returns:
-        The arrays `text`, `text/query` and `text/document`.
+        The arrays `text` (uint8, the texts as JSON), `text/query` and `text/document` (each float32
+        [p, dim]).
     """
     data = np.frombuffer(json.dumps(list(texts)).encode(), np.uint8)
     return {"text": data, **{f"text/{role}": read(texts, role) for role in TEXT_ROLES}}
@@ -164,13 +172,17 @@ def _texts(data: NDArray[Any]) -> list[str]:
     try:
         texts = json.loads(data.astype(np.uint8).tobytes())
     except (ValueError, RecursionError) as error:
-        raise VerificationError(f"golden probes: their texts are no JSON ({error})") from error
+        raise VerificationError(
+            f"{_PROBES}: expected the array 'text' to be JSON, got something else ({error})"
+        ) from error
     if not isinstance(texts, list) or not 0 < len(texts) <= _MOST_TEXTS:
-        raise VerificationError(f"golden probes: expected 1 to {_MOST_TEXTS} texts")
+        raise VerificationError(
+            f"{_PROBES}: expected a list of 1 to {_MOST_TEXTS} texts in the array 'text'"
+        )
     try:
         return [check_text(text) for text in texts]
     except (InvalidInputError, AttributeError) as error:
-        raise VerificationError(f"golden probes: {error}") from error
+        raise VerificationError(f"{_PROBES}: a text cannot be used ({error})") from error
 
 
 def _check_vocabulary(model: TextModel) -> None:
@@ -183,8 +195,8 @@ def _check_vocabulary(model: TextModel) -> None:
             continue
         except VerificationError as error:
             raise VerificationError(
-                f"text encoder: its tokenizer has tokens that its model does not take ({error}); "
-                "refused. Publish it with its own tokenizer.json"
+                f"the release's text encoder: its tokenizer has tokens that its model does not "
+                f"accept ({error}); publish the release again, with the model's own tokenizer.json"
             ) from error
 
 
@@ -199,7 +211,8 @@ def _check_tokenizer(model: TextModel) -> None:
             model.reader.feed([text], "document")
         except DefectiveTokenizerError as error:
             raise VerificationError(
-                f"text encoder: {error}; refused. Publish it with a sound tokenizer.json"
+                f"the release's text encoder: its tokenizer crashes on a text ({error}); publish "
+                "the release again, with a sound tokenizer.json"
             ) from error
         except InvalidInputError:
             continue
@@ -239,14 +252,19 @@ def _load(data: bytes, path: str) -> Arrays:
             # The unpacked size may be a thousand times the download.
             if sum(member.file_size for member in members) > LARGEST_BYTES:
                 raise VerificationError(
-                    f"{path}: expected golden probes of at most {LARGEST_BYTES >> 20} MiB"
+                    f"{path}: expected golden probes of at most {LARGEST_BYTES >> 20} MiB, "
+                    "unpacked, got more; publish the release again with fewer"
                 )
             return {m.filename.removesuffix(".npy"): _read(archive, m) for m in members}
     except (
         ValueError, OSError, zipfile.BadZipFile, zlib.error, EOFError, KeyError,
         NotImplementedError, RuntimeError, UnicodeError, OverflowError,
     ) as error:  # fmt: skip
-        raise VerificationError(f"{path}: is not a file of golden probes ({error})") from error
+        raise VerificationError(
+            f"{path}: expected an .npz file with the golden probes of the release (test inputs "
+            f"with the outputs that its models must give), got another or a damaged file ({error});"
+            " publish the release again"
+        ) from error
 
 
 def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
@@ -267,22 +285,25 @@ def _read(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
 
 def _array(probes: Arrays, name: str) -> NDArray[Any]:
     if name not in probes or len(probes[name]) == 0:
-        raise VerificationError(f"golden probes: expected an array {name!r} with at least one row")
+        raise VerificationError(f"{_PROBES}: expected an array {name!r} with at least one row")
     return probes[name]
 
 
 def _agree(name: str, published: NDArray[Any], output: NDArray[Any], tolerance: float) -> None:
     if published.shape != output.shape:
         raise VerificationError(
-            f"golden probe {name}: expected shape {list(published.shape)}, got {list(output.shape)}"
+            f"golden probe {name} of the release: its model must give the shape "
+            f"{list(published.shape)} for the test inputs, and gives {list(output.shape)}; the "
+            "release is not used"
         )
     difference = np.abs(output - published) / np.maximum(1, np.abs(published))
     # Also refuses NaN among the published values.
     if not (difference <= tolerance).all():
         worst = np.fmax.reduce(difference, axis=None)
         raise VerificationError(
-            f"golden probe {name}: this machine's outputs differ from the published ones by "
-            f"{worst:.2g}, more than {tolerance:g}; this machine does not use the release"
+            f"golden probe {name}: on the release's test inputs, this machine's outputs differ "
+            f"from the published ones by {worst:.2g}, more than the tolerance {tolerance:g}; this "
+            "machine does not use the release"
         )
 
 
@@ -309,8 +330,10 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
     Args:
         files: The files, by the name to use in messages.
 
+    A crafted file may end the process or fill its memory: `trial.try_release` checks in a child.
+
     Raises:
-        VerificationError: The first broken rule, or a file that cannot be read.
+        VerificationError: The first broken rule, or a file that is missing or cannot be read.
     """
     # Importing onnx is slow, and most users of this module check no file.
     from nobackfill.release.onnx_rules import RefusedError, inspect
@@ -319,10 +342,11 @@ def check_onnx(files: Mapping[str, OnnxFile]) -> None:
         try:
             inspect(file.path, file.inputs, file.outputs, file.longest)
         except RefusedError as error:
-            raise VerificationError(f"{name}: {error}; refused") from error
+            raise VerificationError(f"{name}: the ONNX file is refused: {error}") from error
         except (OSError, MemoryError, RecursionError) as error:
             raise VerificationError(
-                f"{name}: cannot be checked ({type(error).__name__}: {error}); refused"
+                f"{name}: the ONNX file is refused: it cannot be checked "
+                f"({type(error).__name__}: {error})"
             ) from error
 
 

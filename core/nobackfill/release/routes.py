@@ -72,7 +72,8 @@ def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
 
     Args:
         manifests: The releases that may be used.
-        releases: Source first; one release gives an empty route.
+        releases: Source first; one release gives an empty route. Whether items have the
+            side-information that it reads is not checked.
 
     Raises:
         NotFoundError: An upgrade of the route does not exist.
@@ -82,7 +83,10 @@ def route_along(manifests: Mapping[int, Manifest], releases: Chain) -> Route:
         manifest = manifests.get(target)
         upgrade = None if manifest is None else manifest.upgrade_from(source)
         if manifest is None or upgrade is None:
-            raise NotFoundError(f"no upgrade leads from release {source} to release {target}")
+            raise NotFoundError(
+                f"no published upgrade leads from release {source} to release {target}; use "
+                "another route, or publish such an upgrade"
+            )
         steps.append((manifest, upgrade))
     return _route(tuple(steps), retention_by_chain(manifests)) if steps else _STAY
 
@@ -110,15 +114,16 @@ def plan_route(
             empty if the target can search this space directly.
 
     Returns:
-        None if there is no route.
+        None if there is no route, also to an older release. The same release twice gives an empty
+        route with retention 1.
 
     Raises:
         NotFoundError: `to_release` is not among the manifests.
     """
     if to_release not in manifests:
         raise NotFoundError(
-            f"release {to_release} is not known; known: "
-            f"{few(sorted(manifests, reverse=True)) or 'none'}"
+            f"release {to_release} is not among the published releases "
+            f"({few(sorted(manifests, reverse=True)) or 'there are none'})"
         )
     if from_release == to_release:
         return _STAY
@@ -143,6 +148,9 @@ def every_route(
         from_release: The source.
         to_release: The target.
         side: Space of the stored side-information; None without any.
+
+    Yields:
+        Routes with at least one step; none if `to_release` is unknown or not newer.
     """
     retention = retention_by_chain(manifests)
     queue: deque[tuple[int, Steps, str | None]] = deque([(from_release, (), side)])
@@ -184,11 +192,15 @@ class RouteRunner:
                 read it.
 
         Returns:
-            The uncertainties of the steps are added, like the variances that they stand for.
+            n rows in the order of `embedding`. The uncertainties of the steps are added, like the
+            variances that they stand for; None if no step predicts any.
 
         Raises:
-            InvalidInputError: Another shape, or missing side-information.
-            VerificationError: Outputs of a step are no vectors of its space.
+            InvalidInputError: Another shape, values that are not finite, or missing
+                side-information.
+            VerificationError: onnxruntime cannot run a step, or its output has another shape.
+            UnusableOutputError: Some outputs are no vectors of a step's space; the error lists the
+                rows.
         """
         uncertainty: Vectors | None = None
         for model in self._models:
@@ -215,7 +227,10 @@ def open_route(files: Files, route: Route, threads: int = 1, *, int8: bool = Fal
         InvalidInputError: The route is empty.
     """
     if not route.steps:
-        raise InvalidInputError("expected a route with at least one upgrade")
+        raise InvalidInputError(
+            "expected a route with at least one upgrade, got an empty one: the vectors stay as "
+            "they are"
+        )
     models = tuple(
         open_upgrade(
             files, manifest, upgrade, int8=int8 and upgrade.int8_file is not None, threads=threads
@@ -334,7 +349,7 @@ def twin_of(manifest: Manifest, others: Iterable[Manifest]) -> str | None:
     for other in others:
         if other.space == manifest.space and other.release < manifest.release:
             return (
-                f"release {manifest.release} has the space of release {other.release}; two "
-                "releases must not share one: publish a changed embedder"
+                f"release {manifest.release} has the same space as release {other.release}, and "
+                "two releases must not share one; publish a release with a changed embedder"
             )
     return None

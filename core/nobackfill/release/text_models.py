@@ -30,7 +30,7 @@ class TextReader:
                 read_verified(files, self._spec.tokenizer), self._spec.length, path
             )
         except InvalidInputError as error:
-            raise VerificationError(f"{error}; refused") from error
+            raise VerificationError(f"{error}; the release is refused") from error
 
     def feed(self, texts: Sequence[str], role: TextRole) -> Tokens:
         """Tokenize texts for the encoder.
@@ -40,10 +40,11 @@ class TextReader:
             role: query or document; it decides the prefix.
 
         Returns:
-            Each input of the encoder, int64 [n, t].
+            Each input of the encoder, int64 [n, t]; t is the length of the longest text in tokens.
 
         Raises:
             InvalidInputError: The tokenizer refuses a text.
+            DefectiveTokenizerError: The tokenizer crashes on a text.
         """
         prefix = self._spec.prefix(role)
         return self._select_inputs(self._tokenizing.tokens([prefix + text for text in texts]))
@@ -72,19 +73,20 @@ class TextModel:
         self._spec = manifest.embedder
 
     def run(self, texts: Sequence[str], role: TextRole) -> Vectors:
-        """Embed texts.
+        """Embed texts. Longer ones are truncated to the encoder's length without an error.
 
         Args:
-            texts: At least one text.
-            role: query or document.
+            texts: At least one text; `nobackfill.text.check_text` is not called here.
+            role: query or document; it decides the prefix and the model.
 
         Returns:
-            float32 [n, dim].
+            float32 [n, dim], in the order of `texts`.
 
         Raises:
-            InvalidInputError: The tokenizer refuses a text.
-            VerificationError: The outputs are no vectors of the release's space.
-            UnusableOutputError: Some outputs are no vectors of the space.
+            InvalidInputError: The tokenizer refuses a text, or crashes on it
+                (DefectiveTokenizerError).
+            VerificationError: onnxruntime cannot run the model, or its output has another shape.
+            UnusableOutputError: Some outputs are no vectors of the space; the error lists the rows.
         """
         return self.embed(self.reader.feed(texts, role), role)
 
@@ -130,5 +132,6 @@ def no_text_vector(manifest: Manifest) -> InvalidInputError:
     """Return, without raising it, the error for a text of which the release's model makes no usable
     vector."""
     return InvalidInputError(
-        f"text: the model of release {manifest.release} makes no vector of it (zero, or not finite)"
+        f"text: the model of release {manifest.release} returns no usable vector for it (zero, or "
+        "not finite); leave it out"
     )

@@ -77,7 +77,9 @@ def try_release(
         poll: Called several times a second; its error ends the trial.
 
     Raises:
-        VerificationError: A model is refused, or met a limit; the message names it.
+        VerificationError: A model is refused, met a limit or crashed the child, or the extra `text`
+            is needed and not installed; the message names the model if it is known.
+        Exception: Any error of `poll`; the child is killed.
     """
     request = _Request(
         manifest=manifest,
@@ -98,6 +100,9 @@ def refusal_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
     Args:
         request: The request.
         poll: Called several times a second; its error ends the child.
+
+    Returns:
+        Why the release is refused; None if it is valid.
     """
     end = time.monotonic() + WALL_SECONDS
     text: str | None = request.model_dump_json()
@@ -120,14 +125,17 @@ def refusal_in_child(request: _Request, poll: Callable[[], None]) -> str | None:
                     poll()
         finally:
             child.kill()
-    return f"its models took more than {WALL_SECONDS} s to be loaded and probed; refused"
+    return (
+        f"the release's models took more than {WALL_SECONDS} s to be loaded and tested in a child "
+        "process; the release is refused"
+    )
 
 
 def _refusal_of(status: int, answer: str) -> str | None:
     if status:
         return (
-            f"its models crash the process that loads them ({_cause(status)}); refused. "
-            "Publish the release again with valid models"
+            f"the release's models crash the process that loads them ({_cause(status)}); the "
+            "release is refused. Publish it again with valid models"
         )
     reason: str | None = json.loads(answer)["refused"]
     return reason
@@ -159,7 +167,10 @@ def refusal(request: _Request) -> str | None:
         # ConfigurationError: the library for its tokenizer is not installed here.
         return str(error)
     except MemoryError:
-        return f"its models need more than {MEMORY_BYTES >> 30} GiB of memory; refused"
+        return (
+            f"the release's models need more than {MEMORY_BYTES >> 30} GiB of memory to be loaded "
+            "and tested; the release is refused"
+        )
     return None
 
 

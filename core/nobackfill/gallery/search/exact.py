@@ -38,7 +38,10 @@ class ExactIndex:
     """An index that holds all vectors of a space in one float32 matrix."""
 
     def __init__(self, spec: SpaceSpec, labels: Labels, vectors: Content) -> None:
-        """Prepare the vectors.
+        """Prepare the vectors: scale them for the cosine metric, and compute their norms.
+
+        Nothing is checked. With the squared_l2 metric the array is used, not copied: do not change
+        it.
 
         Args:
             spec: The space.
@@ -80,8 +83,8 @@ class ExactIndex:
         newest index of a chain is extended in place.
 
         Args:
-            labels: int64 [n], increasing, all larger than the present ones.
-            vectors: float32 [n, dim].
+            labels: int64 [n], increasing, all larger than the present ones; this is not checked.
+            vectors: float32 [n, dim], checked; copied.
         """
         prepared = prepare(self.spec.metric, vectors)
         old, count = len(self.labels), len(self.labels) + len(labels)
@@ -132,7 +135,10 @@ class ExactIndex:
         Args:
             queries: float32 [q, dim], checked.
             k: At least 1.
-            rows: int [m], distinct indices of the n rows.
+            rows: int [m], distinct indices of the n rows; m may be 0.
+
+        Returns:
+            Neighbours [q, k] as `search` returns them.
         """
         return self._search(queries, k, None, rows)
 
@@ -156,12 +162,12 @@ class ExactIndex:
         This is much cheaper than `search` if few rows are: for a small index next to a large one.
 
         Args:
-            queries: float32 [q, dim].
-            hits: The other index's hits, [q, k].
+            queries: float32 [q, dim], checked.
+            hits: The other index's hits, [q, k] without padding; it shares no label with this one.
             mask: bool [n], the rows that may be found; None for all.
 
         Returns:
-            Neighbours [q, k] of both indexes together.
+            Neighbours [q, k] of both indexes together; `hits` itself if no row is nearer.
         """
         k = hits.labels.shape[1]
         if len(queries) * len(self.labels) > BLOCK_ELEMENTS:

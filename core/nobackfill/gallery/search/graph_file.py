@@ -62,7 +62,8 @@ def write_index(
         arrays: `labels`, int64 [n], and the engine's arrays, of any shape.
 
     Raises:
-        CannotWriteError: The file cannot be written.
+        CannotWriteError: The file cannot be written; an earlier file stays.
+        KeyError: `arrays` has no `labels`.
     """
     for stale in path.parent.glob(f"{durable.TEMPORARY}{path.name}-*"):
         durable.remove_tree(stale)
@@ -108,14 +109,17 @@ def read_index(path: Path, spec: SpaceSpec, engine: str) -> IndexFile:
         # Read once, then check and use the same bytes: the file may change.
         content = np.frombuffer(path.read_bytes(), np.uint8)
     except FileNotFoundError as error:
-        raise NotFoundError(f"{path}: no index file; build the index") from error
+        raise NotFoundError(f"{path}: there is no index file; build the index") from error
     except OSError as error:
-        raise VerificationError(f"{path}: cannot be read ({error.strerror})") from error
+        raise VerificationError(
+            f"{path}: the index file cannot be read ({error.strerror}); build the index again"
+        ) from error
     header, start = _header(path, content)
     expected = _identity(spec, engine)
     if differing := sorted(key for key in expected if header[key] != expected[key]):
         raise VerificationError(
-            f"{path}: made for another {' and '.join(differing)}; build the index again"
+            f"{path}: the index file was built for another {' and '.join(differing)}; build the "
+            "index again"
         )
     arrays = {}
     for name, dtype, shape in header["arrays"]:
@@ -134,7 +138,7 @@ def _identity(spec: SpaceSpec, engine: str) -> dict[str, Any]:
 
 def _header(path: Path, content: NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
     """Return the header and the start of the arrays, after checking the digest."""
-    damaged = VerificationError(f"{path}: damaged index file; build the index again")
+    damaged = VerificationError(f"{path}: the index file is damaged; build the index again")
     if len(content) < _FIXED.size:
         raise damaged
     magic, digest, length = _FIXED.unpack(content[: _FIXED.size].tobytes())
@@ -220,7 +224,9 @@ def check_links(links: Links) -> None:
         at = 1 + np.arange(len(above)) - np.repeat(firsts, levels)
         sound = _lead(links.ground, np.zeros(count, np.int64), levels) and _lead(above, at, levels)
     if not sound:
-        raise VerificationError("the index leads out of its own graph; build it again")
+        raise VerificationError(
+            "the search graph links to elements that it does not have; build the index again"
+        )
 
 
 def _lead(lists: Bytes, at: NDArray[np.int64], levels: NDArray[np.int32]) -> bool:
@@ -271,6 +277,10 @@ def graph_of(links: Links, dim: int, fill: Callable[[Vectors], Mask]) -> Hnsw:
         dim: Dimension of the vectors.
         fill: Writes the vectors, float32 [count, dim], and returns which of them must not be found,
             bool [count]. Walks pass through these; each gets a position between its neighbours.
+            Its error ends the work.
+
+    Returns:
+        The graph; each element's label is its number. The links must have passed `check_links`.
     """
     values = links.parameters
     graph = Hnsw.of_links(
@@ -354,7 +364,8 @@ def read_skeleton(path: Path, spec: SpaceSpec) -> Skeleton:
     check_links(links)
     if not len(links) == len(arrays["rows"]) == len(arrays["sums"]):
         raise VerificationError(
-            f"{path}: expected a row and a sum for each element; build it again"
+            f"{path}: the index file must have a row and a sum for each element; build the index "
+            "again"
         )
     return Skeleton(spec, arrays["labels"], arrays["rows"], links, arrays["sums"], own_links, ef)
 
@@ -433,7 +444,9 @@ def _rows_in(skeleton: Skeleton, labels: Labels) -> Rows:
     positions = np.minimum(np.searchsorted(labels, skeleton.labels), len(labels) - 1)
     positions[labels[positions] != skeleton.labels] = -1
     if len(skeleton.rows) and skeleton.rows.max() >= len(positions):
-        raise VerificationError("the index names rows that it does not have; build it again")
+        raise VerificationError(
+            "the index file refers to rows that it does not have; build the index again"
+        )
     # The last -1 is for elements without a row.
     moved: Rows = np.append(positions, -1)[skeleton.rows]
     return moved

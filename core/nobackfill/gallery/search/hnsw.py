@@ -107,6 +107,10 @@ class HnswIndex:
             queries: float32 [q, dim], checked.
             k: At least 1.
             mask: bool [n], the rows that may be found; None for all.
+
+        Returns:
+            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
+            rows.
         """
         if self._elements is None:
             return self._exact.search(queries, k, mask)
@@ -149,6 +153,10 @@ class HnswIndex:
             mask: bool [n], the rows that may be found; None for all.
             passing: Number of these rows, if known: counting them takes longer than a search.
             ef: Minimum number of candidates; EVERY or at least n for an exact search.
+
+        Returns:
+            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
+            rows.
         """
         candidates = self._candidates(k, ef)
         if candidates is None:
@@ -261,10 +269,12 @@ class HnswIndex:
         return Skeleton(self.spec, self.labels, self._held, links, vector_sums, self.own_links, ef)
 
     def save(self, path: Path) -> None:
-        """Write an index file without the vectors.
+        """Write an index file without the vectors, atomically, in place of any file there.
+
+        It computes a sum of every vector. Only one process may write a path at a time.
 
         Raises:
-            CannotWriteError: The file cannot be written.
+            CannotWriteError: The file cannot be written; an earlier file stays.
         """
         self.skeleton().write(path)
 
@@ -346,14 +356,15 @@ def build(
     """Build a graph; other threads may search meanwhile.
 
     The ef of searches is chosen so that the index finds LEAST_RECALL of its own vectors'
-    neighbours, if any ef does.
+    neighbours; if no tried ef does, it is the largest, without an error. With one thread, the same
+    content gives the same graph.
 
     Args:
         spec: The space.
-        labels: int64 [n], increasing.
-        vectors: float32 [n, dim].
-        threads: Called before each piece of rows: how many threads may add it.
-        after_piece: Called after each piece; its error ends the build.
+        labels: int64 [n], increasing; n may be 0.
+        vectors: float32 [n, dim], checked.
+        threads: Called before each piece of PIECE rows: how many threads may add it.
+        after_piece: Called after each piece, and between the probes; its error ends the build.
     """
     space = "l2" if spec.metric == "squared_l2" else "ip"
     graph = Hnsw(space, spec.dim, max(1, len(labels)), M, EF_CONSTRUCTION)
@@ -437,7 +448,10 @@ def _unchanged(old: Skeleton, spec: SpaceSpec, labels: Labels, rows: Rows) -> bo
 
 def _refuse_metric(old: SpaceSpec, spec: SpaceSpec) -> None:
     if old.metric != spec.metric:
-        raise VerificationError("the graph is of another metric; build a new one")
+        raise VerificationError(
+            f"the search graph was built for the metric {old.metric}, and the space has "
+            f"{spec.metric}; build a new index"
+        )
 
 
 def _refuse_distant(elements: int, old: Labels, labels: Labels) -> None:
@@ -445,14 +459,17 @@ def _refuse_distant(elements: int, old: Labels, labels: Labels) -> None:
     # Dead elements slow every search down; new ones cost as much as in a build.
     changes = len(labels) - common + elements - common
     if changes > LARGEST_CHANGE * len(labels):
-        raise VerificationError(f"{changes} of {len(labels)} rows changed; build a new graph")
+        raise VerificationError(
+            f"too many rows changed since the search graph was built: {changes}, with "
+            f"{len(labels)} rows now; build a new index"
+        )
 
 
 def _accept(index: HnswIndex, after_piece: Callable[[], None]) -> None:
     if (recall := _tune(index, after_piece)) < LEAST_RECALL:
         raise VerificationError(
-            f"the transferred graph finds {recall:.3f} of the true neighbours, expected "
-            f"{LEAST_RECALL}; build a new one"
+            f"the transferred search graph finds {recall:.3f} of the true neighbours, expected at "
+            f"least {LEAST_RECALL}; build a new index"
         )
 
 
@@ -489,18 +506,19 @@ def carry(
 
     After an upgrade, `spec` is another space: the links stay and the vectors are replaced, since an
     upgrade preserves most neighbours; searches then need a larger ef. Within one space, removed
-    rows are marked and new ones are added.
+    rows are marked and new ones are added. The number of changed rows is not limited here.
 
     Args:
         old: The graph.
         spec: The space of the vectors.
         labels: int64 [n], increasing.
-        vectors: float32 [n, dim].
-        threads: Called before each piece of rows: how many threads may add it.
-        after_piece: Called before each piece of rows: how many threads may add it.
+        vectors: float32 [n, dim], read once, in order.
+        threads: Called before each piece of added rows: how many threads may add it.
+        after_piece: Called after each piece of work; its error ends it.
 
     Raises:
-        VerificationError: The graph would find less than LEAST_RECALL, or the metrics differ.
+        VerificationError: The graph would find less than LEAST_RECALL, or the metrics differ: build
+            a new one.
     """
     _refuse_metric(old.spec, spec)
     skeleton = old.skeleton(sums=old.spec.space == spec.space)
@@ -535,9 +553,11 @@ def renew(
         labels: int64 [n], increasing.
         vectors: float32 [n, dim].
         old: An index, perhaps of the space before an upgrade. A transfer to another space does not
-            have `own_links`; replace it by a build when there is time. None builds a new one.
-        threads: Called before each piece of rows: how many threads may add it.
-        after_piece: Called before each piece of rows: how many threads may add it.
+            have `own_links`; replace it by a build when there is time. None builds a new one. So
+            does an `old` of which more than LARGEST_CHANGE of the rows changed, or that would find
+            less than LEAST_RECALL.
+        threads: Called before each piece of added rows: how many threads may add it.
+        after_piece: Called after each piece of work; its error ends it.
     """
     if old is not None:
         if _alike(old, spec, labels, vectors):
@@ -572,8 +592,11 @@ def tuned(
 
     Args:
         index: The index.
-        queries: float32 [q, dim]; with none, the index stays as it is.
+        queries: float32 [q, dim], checked; without queries, the index gets no wider.
         after_piece: Called between pieces of work; its error ends it.
+
+    Returns:
+        An index over the same graph; `index` itself does not change.
     """
     index = index.seeking(0)
     farthest = _farthest(index, queries, after_piece)

@@ -131,6 +131,10 @@ class Index(Protocol):
             passing: Number of these rows, if known: counting them takes longer than a search.
             ef: Minimum number of candidates; EVERY or at least n for an exact search. An exact
                 index ignores it.
+
+        Returns:
+            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
+            rows.
         """
         ...
 
@@ -167,6 +171,9 @@ def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
         labels: int64 [q, c], -1 for none.
         distances: float32 [q, c], infinity for none.
         k: At least 1.
+
+    Returns:
+        Neighbours [q, k], nearest first, equal distances by label.
     """
     short = k - labels.shape[1]
     if short > 0:
@@ -178,8 +185,12 @@ def best(labels: Labels, distances: Vectors, k: int) -> Neighbours:
 
 
 def merge(parts: list[Neighbours], k: int) -> Neighbours:
-    """Merge the answers [q, any] of indexes that share no label into one ranking [q, k]. A single
-    part is returned as it is."""
+    """Merge the answers [q, any] of indexes that share no label into one ranking [q, k].
+
+    Args:
+        parts: At least one; a single part is returned as it is, whatever its number of columns.
+        k: At least 1.
+    """
     if len(parts) == 1:
         return parts[0]
     return best(
@@ -199,7 +210,8 @@ UNIT_TOLERANCE = 2.5e-7
 def prepare(metric: Metric, vectors: Vectors) -> Vectors:
     """Return vectors as engines store them: with the cosine metric scaled to norm 1.
 
-    Zero stays zero. Vectors that were prepared before stay the same, bit for bit.
+    Zero stays zero. Vectors that were prepared before stay the same, bit for bit. If none changes,
+    the same array is returned, not a copy.
 
     Args:
         metric: squared_l2, which returns the vectors as they are, or cosine.
@@ -297,7 +309,11 @@ def join_origins(carried: Neighbours, native: Neighbours, scale: Scale, k: int) 
         carried: Migrated hits [q, a].
         native: Native hits [q, b].
         scale: Converts distances of migrated vectors.
-        k: Number of hits, at most a + b.
+        k: Number of hits, at least 1; with more than a + b, there are a + b.
+
+    Returns:
+        Neighbours [q, k] by the distance of an equally likely native vector; equal ones by their
+        own distance, then by label.
     """
     both = Neighbours(
         np.concatenate([carried.labels, native.labels], axis=1),
@@ -327,8 +343,12 @@ _NICE = 10
 
 
 def give_way() -> None:
-    """Lower the priority of this thread below that of searches; processes that it starts inherit
-    it."""
+    """Lower the priority of this thread below that of searches (nice 10); processes that it starts
+    inherit it.
+
+    A process that runs at a lower priority already keeps it. The thread cannot undo it without
+    privileges.
+    """
     # A process with a lower priority may not raise it again.
     nice = max(_NICE, os.getpriority(os.PRIO_PROCESS, 0))
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

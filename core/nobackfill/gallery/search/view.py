@@ -143,7 +143,7 @@ class CompiledSearch:
 
         Args:
             query: float32 [1, dim].
-            k: Number of hits.
+            k: Number of hits, at least 1.
             ef: Minimum number of candidates.
             base: bool [n], rows of the graph that may be found; None for all.
             delta: bool [m], rows of the delta that may be found; None for all.
@@ -263,7 +263,7 @@ class QuerySample:
         self.keep(queries[self.draw(len(queries))])
 
     def draw(self, count: int) -> list[int]:
-        """Count answered queries, and draw those that the sample shall store.
+        """Count answered queries, and draw those that the sample shall store; `keep` stores them.
 
         Args:
             count: Number of answered queries.
@@ -421,8 +421,13 @@ class Snapshot:
             label_filter: Returns which labels may be found; None for all.
             ef: Minimum number of candidates; index.EVERY for an exact search.
 
+        Returns:
+            Neighbours [q, k], nearest first, equal distances by label; padded if there are fewer
+            vectors.
+
         Raises:
-            InvalidInputError: Another shape, or values that are not finite.
+            InvalidInputError: Another shape, or values that are not finite, or a norm that is not 1
+                in a space with unit vectors.
         """
         checked = check_vectors(queries, self.spec.dim, what="queries", unit=self.spec.unit)
         if len(checked) == 1 and self.compiled is not None:
@@ -489,8 +494,11 @@ def _open_base(store: Store, spec: SpaceSpec, begin: Opener | None) -> Snapshot 
 
 
 def changed(snapshot: Snapshot, change: Change) -> Snapshot:
-    """Return a snapshot's successor after a commit; a replaced vector is found in the delta from
-    then on."""
+    """Return a snapshot's successor after a commit; the snapshot itself does not change.
+
+    Deleted labels are removed. A new or replaced vector of the snapshot's space is found in the
+    delta from then on; changes of other spaces are ignored.
+    """
     snapshot = snapshot.remove(change.deleted)
     labels, vectors = change.added.get(snapshot.spec.space, (None, None))
     if labels is None or vectors is None or not len(labels):
@@ -550,7 +558,13 @@ class LiveView:
 
     def close(self) -> None:
         """Stop following the store; the view's memory is then freed without a garbage
-        collection."""
+        collection.
+
+        Snapshots stay usable, and no longer change.
+
+        Raises:
+            ValueError: It was called before.
+        """
         self._store.unsubscribe(self._apply)
 
     def snapshot(self) -> Snapshot:
@@ -561,6 +575,8 @@ class LiveView:
     def compact(self, build: Builder) -> None:
         """Build a base of all live vectors, then swap it in; searches and commits go on during the
         build.
+
+        A second call waits for the first.
 
         Args:
             build: Builds the base. Its error ends the work, and the present base stays.
@@ -581,7 +597,7 @@ class LiveView:
 
         Args:
             tune_index: Returns the new index for the present one; returning the same index changes
-                nothing.
+                nothing. It runs without a lock; its error changes nothing.
         """
         base = self.snapshot().base.index
         index = tune_index(base)

@@ -53,9 +53,13 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
         repo: The publication folder.
         published: The signed entries of all published files, by path.
 
+    Nothing is written. ONNX files and probes are checked in a child process, which may take
+    minutes.
+
     Raises:
         GateFailedError: The gate failed or did not measure, and the draft is not forced.
-        VerificationError: Any other check failed.
+        VerificationError: Any other check failed. UnfitError: also where this program cannot use a
+            published release or the draft.
     """
     manifest = draft.manifest
     predecessors = {
@@ -73,8 +77,8 @@ def check_draft(draft: Draft, repo: Path, published: Mapping[str, TargetFile]) -
     spaces = {predecessor.space for predecessor in predecessors.values()}
     if strangers := set(manifest.searches_directly) - spaces:
         raise VerificationError(
-            f"release {manifest.release}: searches_directly names spaces that no published release "
-            f"has: {few(sorted(strangers))}"
+            f"release {manifest.release}: its manifest lists in searches_directly spaces that no "
+            f"published release has: {few(sorted(strangers))}"
         )
     try_release(draft.files, manifest)
 
@@ -95,7 +99,10 @@ def read_manifest(repo: Path, target: TargetFile, release: int) -> Manifest:
         data = (repo / target.path).read_bytes()
         target.verify_length_and_hashes(data)
     except (OSError, LengthOrHashMismatchError) as error:
-        raise VerificationError(f"{target.path}: is not the manifest that was signed") from error
+        raise VerificationError(
+            f"{target.path}: expected the release manifest that was signed, got another, a damaged "
+            "or no file; restore the publication folder from a copy"
+        ) from error
     return parse_manifest(data, release)
 
 
@@ -103,14 +110,14 @@ def _check_gate(manifest: Manifest, *, first: bool) -> None:
     gate = manifest.gate
     if gate.verdict == "first" and not first:
         raise GateFailedError(
-            f"release {manifest.release}: its gate says it is the first release, but others are "
-            "published; measure it against them"
+            f"release {manifest.release}: the draft was gated as a first release, but others are "
+            "published; export it again, so that the gate measures it against them"
         )
     if gate.verdict in ("failed", "not_measured") and not gate.forced:
         raise GateFailedError(
-            f"release {manifest.release}: the gate says {gate.verdict} "
-            f"({gate.detail or 'no detail'}); train a better one, or force it: the manifest will "
-            "record that"
+            f"release {manifest.release}: the gate, the test against its predecessor, has the "
+            f"verdict {gate.verdict} ({gate.detail or 'no detail'}); train a better model, or "
+            "publish with --force, which the manifest records"
         )
 
 
@@ -118,14 +125,23 @@ def _check_source(upgrade: Upgrade, predecessors: Mapping[int, Manifest]) -> Non
     name = f"upgrade from release {upgrade.from_release}"
     source = predecessors.get(upgrade.from_release)
     if source is None:
-        raise VerificationError(f"{name}: that release is not published")
+        raise VerificationError(
+            f"{name}: release {upgrade.from_release} is not published in this folder; leave the "
+            "upgrade out, or publish that release first"
+        )
     if (upgrade.from_space, upgrade.from_dim) != (source.space, source.embedder.dim):
-        raise VerificationError(f"{name}: was made for another space than the published one")
+        raise VerificationError(
+            f"{name}: it was trained for another space than that of the published release; train "
+            "it again with the published embedder"
+        )
     if not upgrade.reads_side:
         return
     side_dim = source.side_encoder.dim if source.side_encoder is not None else 0
     if (upgrade.from_side_space, upgrade.from_side_dim) != (source.side_space, side_dim):
-        raise VerificationError(f"{name}: reads other side-information than the published one")
+        raise VerificationError(
+            f"{name}: it reads other side-information than the published release stores; train it "
+            "again with the published side encoder"
+        )
 
 
 def _check_side_spaces(manifest: Manifest, predecessors: Mapping[int, Manifest]) -> None:

@@ -69,9 +69,15 @@ class Health:
 def list_releases(repo: Path) -> list[PublicationEntry]:
     """List the published releases, ascending by number.
 
+    Models are not read. Withdrawn releases are listed, too, and so are those that this program
+    cannot use.
+
+    Returns:
+        The releases; empty if the publication has none yet.
+
     Raises:
         NotFoundError: Nothing is published in the folder.
-        VerificationError: A signature or digest is wrong.
+        VerificationError: A signature or digest is wrong, or a manifest is missing.
     """
     ledger = require_ledger(repo)
     entries = [_entry(repo, ledger, path) for path in ledger.targets.targets]
@@ -85,6 +91,9 @@ def verify(repo: Path, root: bytes | None = None, release: int | None = None) ->
         repo: The publication folder.
         root: The root metadata to trust; None: the folder's own.
         release: Check only this release; None: all releases and converters.
+
+    Returns:
+        The numbers and dates of a publication without an error. Leftovers are no error.
 
     Raises:
         NotFoundError: Nothing is published, or no such release.
