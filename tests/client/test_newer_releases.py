@@ -35,7 +35,8 @@ def taking_a_file_of_ours(repo: Path) -> bytes:
         (lambda _: NEWER, "release 3 needs a newer nobackfill: its manifest has format 5"),
         (
             unknown_key,
-            "release 3 needs a newer nobackfill: its manifest has keys that this version does not know, surprise",
+            "release 3 needs a newer nobackfill: its manifest has keys that this version does not "
+            "know, surprise",
         ),
         (taking_a_file_of_ours, "release 3: its manifest cannot be used"),
         (lambda _: b"\xff", "release 3: its manifest cannot be used"),

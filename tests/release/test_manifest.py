@@ -114,7 +114,8 @@ def test_upgrades_come_from_distinct_older_releases(fields: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"format": 5, "release": "three", "all": "new"}, "its manifest has format 5"),
+        ({"format": 5, "release": "three", "all": "new"}, "its manifest has format 5, and this "
+         "version reads formats up to 4"),
         ({"surprise": 1, "gate": {"verdict": "passed", "by": "a person"}},
          "its manifest has keys that this version does not know, gate.by, surprise"),
         ({f"key{n}": n for n in range(9)},
@@ -134,7 +135,7 @@ def test_what_is_newer_is_told_in_one_line(
     [
         (("space",), "sp-" + "0" * 64, "expected space sp-"),
         (("space",), "sp-x", "space: String should match"),
-        (("side_space",), "ss-" + "0" * 64, "side_space is not the digest"),
+        (("side_space",), "ss-" + "0" * 64, "expected side_space to be the digest"),
         (("space",), "sp-" + "0" * 64 + "\n", "space: String should match"),
         (("embedder", "file", "path"), "trusted.json", "expected embedder_2/1/model.onnx"),
         (("probes", "file", "path"), "sync.lock", "expected probes-2.npz, got sync.lock"),

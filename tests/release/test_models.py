@@ -77,7 +77,7 @@ def test_an_upgrade_without_side_information_drops_it(tmp_path: Path) -> None:
     got = model.run(expected_embedding(1, 3), None)
     assert got.side is None
     assert got.uncertainty is None
-    with pytest.raises(InvalidInputError, match="no side-information"):
+    with pytest.raises(InvalidInputError, match="no encoder of side-information"):
         open_side_encoder(first.files, first.manifest)
     with pytest.raises(InvalidInputError, match="without int8"):
         open_upgrade(second.files, second.manifest, second.manifest.upgrades[0], int8=True)

@@ -132,7 +132,7 @@ def test_without_eval_a_successor_is_refused(life: Life, first: Path) -> None:
 def test_a_release_that_leaves_old_vectors_behind_is_refused(life: Life, first: Path) -> None:
     result = export_2(life, first, "--eval", life.data / "eval")
     assert result.exit_code == 65
-    assert "release 1 are served by no upgrade and no direct search" in result.output
+    assert "no upgrade and no direct search serves the stored vectors of release 1" in result.output
 
 
 def test_a_dry_run_writes_nothing(life: Life, tmp_path: Path) -> None:

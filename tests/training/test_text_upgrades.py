@@ -273,4 +273,4 @@ def test_texts_are_not_left_behind_by_images(tmp_path: Path) -> None:
         (only_images, reading, False),
     ):
         said = verdict(Publication({1: old}, frozenset()), [], new)
-        assert ("texts under release 1 have no side-information" in said.detail) == behind
+        assert ("stored texts of release 1 have no side-information" in said.detail) == behind

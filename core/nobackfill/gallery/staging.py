@@ -527,7 +527,7 @@ def check_doubt(uncertainty: ArrayLike | None, rows: int) -> NDArray[np.float32]
     doubt = check_vectors(column, 1, what="uncertainties of an upgrade")[:, 0]
     if len(doubt) != rows:
         raise InvalidInputError(
-            f"uncertainties of an upgrade: expected one for each of {rows} items, got {len(doubt)}"
+            f"uncertainties of an upgrade: expected {rows} rows, got {len(doubt)}"
         )
     return doubt
 
@@ -676,8 +676,8 @@ def ensure_not_active(info: SpaceInfo) -> None:
     """
     if info.state == "active":
         raise PreconditionError(
-            f"the space of release {info.spec.release} answers this gallery's searches and cannot "
-            "be removed; activate another release first"
+            f"the space of release {info.spec.release} is the active one of this gallery and "
+            "cannot be removed; activate another release first"
         )
 
 

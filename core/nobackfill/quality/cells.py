@@ -45,7 +45,9 @@ def own_cell(release: int) -> CellName:
 
 
 def parse_cell(text: str) -> CellName:
-    """Parse a cell such as `2/1>2`.
+    """Parse a cell such as `2/1>2`; spaces around it are ignored.
+
+    Whether the releases and the route exist is not checked.
 
     Raises:
         ConfigurationError: Any other text.
@@ -53,7 +55,8 @@ def parse_cell(text: str) -> CellName:
     match = _CELL.match(text.strip())
     if match is None:
         raise ConfigurationError(
-            f"expected a cell like 2/2, 2/1 or 2/1>2 (query/gallery), got {text!r}"
+            "expected a cell like 2/2, 2/1 or 2/1>2 (the release of the queries, a slash, the "
+            f"releases of the gallery's route), got {text!r}"
         )
     return CellName(int(match[1]), tuple(int(part) for part in match[2].split(">")))
 
@@ -102,7 +105,13 @@ def served_cells(
 
 
 def every_cell(manifests: Mapping[int, Manifest]) -> list[CellName]:
-    """List each release on its own, every way of serving older vectors, and the naive swaps."""
+    """List each release on its own, every way of serving older vectors, and the naive swaps.
+
+    A naive swap searches raw vectors of an older release of the same dimension.
+
+    Returns:
+        The cells, each once, ascending by the query's release.
+    """
     cells: list[CellName] = []
     for number, manifest in sorted(manifests.items()):
         cells.append(own_cell(number))

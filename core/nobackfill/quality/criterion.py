@@ -38,14 +38,15 @@ def criterion(
     criterion is measured for old vectors as they are; it is None for others.
 
     Args:
-        cells: Measured cells; both bounds of a cell must be among them.
+        cells: Measured cells. A cell is left out unless both its bounds, old/old and new/new, are
+            among them.
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        independent: Number of an independent release.
+        independent: Number of an independent release, whose own cell is among `cells`.
 
     Returns:
-        The criteria by the name of the cell.
+        The criteria by the name of the cell: a share, a flag, or None where it is not defined.
 
     Raises:
         InvalidInputError: Vectors of a cell cannot be compared.

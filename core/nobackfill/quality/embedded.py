@@ -68,7 +68,7 @@ class Published(Embedded):
         *,
         role: TextRole = "document",
     ) -> None:
-        """Choose the files.
+        """Choose the files; nothing is read yet.
 
         Args:
             listing: The images or texts.
@@ -173,8 +173,8 @@ class Published(Embedded):
         """
         if release not in self.manifests:
             raise NotFoundError(
-                f"release {release} is not published; known: "
-                f"{few(sorted(self.manifests, reverse=True)) or 'none'}"
+                f"release {release} is not published; the publication has "
+                f"{few(sorted(self.manifests, reverse=True)) or 'no release'}"
             )
         return self.manifests[release]
 
@@ -245,8 +245,8 @@ def query_vectors(cell: CellName, queries: Embedded, vectors: Vectors) -> Vector
         own = as_old(own, vectors, queries.metric(cell.query))
     if own.shape[1] != vectors.shape[1]:
         raise InvalidInputError(
-            f"cell {cell}: dimensions {own.shape[1]} and {vectors.shape[1]} "
-            "cannot be compared; migrate the gallery along a route"
+            f"cell {cell}: queries and gallery vectors of the dimensions {own.shape[1]} and "
+            f"{vectors.shape[1]} cannot be compared; migrate the gallery along a route"
         )
     return own
 

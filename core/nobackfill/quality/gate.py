@@ -157,6 +157,9 @@ def agreement_at(cell: CellFigures, own: CellFigures) -> PerQuery:
 
     Returns:
         [q], 0 to 1; 0 where new/new has no hits.
+
+    Raises:
+        ValueError: The cells have different numbers of queries.
     """
     pairs = zip(cell.neighbours[:, :NEIGHBOURS], own.neighbours[:, :NEIGHBOURS], strict=True)
     return np.array([np.isin(a[a >= 0], b).sum() / max(1, (b >= 0).sum()) for a, b in pairs])
@@ -179,6 +182,7 @@ def verdict(
 
     Returns:
         "first" without published releases, otherwise "passed" or "failed" with the reasons.
+        `forced` is not set here.
     """
     if not published.manifests:
         return GateVerdict(verdict="first")
@@ -186,12 +190,13 @@ def verdict(
     current = set(published.manifests) - published.withdrawn
     if current and max(current) not in {row.old.query for row in rows}:
         problems.append(
-            f"vectors of release {max(current)} are served by no upgrade and no direct search"
+            f"no upgrade and no direct search serves the stored vectors of release {max(current)}, "
+            "the newest one"
         )
     if current and _texts_left_behind(published, max(current), new):
         problems.append(
-            f"texts under release {max(current)} have no side-information, which every upgrade "
-            "from it reads; add one that reads none"
+            f"stored texts of release {max(current)} have no side-information, which every upgrade "
+            "from it reads; add an upgrade that reads none"
         )
     beaten = [f"{row} does not beat {row.old}{_why(row)}" for row in rows if not row.passes]
     if beaten:
@@ -234,7 +239,7 @@ def _why(row: GainRow) -> str:
         return ""
     if row.agreement_gain.low <= 0:
         return " in agreement@10 with new/new"
-    return " at finding the very item (healing or embedding again does)"
+    return " at known-item search (lazy re-embedding or a backfill does)"
 
 
 def _holds_beside(cells: Sequence[Unlabelled]) -> str:

@@ -40,7 +40,10 @@ class TextListing(Listing):
         """Return a listing of some texts with their queries, with the same classes and labels.
 
         Args:
-            rows: int64 [m], indices of the n texts; they may repeat.
+            rows: int64 [m], indices of the n texts, from 0; they may repeat, in any order.
+
+        Raises:
+            IndexError: An index is outside the listing.
         """
         paths = tuple(self.paths[row] for row in rows)
         texts = tuple(self.texts[row] for row in rows)
@@ -48,7 +51,10 @@ class TextListing(Listing):
         return type(self)(self.root, self.class_names, paths, self.labels[rows], texts, queries)
 
     def as_queries(self) -> Self:
-        """Return the queries as a listing, each in the class of its text."""
+        """Return the queries as a listing of texts without queries, each in the class of its text.
+
+        Call it only where `queries` is not empty.
+        """
         return type(self)(self.root, self.class_names, self.paths, self.labels, self.queries)
 
     def by_parts(self) -> Self:
@@ -80,7 +86,9 @@ def list_texts(file: Path) -> TextListing:
     ids = [one.id for one in lines]
     duplicates = [name for name, times in Counter(ids).items() if times > 1]
     if duplicates:
-        raise InvalidInputError(f"{file}: expected each id once, got {duplicates[0]!r} again")
+        raise InvalidInputError(
+            f"{file}: expected each id once, got {duplicates[0]!r} again; remove one of the lines"
+        )
     for one in lines:
         _check(one.text, file, one)
     if not any(_LABEL in one.notes for one in lines):
@@ -90,7 +98,8 @@ def list_texts(file: Path) -> TextListing:
         label = one.notes.get(_LABEL)
         if not isinstance(label, str | int):
             raise InvalidInputError(
-                f"{file}: {one.id}: expected a {_LABEL!r}, the name of its class"
+                f"{file}: {one.id}: expected the key {_LABEL!r} with the name of the text's class, "
+                "because other lines have it"
             )
         labels.append(str(label))
     names = sorted(set(labels))
@@ -106,7 +115,8 @@ def _known_items(file: Path, lines: list[TextLine]) -> TextListing:
         query, text = (one.notes.get(_QUERY), one.text) if with_queries else _cut(one.text)
         if not isinstance(query, str):
             raise InvalidInputError(
-                f"{file}: {one.id}: expected a {_QUERY!r}, a query that finds it, in each or none"
+                f"{file}: {one.id}: expected the key {_QUERY!r} with a text that should find this "
+                "one, in every line or in none"
             )
         queries.append(_check(query, file, one))
         texts.append(_check(text, file, one))
@@ -144,8 +154,8 @@ def _check(text: str, file: Path, line: TextLine) -> str:
 
 
 def among_others(listing: Listing) -> Relevance:
-    """Make every image a query, and all the others of its class relevant (FCT section 4.2); the
-    query itself is ignored."""
+    """Make every image or text a query, and all the others of its class relevant (FCT section 4.2);
+    the query itself is ignored. A query alone in its class has no relevant item."""
     return same_label(listing.labels, listing.labels, listing.paths, listing.paths)
 
 
@@ -161,7 +171,10 @@ def of_class(queries: Listing, gallery: Listing) -> Relevance:
     numbers = {name: label for label, name in enumerate(gallery.class_names)}
     labels = [numbers.get(queries.class_names[label], -1) for label in queries.labels]
     if not set(labels) & set(gallery.labels.tolist()):
-        raise InvalidInputError(f"{queries.root} and {gallery.root} have no class name in common")
+        raise InvalidInputError(
+            f"{queries.root} and {gallery.root} have no class name in common, so that no query "
+            "could find anything; use the same names in both"
+        )
     return same_label(labels, gallery.labels)
 
 
@@ -180,7 +193,8 @@ def same_class(queries: Listing, gallery: Listing) -> tuple[Relevance, int]:
     labels = [numbers.get(queries.class_names[label], -1) for label in queries.labels]
     if all(label < 0 for label in labels):
         raise InvalidInputError(
-            f"{queries.root} and {gallery.root} have no class folder name in common"
+            f"{queries.root} and {gallery.root} have no class folder name in common, so that no "
+            "query could find anything; use the same names in both"
         )
     relevance = same_label(labels, gallery.labels, digests(queries), digests(gallery))
     return relevance, sum(len(ignored) > 0 for ignored in relevance.ignored)

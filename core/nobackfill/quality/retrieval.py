@@ -109,7 +109,7 @@ def measure(
 
     Raises:
         ValueError: Relevance for another number of queries, shapes that do not fit, values that are
-            not finite, or a zero vector with cosine.
+            not finite, a zero vector with cosine, or `neighbours` without queries or items.
     """
     ranking = rank(queries, gallery, relevance, metric)
     nearest_items: Ints = np.empty((len(queries), 0), np.int64)
@@ -158,20 +158,24 @@ def search_cell(
         relevance: The relevant items of each query.
         int8: Use int8 files where they exist.
 
+    The graph is built with one thread, so that the figures are the same each time. 1000 hits of
+    each query count for mAP, 20 for CMC; relevant items beyond count as not found.
+
     Raises:
         InvalidInputError: Raw vectors of another dimension, which no gallery can search.
         NotFoundError: A release or an upgrade of the cell does not exist.
         VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
             vectors.
-        ValueError: Relevance for another number of queries.
+        ValueError: Relevance for another number of queries, or there are no queries.
     """
     query_vectors, gallery_vectors = cell_vectors(cell, queries, gallery, int8=int8)
     spec = SpaceSpec.of(queries.manifest(cell.query))
     own = queries.native(cell.query).shape[1]
     if gallery_vectors.shape[1] != own:
         raise InvalidInputError(
-            f"cell {cell}: a gallery's vectors have one dimension, got {own} and "
-            f"{gallery_vectors.shape[1]}; migrate the gallery along a route"
+            f"cell {cell}: a gateway's gallery has vectors of one dimension, got {own} of the "
+            f"queries and {gallery_vectors.shape[1]} of the gallery; migrate the gallery along a "
+            "route"
         )
     # One thread: the same graph, and so the same verdict, each time.
     index = hnsw.build(spec, np.arange(len(gallery_vectors)), gallery_vectors)
@@ -326,6 +330,10 @@ def _recognition(
 def neighbour_paths(
     cell: MatrixCell, queries: Listing, gallery: Listing
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield each query's path with the paths of its nearest gallery images, nearest first."""
+    """Yield each query's path with the paths of its nearest gallery images, nearest first.
+
+    Raises:
+        ValueError: The listing has another number of queries than the cell.
+    """
     for path, row in zip(queries.paths, cell.neighbours, strict=True):
         yield path, [gallery.paths[position] for position in row]

@@ -52,7 +52,11 @@ def retrieved_pairs(
         relevance: The relevant items of each query.
 
     Returns:
-        For p pairs: distances [p], matches [p] (0 or 1) and queries [p].
+        For p pairs, at most PAIRS_A_QUERY of each query: distances float64 [p], matches float64 [p]
+        (0 or 1) and query numbers int64 [p].
+
+    Raises:
+        ValueError: There are no queries, or relevance for another number.
     """
     kept_distances, matches, counts = [], [], []
     for row, row_distances, relevant, ignored in zip(
@@ -203,6 +207,9 @@ def fit_calibration(
         distances: Their distances [q, k].
         relevance: The relevant items of each query.
         items: Number of items of the gallery.
+
+    Raises:
+        ValueError: There are no pairs, or relevance for another number of queries.
     """
     x, y = fit_curve(*retrieved_pairs(neighbours, distances, relevance)[:2])
     return Calibration(
@@ -401,13 +408,19 @@ def backfill_curves(
         queries: The queries.
         gallery: The gallery.
         relevance: The relevant items of each query.
-        orders: Names of ORDERS; uncertainty and gain are left out if the upgrade predicts no
-            variance.
+        orders: Names of ORDERS; other names are ignored. uncertainty and gain are left out if the
+            upgrade predicts no variance.
         int8: Use int8 files where they exist.
         line: Converts distances of migrated items; None: the release's own line.
 
+    Returns:
+        The curves by name, in the order of `orders`.
+
     Raises:
         InvalidInputError: The vectors of the two releases cannot be compared.
+        NotFoundError: A release or an upgrade of the cell does not exist.
+        VerificationError: A file differs from its manifest, cannot be loaded, or returns no usable
+            vectors.
         ValueError: No query has a relevant item, or vectors are not finite.
     """
     line = served_line(cell, queries) if line is None else line

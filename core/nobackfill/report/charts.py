@@ -76,7 +76,9 @@ def gallery_map(comparison: Comparison) -> GalleryMap:
     """Draw the gallery in two dimensions: as stored, after the upgrade, and re-embedded.
 
     Old and new vectors are projected onto their own two principal components. Upgraded and
-    re-embedded vectors share theirs, so that they can be compared point by point.
+    re-embedded vectors share theirs, so that they can be compared point by point. The panel of
+    upgraded vectors is left out if they have another dimension. The ten largest classes get a
+    colour; the others are grey.
     """
     pictures = comparison.pictures
     labels = [pictures.class_of(row) for row in range(len(pictures))]

@@ -128,10 +128,15 @@ def compare(
         new: The new release.
         pictures: The pictures.
 
+    Each picture is embedded by both models, on one core.
+
     Raises:
-        VerificationError: A model differs from the published one.
+        VerificationError: A model differs from the published one, cannot be loaded, or returns no
+            usable vectors.
+        NoEncoderError: A release embeds no images.
         InvalidInputError: A file is no image.
-        NotFoundError: A release is not among the manifests.
+        NotFoundError: `new`, or an upgrade of the route, is not among the manifests.
+        KeyError: `old` is not among the manifests.
         ValueError: No picture shares its class with another one.
     """
     best = best_route(manifests, old, new)

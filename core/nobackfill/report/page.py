@@ -70,8 +70,8 @@ class Served:
 def _base(address: str) -> str:
     if not address.startswith(("http://", "https://")):
         raise InvalidInputError(
-            "expected an address that gateway serve --console or edge-client browse prints, "
-            f"http://…, got {address!r}"
+            "--console, --browse: expected the address http://… that `gateway serve --console` or "
+            f"`edge-client browse` prints, got {address!r}"
         )
     return address.rstrip("/") + "/"
 
@@ -99,12 +99,14 @@ def read_folder(folder: Path, seed: int) -> tuple[Listing, int]:
         InvalidInputError: Fewer than two classes have two images.
     """
     if not folder.is_dir():
-        raise NotFoundError(f"no folder {folder}; --images expects a folder of class folders")
+        raise NotFoundError(
+            f"{folder}: there is no such folder; --images expects a folder of class folders"
+        )
     listing = list_filled(folder)
     if (np.bincount(listing.labels) >= 2).sum() < 2:
         raise InvalidInputError(
-            f"{folder}: expected at least two class folders with two images each, found "
-            f"{len(listing)} images in {len(listing.class_names)} class folders"
+            f"--images {folder}: expected at least two class folders with two images each, got "
+            f"{len(listing)} images in {len(listing.class_names)} class folders; add images"
         )
     if len(listing) <= MOST_IMAGES:
         return listing, len(listing)
@@ -113,7 +115,8 @@ def read_folder(folder: Path, seed: int) -> tuple[Listing, int]:
 
 
 def thumbnail(file: Path) -> str:
-    """Return a small copy of a picture as a data URI, so that the page needs no other file.
+    """Return a JPEG copy of a picture, 64 x 64 pixels, as a data URI, so that the page needs no
+    other file. The picture is stretched to the square.
 
     Raises:
         InvalidInputError: The file is no image.
@@ -433,7 +436,8 @@ def upgrade_page(
         manifests = dict(trusted.manifests())
         if release not in manifests:
             raise NotFoundError(
-                f"{model_repo} holds no release {release} in use; it holds "
+                f"release {release} of {model_repo} cannot be shown: it is not published, was "
+                "withdrawn, or this version cannot use it; usable releases: "
                 f"{few(sorted(manifests, reverse=True)) or 'none'}"
             )
         old = predecessor(manifests, release)

@@ -31,7 +31,8 @@ def translate_errors(server: str) -> Iterator[None]:
         server: The server or call, for the message.
 
     Raises:
-        NobackfillError: The class that belongs to the gRPC status.
+        NobackfillError: The class that belongs to the gRPC status; NobackfillError itself for a
+            status without one. Other errors of the block pass unchanged.
     """
     try:
         yield
@@ -47,10 +48,13 @@ def retry(
     Pauses grow from 50 ms to 2 s, with jitter, so that many clients do not return at the same
     moment.
 
+    A retry helps where another process is busy, overloaded or unavailable, where a deadline passed,
+    or where a stopping gateway cut the call.
+
     Args:
-        attempt: Makes the call with a timeout in seconds.
+        attempt: Makes the call with a timeout in seconds. Only its grpc.RpcError is caught.
         server: The server or call, for the message.
-        seconds: Longest time of all attempts together.
+        seconds: Longest time of all attempts together; at least one attempt is made.
         each: Longest time of one attempt.
 
     Returns:
@@ -278,7 +282,10 @@ class Connection:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; calls in progress end with UnavailableError."""
+        """Close the connection; calls in progress end with an error of nobackfill.errors.
+
+        Later calls raise ValueError. A second `close` does nothing.
+        """
         self._channel.close()
 
     def _retry(self, attempt: Callable[[float], T], *, each: float = 10.0) -> T:

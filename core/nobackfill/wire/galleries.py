@@ -50,27 +50,33 @@ class SearchCalls(Connection):
     ) -> Answer[Hit]:
         """Search the items of a gallery that are nearest to an image, a text or given vectors.
 
-        Give exactly one of `image`, `text` and `embeddings`.
+        Give exactly one of `image`, `text` and `embeddings`. The call is retried until the
+        connection's `seconds` are over.
 
         Args:
             gallery: Name of the gallery.
             image: An encoded picture, or the path of its file.
-            text: At most 64 KiB in UTF-8.
-            embeddings: A float32 vector for each space id.
-            k: Number of hits, 1 to 1000.
+            text: At most 64 KiB in UTF-8, with at least one visible character.
+            embeddings: A float32 vector for each space id. The gateway uses the space that the
+                gallery answers in.
+            k: Number of hits, 1 to 1000; fewer are returned if no more items match.
             where: Values that metadata must equal, or a filter of nobackfill.gallery.filters:
                 `All((Range("year", at_least=2020), Not(OneOf("tag", ("sea",)))))`.
-            ef: Minimum number of candidates, 1 to 4096; more find more and take longer.
+            ef: Minimum number of candidates, 1 to 4096; more find more and take longer. None lets
+                the gateway choose. Not together with `exact`.
             exact: Compare all items.
-            session: The user's session, by which a canary may choose.
+            session: The user's session, by which a canary may choose who gets the new release.
+
+        Returns:
+            The hits, nearest first; empty if no item passes the filter.
 
         Raises:
-            InvalidInputError: An invalid query, filter or parameter.
+            InvalidInputError: Not exactly one query, or an invalid query, filter or parameter.
             TooLargeError: The query is larger than a gateway accepts.
             NotFoundError: No such gallery.
             PreconditionError: The gallery cannot answer such a query now; see its reason.
-                NoEncoderError: its release does not embed images, or texts.
-            UnavailableError: The gateway does not answer.
+                NoEncoderError: its release does not embed images, or texts. NeedsImageError: the
+                vectors are not those of all spaces that answer.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
@@ -132,16 +138,23 @@ class SearchCalls(Connection):
             texts: Each of at most 64 KiB in UTF-8.
             embeddings: For each query, a float32 vector for each space id.
             k: Number of hits for each query, 1 to 1000.
-            where: As in `search`.
-            ef: As in `search`.
-            exact: As in `search`.
+            where: Values that metadata must equal, or a filter; None for all items.
+            ef: Minimum number of candidates, 1 to 4096; None lets the gateway choose. Not together
+                with `exact`.
+            exact: Compare all items.
 
         Returns:
-            The answers to the images, then to the texts, then to the embeddings. A query that is
-            refused by itself has `error` and no hits.
+            The answers to the images, then to the texts, then to the embeddings. A query that the
+            gateway refuses by itself has `error` and no hits.
 
         Raises:
-            NobackfillError: As `search` does, for the batch as a whole.
+            InvalidInputError: A file that cannot be read, a text that cannot be embedded, more than
+                256 queries, or an invalid filter or parameter; nothing is sent or searched then.
+            TooLargeError: The batch is larger than a gateway accepts.
+            NotFoundError: No such gallery.
+            PreconditionError: The gallery cannot answer now; see its reason.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+                NotPermittedError.
         """
         request = search_pb2.SearchBatchRequest(
             gallery=gallery,
@@ -165,8 +178,9 @@ def image_bytes(image: Image) -> bytes:
         image: The bytes, or the path of a file.
 
     Raises:
-        InvalidInputError: The file cannot be read, or is larger than a gateway accepts.
-        TooLargeError: The bytes are more than a gateway accepts.
+        InvalidInputError: The file is missing, cannot be read, or has more than 32 MiB; the message
+            begins with its path.
+        TooLargeError: The bytes are more than 32 MiB. Whether they are an image is not checked.
     """
     # Loads Pillow, which only callers that send images need.
     from nobackfill.images import LARGEST_BYTES, read_file
@@ -187,7 +201,7 @@ def _query(
     image: Image | None, text: str | None, embeddings: Embeddings | None
 ) -> search_pb2.Query:
     if sum(one is not None for one in (image, text, embeddings)) != 1:
-        raise InvalidInputError("expected one of image=, text= and embeddings=")
+        raise InvalidInputError("query: expected one of image=, text= and embeddings=")
     if image is not None:
         return search_pb2.Query(image=image_bytes(image))
     if text is not None:
@@ -201,7 +215,9 @@ def _query(
 
 def _accuracy(ef: int | None, exact: bool) -> search_pb2.Accuracy | None:
     if exact and ef is not None:
-        raise InvalidInputError("expected ef= or exact=, not both: exact looks at all items")
+        raise InvalidInputError(
+            "accuracy of a search: expected ef= or exact=, not both; exact compares all items"
+        )
     if exact:
         return search_pb2.Accuracy(exact=True)
     return None if ef is None else search_pb2.Accuracy(ef=ef)
@@ -284,10 +300,11 @@ class GalleryCalls(Connection):
         return self._retry(lambda t: self._galleries.GetGallery(request, timeout=t)).gallery
 
     def list_galleries(self) -> Iterator[gallery_pb2.Gallery]:
-        """Yield all galleries by name, reading them page by page.
+        """Yield all galleries by name, reading them page by page. Nothing is sent before the first
+        `next`.
 
         Raises:
-            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
+            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = gallery_pb2.ListGalleriesRequest(page_size=_PAGE)
@@ -321,7 +338,7 @@ class GalleryCalls(Connection):
         return self._retry(lambda t: self._galleries.UpdateGallery(request, timeout=t)).gallery
 
     def delete_gallery(self, gallery: str) -> None:
-        """Delete a gallery and all its items.
+        """Delete a gallery and all its items, permanently. Not retried.
 
         Raises:
             NotFoundError: No such gallery.
@@ -356,7 +373,8 @@ class GalleryCalls(Connection):
         Args:
             gallery: Name of the gallery.
             images: Encoded pictures or paths of files, by id.
-            metadata: Metadata by id; ids that are missing get none.
+            metadata: Metadata by id; ids that are missing get none. Ids that `images` lacks are
+                ignored.
 
         Returns:
             The reason of each refusal, by id; empty if all were stored.
@@ -364,7 +382,7 @@ class GalleryCalls(Connection):
         Raises:
             NotFoundError: No such gallery.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+                NotPermittedError. Earlier pieces stay stored.
         """
         unsent: dict[str, str] = {}
 
@@ -386,10 +404,14 @@ class GalleryCalls(Connection):
         """Store texts by id, such as notes or passages of documents; they are durable when this
         returns.
 
+        An existing id is replaced, unless its content is the same. A text that cannot be embedded
+        is refused without sending it.
+
         Args:
             gallery: Name of the gallery.
             texts: Each of at most 64 KiB in UTF-8, by id.
-            metadata: Metadata by id; ids that are missing get none.
+            metadata: Metadata by id; ids that are missing get none. Ids that `texts` lacks are
+                ignored.
 
         Returns:
             The reason of each refusal, by id; empty if all were stored.
@@ -397,7 +419,7 @@ class GalleryCalls(Connection):
         Raises:
             NotFoundError: No such gallery.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+                NotPermittedError. Earlier pieces stay stored.
         """
         unsent: dict[str, str] = {}
 
@@ -424,8 +446,10 @@ class GalleryCalls(Connection):
 
         Args:
             gallery: Name of the gallery.
-            items: Messages of the contract.
-            progress: Called after each durable piece with the number of items stored so far.
+            items: Messages of the contract; read as they are sent. Without any, nothing is sent,
+                and a missing gallery is not noticed.
+            progress: Called after each durable piece with the number of items stored so far; its
+                error ends the call.
 
         Returns:
             The reason of each refusal, by id; empty if all were stored.
@@ -433,7 +457,7 @@ class GalleryCalls(Connection):
         Raises:
             NotFoundError: No such gallery.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
-                NotPermittedError.
+                NotPermittedError. Earlier pieces stay stored.
         """
         refusals: dict[str, str] = {}
         count = 0
@@ -471,10 +495,11 @@ class GalleryCalls(Connection):
         Args:
             gallery: Name of the gallery.
             where: Values that metadata must equal, or a filter; None for all items.
-            least_certain: Only items that an upgrade migrated, the least certain first.
+            least_certain: Only items that an upgrade migrated with an uncertainty, the most
+                uncertain first.
 
         Raises:
-            InvalidInputError: An invalid filter.
+            InvalidInputError: An invalid filter; raised at once.
             NotFoundError: No such gallery; raised at the first item.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
@@ -519,22 +544,26 @@ class GalleryCalls(Connection):
         where: Where | None = None,
         remove: Sequence[str] = (),
     ) -> int:
-        """Add, replace and remove metadata of items.
+        """Add, replace and remove metadata of items; other keys of an item stay.
+
+        Many items are changed in several transactions, so that a failed call may have changed some.
 
         Args:
             gallery: Name of the gallery.
             values: Values to set, by key.
             ids: Ids of the items; at most 10,000; unknown ids are ignored. Give either ids or a
-                filter.
-            where: A filter that chooses the items; None if ids do.
+                filter. Without both, no item is chosen.
+            where: A filter that chooses the items; None if ids do. A filter without a condition is
+                refused.
             remove: Keys to remove.
 
         Returns:
-            Number of chosen items.
+            Number of chosen items that exist, whether their metadata differed or not.
 
         Raises:
             InvalidInputError: An invalid filter or value, a key that is both set and removed, or
-                not exactly one of ids and a filter.
+                both ids and a filter.
+            TooLargeError: More than 10,000 ids.
             NotFoundError: No such gallery.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
@@ -547,21 +576,24 @@ class GalleryCalls(Connection):
         return int(self._retry(lambda t: self._galleries.SetMetadata(request, timeout=t)).items)
 
     def delete(self, gallery: str, ids: Sequence[str] = (), *, where: Where | None = None) -> int:
-        """Delete items by id or by filter.
+        """Delete items by id or by filter, permanently.
 
-        Not retried: a retry could not count the items that the first attempt deleted.
+        Not retried: a retry could not count the items that the first attempt deleted. Many items
+        are deleted in several transactions, so that a failed call may have deleted some.
 
         Args:
             gallery: Name of the gallery.
-            ids: At most 10,000 ids; unknown ids are ignored.
-            where: A filter that chooses the items; None if ids do.
+            ids: At most 10,000 ids; unknown ids are ignored. Without ids and filter, nothing is
+                deleted.
+            where: A filter that chooses the items; None if ids do. A filter without a condition is
+                refused, so that it cannot delete everything.
 
         Returns:
             Number of deleted items.
 
         Raises:
-            InvalidInputError: An invalid filter, too many ids, or not exactly one of ids and a
-                filter.
+            InvalidInputError: An invalid filter, or both ids and a filter.
+            TooLargeError: More than 10,000 ids.
             NotFoundError: No such gallery.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.

@@ -72,13 +72,16 @@ class ReleaseCalls(Connection):
     ) -> Iterator[bytes]:
         """Yield a file of the publication in pieces.
 
+        Not retried: after a failure, call it again with the offset of the next byte. The bytes are
+        not verified here.
+
         Args:
             path: Published path of the file.
             offset: The first byte.
-            seconds: Longest time of the whole transfer; None: the connection's `seconds`.
+            seconds: Longest time of the whole transfer; None or 0: the connection's `seconds`.
 
         Raises:
-            NotFoundError: No such file.
+            NotFoundError: No such file; raised at the first piece, like the other errors.
             OutOfRangeError: The offset lies past the end.
             DeadlineError: The time is over.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
@@ -99,18 +102,22 @@ class ReleaseCalls(Connection):
     ) -> Iterator[release_pb2.ActivateReleaseResponse]:
         """Make a release the active one, and yield a report for each step.
 
-        The activation goes on at the gateway if the caller stops reading. Call it again during a
-        canary to change the canary.
+        The activation begins with the call, and goes on at the gateway if the caller stops reading.
+        Call it again during a canary to change the canary. It has no deadline and is not retried.
 
         Args:
             number: Number of the release.
             rollout: direct, dual or cutover; unspecified lets the gateway choose.
-            spare_cores: Processor cores to leave to other work.
-            old_space_seconds: How long queries in the old space are still answered.
-            canary: The share of the callers that the release answers first, until it is promoted.
+            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to 1;
+                0 means 0.5.
+            old_space_seconds: How long queries in the old space are answered after the switch; 0:
+                until the release is retired.
+            canary: The share of the callers that the release answers first, until it is promoted;
+                None activates without a canary.
 
         Raises:
-            InvalidInputError: Another rollout.
+            InvalidInputError: Another rollout; raised at once. All other errors are raised while
+                reading.
             PreconditionError: The activation failed; raised after the last report.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
@@ -146,6 +153,8 @@ class ReleaseCalls(Connection):
     def watch_canary(self) -> Iterator[release_pb2.WatchCanaryResponse]:
         """Yield the state of the canary every second, until it ends.
 
+        The stream is opened again if the gateway ends it because of its age.
+
         Raises:
             NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
@@ -159,7 +168,10 @@ class ReleaseCalls(Connection):
         for report in self._read_stream(stream):
             yield report
             if report.phase == release_pb2.PHASE_FAILED:
-                raise PreconditionError(f"release {number} is not activated: {report.message}")
+                raise PreconditionError(
+                    f"release {number} is not activated, the former release answers on: "
+                    f"{report.message}"
+                )
 
     def report_sync(self, report: release_pb2.ReportSyncRequest) -> None:
         """Send a summary of a device's last sync to the gateway.
@@ -176,11 +188,14 @@ class ReleaseCalls(Connection):
     ) -> release_pb2.RollbackReleaseResponse:
         """Return to the previous release, or report only what this would lose.
 
+        Not retried. A confirmed call may take 10 minutes, whatever the connection's `seconds` are.
+
         Args:
             confirm: Do it. Otherwise count and list the items that would be missing.
-            to: The release that the unconfirmed answer named. With it, a repeated call does not go
-                back further.
-            canary: A release: a confirmed call only ends the canary of this release.
+            to: The release that the unconfirmed answer named; 0 for the previous one. With it, a
+                repeated call does not go back further.
+            canary: A release: a confirmed call only ends the canary of this release. 0 for no
+                canary.
 
         Raises:
             PreconditionError: No release to return to, or this canary was promoted or is not
@@ -196,10 +211,12 @@ class ReleaseCalls(Connection):
         )
 
     def retire(self) -> Sequence[int]:
-        """Delete spaces and models of all older releases, permanently.
+        """Delete spaces and models of all older releases, permanently. No rollback then.
+
+        Not retried. It may take 10 minutes, whatever the connection's `seconds` are.
 
         Returns:
-            The retired releases.
+            The retired releases; empty if there were none.
 
         Raises:
             NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
@@ -229,10 +246,13 @@ class UpgradeCalls(Connection):
         Args:
             gallery: Name of the gallery.
             release: The target.
-            spare_cores: Processor cores to leave to other work.
+            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to 1;
+                0 means 0.5.
 
         Raises:
-            NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
+            NotFoundError: No such gallery or release.
+            PreconditionError: No upgrade leads there.
+            NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
         request = upgrade_pb2.EstimateUpgradeRequest(
@@ -254,13 +274,19 @@ class UpgradeCalls(Connection):
         Args:
             gallery: Name of the gallery.
             release: The target.
-            spare_cores: Processor cores to leave to other work.
-            backfill: Images by id of items to re-embed, the least certain first.
+            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to 1;
+                0 means 0.5.
+            backfill: Images by id of items to re-embed, the least certain first; None for none.
             budget: The largest number of items to re-embed; 0 for all of `backfill`.
+
+        Returns:
+            The progress at the start; `watch_upgrade` follows it.
 
         Raises:
             InvalidInputError: A backfill image cannot be read.
-            TooLargeError: A backfill image is larger than a gateway accepts.
+            TooLargeError: A backfill image, or all together, are larger than a gateway accepts.
+            NotFoundError: No such gallery or release.
+            PreconditionError: The release is not the active one, or no upgrade leads there.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.
         """
@@ -314,7 +340,7 @@ class VaultCalls(Connection):
         return VaultServiceStub(self._channel)
 
     def received_bytes(self, blob: vault_pb2.Blob) -> int:
-        """Return how many bytes of a blob the vault has received.
+        """Return how many bytes of a blob the vault has received; 0 for an unknown blob.
 
         Raises:
             NobackfillError: Any failure of the call, such as UnavailableError (no answer) or
@@ -378,10 +404,10 @@ class VaultCalls(Connection):
         Args:
             blob_id: Its id.
             offset: The first byte.
-            seconds: Longest time of the transfer; None: the connection's `seconds`.
+            seconds: Longest time of the transfer; None or 0: the connection's `seconds`.
 
         Raises:
-            NotFoundError: No such blob.
+            NotFoundError: No such blob; raised at the first piece, like the other errors.
             OutOfRangeError: `offset` is above the blob's size.
             NobackfillError: Any other failure of the call, such as UnavailableError (no answer) or
                 NotPermittedError.

@@ -101,7 +101,10 @@ def row_of(error: type[BaseException]) -> StatusRow | None:
 
 
 def transient(error: errors.NobackfillError) -> bool:
-    """Tell whether a retry of the same call may succeed."""
+    """Tell whether a retry of the same call may succeed.
+
+    It may after BusyError, OverloadedError, UnavailableError, DeadlineError and CannotWriteError.
+    """
     row = row_of(type(error))
     return row is not None and row.transient
 
@@ -112,6 +115,10 @@ def error_of(error: grpc.RpcError, server: str) -> errors.NobackfillError:
     Args:
         error: The error of grpc.
         server: The server or call, for the message.
+
+    Returns:
+        The error, not raised. A code that the table lacks gives NobackfillError; a connection that
+        broke gives UnavailableError.
     """
     code = error.code()
     row = _BY_STATUS.get((code, _reason(error))) or _BY_CODE.get(code)
@@ -137,7 +144,7 @@ def sentence(error: grpc.RpcError) -> str:
     if code is StatusCode.UNAVAILABLE and details.startswith(_NEVER_CONNECTED):
         return next(
             (explanation for sign, explanation in _CONNECTING if sign in details),
-            "cannot be reached",
+            "the gateway cannot be reached; check the address and the network",
         )
     if _is_broken(error):
         return (

@@ -42,7 +42,7 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
     An integer of 64 bits stays exact; a larger one becomes the nearest float.
 
     Args:
-        value: The value.
+        value: The value. NaN and infinity are written without an error.
         into: The message, which is changed.
     """
     if isinstance(value, bool):
@@ -59,7 +59,10 @@ def fill_value(value: MetadataValue, into: types.Value) -> None:
 
 
 def to_value(value: MetadataValue) -> types.Value:
-    """Return a metadata value as a message, see `fill_value`."""
+    """Return a metadata value as a new message.
+
+    An integer of 64 bits stays exact; a larger one becomes the nearest float.
+    """
     message = types.Value()
     fill_value(value, message)
     return message
@@ -97,7 +100,10 @@ def from_scalar(value: types.Value, key: str) -> Scalar:
         return value.integer
     if kind == "number" and math.isfinite(value.number):
         return value.number
-    raise InvalidInputError(f"{key[:64]!r}: expected text, a finite number or a flag")
+    raise InvalidInputError(
+        f"metadata {key[:64]!r}: expected a text, a finite number or a flag, got "
+        f"{kind or 'no value'}"
+    )
 
 
 def from_metadata(values: Values) -> Metadata:
@@ -123,8 +129,11 @@ _BOUNDS = ("at_least", "less_than", "greater_than", "at_most")
 def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
     """Return values that metadata must equal, or a filter, as a message; None gives an empty one.
 
+    An empty message passes every item, and so does an empty mapping. A mapping is not checked.
+
     Raises:
-        InvalidInputError: The filter breaks a limit.
+        InvalidInputError: The filter has too many tests, values or levels, a NaN, or an integer of
+            more than 64 bits.
     """
     message = types.Filter()
     if isinstance(where, Mapping):
@@ -139,10 +148,10 @@ def to_filter(where: Mapping[str, Scalar] | Filter | None) -> types.Filter:
 
 
 def to_expression(condition: Filter) -> types.Expression:
-    """Return a filter as a message.
+    """Return a filter as a message; the filter is not checked against the limits.
 
     Raises:
-        ValueError: An integer has more than 64 bits.
+        ValueError: A bound has more than 64 bits, or a time is outside of the years 1 to 9999.
     """
     message = types.Expression()
     if isinstance(condition, All | AnyOf):

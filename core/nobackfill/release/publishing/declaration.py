@@ -95,6 +95,9 @@ def tokenizer_file(path: Path, declaration: Declaration) -> Path:
         path: The ONNX file.
         declaration: Names the tokenizer.
 
+    Returns:
+        The file next to the ONNX file, if both places have one. Its content is not read.
+
     Raises:
         NotFoundError: No such file.
     """
@@ -102,7 +105,8 @@ def tokenizer_file(path: Path, declaration: Declaration) -> Path:
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise NotFoundError(
-            f"{places[0]}: no tokenizer; put the model's tokenizer.json beside its ONNX file"
+            f"{places[0]}: the model has no tokenizer there; put its tokenizer.json next to the "
+            "ONNX file"
         )
     return file
 
@@ -114,7 +118,8 @@ def weight_files(path: Path) -> list[Path]:
         path: The ONNX file.
 
     Returns:
-        The ONNX file first.
+        The ONNX file first, each file once. Files with the suffixes .data and _data next to it
+        count even if no tensor names them.
 
     Raises:
         InvalidInputError: No ONNX, a file outside of the folder, or a missing file.
@@ -129,11 +134,13 @@ def weight_files(path: Path) -> list[Path]:
         relative = PurePosixPath(os.path.normpath(place))
         if relative.is_absolute() or ".." in relative.parts:
             raise InvalidInputError(
-                f"{path}: expected weights in its own folder, got {place!r}; export it again with "
-                "its data beside it"
+                f"{path}: expected the model's weights in its own folder, got {place!r}; export it "
+                "again with its data next to it"
             )
         if not (file := path.parent / relative).is_file():
-            raise InvalidInputError(f"{path}: its weights {place!r} are not in its folder")
+            raise InvalidInputError(
+                f"{path}: the model's file of weights {place!r} is not in its folder; copy it there"
+            )
         if file not in files:
             files.append(file)
     return files
@@ -152,7 +159,10 @@ def _locations(part: Message) -> Iterator[str]:
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Return the SHA-256 of a file, or of the digests of several, as hex.
+    """Return the SHA-256 of a file, or of the digests of several in this order, as 64 hex digits.
+
+    Args:
+        files: At least one file.
 
     Raises:
         OSError: A file cannot be read.
@@ -164,7 +174,9 @@ def digest(files: Sequence[Path]) -> str:
 def fingerprint(
     weights: Sequence[Path], declaration: Declaration, tokenizer: Path | None = None
 ) -> str:
-    """Return a hex digest that names a model by everything that determines its vectors.
+    """Return a SHA-256 in hex that names a model by everything that determines its vectors.
+
+    The order of the files counts; their names do not.
 
     Args:
         weights: The model's files, see `weight_files`.
@@ -196,7 +208,7 @@ def guess(path: Path, declaration: Declaration) -> str:
     if declaration.pooling != "none":
         vector = f"the {declaration.pooling} of its tokens' vectors"
     return (
-        f"{path}: no file beside the model declares how texts become vectors. Assumed: at most "
+        f"{path}: no file next to the model declares how texts become vectors. Assumed: at most "
         f"{declaration.max_length} tokens of a text, {vector}, scaled to norm 1. If the model was "
         f"trained otherwise, declare that in {path.with_suffix('.json').name}"
     )
@@ -269,7 +281,9 @@ def _parse(file: Path, kind: type[_Model]) -> _Model:
     except OSError as error:
         raise InvalidInputError(f"{file}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
-        raise InvalidInputError(f"{file}: cannot be understood: {error}") from error
+        raise InvalidInputError(
+            f"{file}: this file about the model has unexpected content: {error}"
+        ) from error
 
 
 class _Module(BaseModel):
@@ -409,7 +423,7 @@ def _max_length(folder: Path, path: Path, *, complete: bool) -> int:
     """Return the number of tokens after which sentence-transformers truncates texts for this
     model."""
     own = path.with_suffix(".json").name
-    declare = f"declare all that makes its vectors in {own} beside the ONNX file"
+    declare = f"declare all that makes its vectors in {own} next to the ONNX file"
     places = [place for place in sorted(folder.glob("sentence_*_config.json")) if place.is_file()]
     config = _parse(places[0], _TransformerConfig) if places else _TransformerConfig()
     if unknown := config.unknown(complete=complete):

@@ -73,7 +73,9 @@ class Keys:
         return path.with_name(f"{path.name.removesuffix('.pem')}.next.pem")
 
     def create(self) -> dict[Role, CryptoSigner]:
-        """Make the four keys, except those that exist.
+        """Make the four keys, except those that exist, with mode 0600; return all four.
+
+        Missing folders are made with mode 0700. Call it under the publication's lock.
 
         Raises:
             CannotWriteError: A file cannot be written.
@@ -87,6 +89,8 @@ class Keys:
 
     def create_next(self, role: Role) -> CryptoSigner:
         """Make the new key of a role, or return the one of an interrupted rotation.
+
+        The role's present key stays in its file.
 
         Raises:
             CannotWriteError: The file cannot be written.
@@ -125,7 +129,11 @@ class Keys:
         if signer is None:
             raise ConfigurationError(
                 f"the {role} key that this publication trusts is not in {self.path(role)}; "
-                f"give its file with --{role}-key"
+                + (
+                    f"name its file with --{role}-key"
+                    if role in ("root", "targets")
+                    else "restore that file, or make new keys with `publication rotate`"
+                )
             )
         return signer
 
@@ -159,14 +167,19 @@ def _load_or_make(path: Path) -> CryptoSigner:
 def _load(path: Path) -> CryptoSigner:
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise ConfigurationError(f"{path}: others may read this key; run chmod 600 on it")
+            raise ConfigurationError(
+                f"{path}: other users may read this signing key; run `chmod 600 {path}`"
+            )
         key = load_pem_private_key(path.read_bytes(), None)
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise ConfigurationError(
-            f"{path}: expected an ed25519 private key in PEM ({error})"
+            f"{path}: expected a signing key, an ed25519 private key in PEM without a password "
+            f"({error})"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigurationError(f"{path}: expected an ed25519 key, got another kind")
+        raise ConfigurationError(
+            f"{path}: expected a signing key of the kind ed25519, got another kind"
+        )
     return CryptoSigner(key)
 
 
@@ -213,7 +226,10 @@ def read_root(repo: Path) -> tuple[Root, bytes] | None:
         name = f"{root.version + 1}.root.json"
         successor = verify_metadata(Root, following, root, name)
         if successor.version != root.version + 1:
-            raise VerificationError(f"{name}: says it is version {successor.version}")
+            raise VerificationError(
+                f"{name}: expected root metadata of version {root.version + 1}, got version "
+                f"{successor.version}; restore the file"
+            )
         root, data = verify_metadata(Root, following, successor, name), following
     return root, data
 
@@ -234,7 +250,10 @@ def read_ledger(repo: Path) -> MetadataLedger | None:
     timestamp_data = _read(repo / "timestamp.json")
     if timestamp_data is None and (repo / "2.snapshot.json").exists():
         # An interrupted first publish leaves no second snapshot: the file was lost.
-        raise VerificationError(f"{repo / 'timestamp.json'}: is missing; restore it from a mirror")
+        raise VerificationError(
+            f"{repo / 'timestamp.json'}: the publication's signed metadata is missing; restore "
+            "this file from a copy"
+        )
     if newest is None or timestamp_data is None:
         return None
     root, root_bytes = newest
@@ -257,7 +276,10 @@ def require_ledger(repo: Path) -> MetadataLedger:
     """
     ledger = read_ledger(repo)
     if ledger is None:
-        raise NotFoundError(f"{repo}: nothing is published here; run training/export.py")
+        raise NotFoundError(
+            f"{repo}: nothing is published in this folder; publish a release with "
+            "training/export.py, or name another folder with --model-repo"
+        )
     return ledger
 
 
@@ -304,11 +326,15 @@ def next_metadata(
         targets: The published files; None: keep the targets metadata, renew snapshot and timestamp.
         signers: Keys of the roles that sign.
 
+    Nothing is written.
+
     Returns:
         Name and content of each file.
 
     Raises:
         NotFoundError: Both `ledger` and `targets` are None.
+        KeyError: `signers` lacks a role that must sign: snapshot, timestamp, and targets if
+            `targets` is given.
     """
     files: list[tuple[str, bytes]] = []
     if targets is not None:
@@ -322,7 +348,10 @@ def next_metadata(
     elif ledger is not None:
         targets_meta = ledger.snapshot.meta["targets.json"]
     else:
-        raise NotFoundError("expected published targets to renew")
+        raise NotFoundError(
+            "expected published files whose metadata can be renewed, got none; publish a release "
+            "first"
+        )
     version = 1 if ledger is None else ledger.snapshot.version + 1
     snapshot = Snapshot(
         version=version, expires=_expiry("snapshot"), meta={"targets.json": targets_meta}
@@ -346,6 +375,12 @@ def leftovers(repo: Path, ledger: MetadataLedger | None) -> list[Path]:
     Args:
         repo: The publication folder.
         ledger: The committed metadata; None before the first commit.
+
+    Returns:
+        Files and model folders at the top of the folder, sorted.
+
+    Raises:
+        OSError: The folder is missing or cannot be read.
     """
     published = set() if ledger is None else {path.split("/")[0] for path in ledger.targets.targets}
     return sorted(
@@ -393,17 +428,23 @@ def _read(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise VerificationError(f"{path}: cannot be read ({error.strerror})") from error
+        raise VerificationError(
+            f"{path}: this metadata of the publication cannot be read ({error.strerror})"
+        ) from error
 
 
 def _read_matching(repo: Path, name: str, meta: MetaFile) -> bytes:
     data = _read(repo / name)
     if data is None:
-        raise VerificationError(f"{repo / name}: the signed metadata names it, but it is missing")
+        raise VerificationError(
+            f"{repo / name}: the signed metadata names this file, but it is missing; restore it "
+            "from a copy"
+        )
     try:
         meta.verify_length_and_hashes(data)
     except RepositoryError as error:
         raise VerificationError(
-            f"{repo / name}: is not the file that was signed ({error})"
+            f"{repo / name}: this file differs from the one that was signed ({error}); restore it "
+            "from a copy"
         ) from error
     return data

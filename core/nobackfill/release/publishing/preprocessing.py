@@ -235,7 +235,8 @@ def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
         The file that declares it, and the preprocessing; None without such a file.
 
     Raises:
-        InvalidInputError: A file declares something that is not reproduced here.
+        InvalidInputError: A file is no JSON, or declares something that is not reproduced here.
+        OSError: A file cannot be read.
     """
     for file, kind in _candidates(path):
         try:
@@ -243,7 +244,7 @@ def read_preprocessing(path: Path) -> tuple[Path, Preprocessing] | None:
         except ValueError as error:
             raise InvalidInputError(
                 f"{file}: cannot be applied ({_first(error)}); declare the model's pixels in "
-                f"{path.with_suffix('.json').name} beside it"
+                f"{path.with_suffix('.json').name} next to the ONNX file"
             ) from error
         if preprocessing is not None:
             return file, preprocessing

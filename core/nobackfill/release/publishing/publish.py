@@ -66,6 +66,8 @@ def lock_path(repo: Path) -> Path:
 def tidy(repo: Path) -> None:
     """Remove everything from the staging folder except drafts in use. Call it under the lock.
 
+    The folder itself is removed if it is empty then. Does nothing without the folder.
+
     Raises:
         CannotWriteError: A file cannot be removed.
     """
@@ -145,14 +147,19 @@ def publish(
         repo: The publication folder, made if missing.
         draft: The release.
         keys: The signing keys; None: those in `<repo>.keys/`, made at the first publish.
-        dry_run: Check everything, write nothing.
-        share: Share of the devices that it is offered to at first, above 0 and at most 1.
+        dry_run: Check everything, write nothing. No lock is taken.
+        share: Share of the devices that it is offered to at first, above 0 and at most 1; this is
+            not checked.
+
+    Returns:
+        What was published, or would be in a dry run.
 
     Raises:
-        AlreadyExistsError: The number or a file is published already; releases are immutable.
+        AlreadyExistsError: The number is not above the newest, or a file is published already;
+            releases are immutable.
         GateFailedError: The release did not pass its gate and is not forced.
-        VerificationError: A check failed.
-        ConfigurationError: A key is missing.
+        VerificationError: A check failed, or the published metadata is invalid.
+        ConfigurationError: A key is missing or invalid, or others may read it.
         BusyError: Another publisher holds the lock.
         CannotWriteError: The disk fails, or the folder is a mount point.
     """
@@ -184,15 +191,17 @@ def locked(repo: Path) -> Iterator[None]:
     """Hold the lock of an existing publication folder during the block.
 
     Raises:
-        BusyError: Another publisher holds it.
-        CannotWriteError: The folder is a mount point, so that nothing can be renamed into it.
+        BusyError: Another publisher holds it; it is not waited for.
+        CannotWriteError: The folder is a mount point, so that nothing can be renamed into it, or
+            the lock file cannot be made.
+        OSError: The folder is missing.
     """
     folder = repo.absolute()
     with durable.lock(lock_path(repo)):
         if folder.stat().st_dev != folder.parent.stat().st_dev:
             raise CannotWriteError(
-                f"{folder}: is on another file system than the folder around it, so nothing can be "
-                "renamed into it; publish into a folder below it"
+                f"{folder}: this publication folder is on another file system than its parent, so "
+                "that nothing can be renamed into it; publish into a folder below it"
             )
         yield
 
@@ -200,6 +209,9 @@ def locked(repo: Path) -> Iterator[None]:
 def clean(repo: Path) -> MetadataLedger | None:
     """Remove leftovers of an interrupted publish, and return the committed metadata. Call it under
     the lock.
+
+    Returns:
+        The metadata; None before the first commit. Then every release file is a leftover.
 
     Raises:
         VerificationError: The metadata is invalid.
@@ -239,8 +251,8 @@ def _checked_files(repo: Path, draft: Draft, ledger: MetadataLedger | None) -> d
     newest = max((release_of_manifest(path) or 0 for path in published), default=0)
     if manifest.release <= newest:
         raise AlreadyExistsError(
-            f"release {manifest.release}: expected a number above {newest}, the newest published; "
-            "releases are immutable and numbers only grow"
+            f"release {manifest.release}: expected a number above {newest}, the newest published "
+            "release; a release is never replaced, so give this one the next number"
         )
     unchanged = {file.path for file in manifest.files() if _is_published(file, published)}
     files = {path: repo / path for path in unchanged} | dict(draft.files)
@@ -260,7 +272,10 @@ def _is_published(file: PublishedFile, published: Mapping[str, TargetFile]) -> b
     if target is None:
         return False
     if target.hashes.get("sha256") != file.sha256 or target.length != file.length:
-        raise AlreadyExistsError(f"{file.path}: is published already with another content")
+        raise AlreadyExistsError(
+            f"{file.path}: this file is published already with another content, and published "
+            "files are never replaced; publish under the next release number"
+        )
     return True
 
 
@@ -310,7 +325,8 @@ def refuse_begun(repo: Path) -> None:
     """
     if read_root(repo) is not None:
         raise AlreadyExistsError(
-            f"{repo}: has its keys already; replace them with `publication rotate`"
+            f"{repo}: this publication has its signing keys already; replace them with "
+            "`publication rotate`"
         )
 
 
@@ -363,6 +379,9 @@ def put_files(repo: Path, files: Mapping[str, bytes]) -> None:
         repo: The publication folder.
         files: Content by published path.
 
+    Files are no part of the publication until `put_metadata` lists them. A file at the top of the
+    folder is replaced; a model's folder must be new.
+
     Raises:
         CannotWriteError: A file cannot be written.
         AlreadyExistsError: A folder is published already.
@@ -394,12 +413,15 @@ def publish_converter(
         data: The ONNX file.
         describe: Makes the manifest from the number and the entry of the file; its error ends the
             work before anything is written.
-        keys: The signing keys; None: those in `<repo>.keys/`.
+        keys: The signing keys; None: those in `<repo>.keys/`, made at the first publish.
+
+    Returns:
+        The manifest that was published, from `describe`.
 
     Raises:
         BusyError: Another publisher holds the lock.
         CannotWriteError: A file cannot be written.
-        ConfigurationError: A key is missing.
+        ConfigurationError: A key is missing or invalid, or others may read it.
         VerificationError: The published metadata is invalid.
         AlreadyExistsError: The folder is published already.
     """

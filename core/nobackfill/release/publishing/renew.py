@@ -69,9 +69,12 @@ def resign(repo: Path, keys: Keys | None = None, dry_run: bool = False) -> Renew
         keys: The signing keys; None: those in `<repo>.keys/`.
         dry_run: Only report; a missing key is still an error.
 
+    Returns:
+        The signed roles, and the new expiries; in a dry run, those of the present metadata.
+
     Raises:
         NotFoundError: Nothing is published there.
-        ConfigurationError: The snapshot or timestamp key is missing.
+        ConfigurationError: The snapshot or timestamp key is missing, or a key file is invalid.
         BusyError: Another publisher holds the lock.
         CannotWriteError: A file cannot be written.
         VerificationError: The published metadata is invalid.
@@ -106,12 +109,16 @@ def rotate(
 
     Args:
         repo: The publication folder.
-        roles: The roles whose keys are replaced.
+        roles: The roles whose keys are replaced, at least one.
         keys: The signing keys; None: those in `<repo>.keys/`.
-        dry_run: Only check and report.
+        dry_run: Check that the root key is there, and report.
+
+    Returns:
+        The roles in the order of ROLES, and the expiries of all.
 
     Raises:
-        ConfigurationError: An unknown role, or a key is missing.
+        ConfigurationError: No role, an unknown one, or the key of root, snapshot or timestamp is
+            missing.
         NotFoundError: Nothing is published there.
         BusyError: Another publisher holds the lock.
         CannotWriteError: A file cannot be written.
@@ -119,7 +126,9 @@ def rotate(
     """
     keys = keys or Keys.of(repo)
     if not roles or not set(roles) <= set(ROLES):
-        raise ConfigurationError(f"expected roles among {', '.join(ROLES)}, got {sorted(roles)}")
+        raise ConfigurationError(
+            f"expected at least one role of {', '.join(ROLES)}, got {sorted(roles) or 'none'}"
+        )
     ordered = tuple(role for role in ROLES if role in roles)
     ledger = require_ledger(repo)
     if dry_run:
@@ -189,7 +198,8 @@ def withdraw(
 ) -> bool:  # fmt: skip
     """Withdraw a release or a converter, by new metadata that devices and users follow.
 
-    Its files stay, since galleries may still be in its space.
+    Its files stay, since galleries may still be in its space. Another reason replaces the former
+    one. A withdrawal cannot be undone here, and it removes the release's share.
 
     Args:
         repo: The publication folder.
@@ -211,7 +221,9 @@ def withdraw(
         VerificationError: The published metadata is invalid.
     """
     if not reason.strip() or not reason.isprintable():
-        raise PreconditionError(f"expected a reason that devices can show, got {reason!r}")
+        raise PreconditionError(
+            f"--reason: expected a printable text on one line, which devices show, got {reason!r}"
+        )
 
     def mark(path: str, target: TargetFile) -> TargetFile | None:
         if withdrawal_reason(target) == reason:
@@ -288,7 +300,7 @@ def _target(ledger: MetadataLedger, path: str) -> TargetFile:
     target = ledger.targets.targets.get(path)
     if target is None:
         what = path.removesuffix(".json").replace("-", " ")
-        raise NotFoundError(f"{what} is not published here")
+        raise NotFoundError(f"{what} is not published here; `publication list` shows the releases")
     return target
 
 
@@ -297,11 +309,14 @@ def _grows(target: TargetFile, release: int, share: float) -> bool:
     change."""
     reason = withdrawal_reason(target)
     if reason is not None:
-        raise PreconditionError(f"release {release} was withdrawn ({reason}); publish another")
+        raise PreconditionError(
+            f"release {release} was withdrawn ({reason}) and cannot be offered again; publish a "
+            "new release"
+        )
     present, share = share_of(target), round(share, 6)
     if target.custom is not None and share < present:
         raise PreconditionError(
-            f"release {release} is offered to {present:.3g} of the devices and shares only grow, "
-            f"got {share:.3g}; `publication withdraw {release}` withdraws it"
+            f"release {release} is offered to the share {present:.3g} of the devices and shares "
+            f"only grow, got {share:.3g}; `publication withdraw {release}` withdraws it from all"
         )
     return target.custom is None or share != present

@@ -102,6 +102,8 @@ class FolderFetcher:
             url: The base URL and the published path.
             offset: The first byte.
 
+        An offset at or beyond the end yields nothing.
+
         Raises:
             tuf.api.exceptions.DownloadHTTPError: With status 404: no such file.
             tuf.api.exceptions.DownloadError: The file cannot be read.
@@ -113,9 +115,9 @@ class FolderFetcher:
                 while piece := file.read(_CHUNK):
                     yield piece
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise DownloadHTTPError(f"{path}: is not there", 404) from error
+            raise DownloadHTTPError(f"the file {path} is not there", 404) from error
         except OSError as error:
-            raise DownloadError(f"{path}: cannot be read ({error.strerror})") from error
+            raise DownloadError(f"the file {path} cannot be read ({error.strerror})") from error
 
 
 class HttpFetcher:
@@ -146,7 +148,10 @@ class HttpFetcher:
         Raises:
             tuf.api.exceptions.DownloadHTTPError: The host answers with another status than 200 or
                 206.
-            tuf.api.exceptions.DownloadError: The host cannot be reached, or the answer breaks off.
+            tuf.api.exceptions.SlowRetrievalError: Nothing came for SILENCE_SECONDS during the
+                answer.
+            tuf.api.exceptions.DownloadError: The host cannot be reached, the answer breaks off, or
+                it redirects too often or from https to http.
         """
         try:
             response = self._answer(quote(url, safe=":/@%?=&[]"), offset)
@@ -155,7 +160,10 @@ class HttpFetcher:
         complete = False
         try:
             if response.status not in (200, 206):
-                raise DownloadHTTPError(f"{url}: HTTP {response.status}", response.status)
+                raise DownloadHTTPError(
+                    f"{url}: the host answered with the HTTP status {response.status}",
+                    response.status,
+                )
             # A host that ignores Range sends everything: skip the bytes that are here already.
             skip = offset if response.status == 200 else 0
             # read1 returns the bytes that have arrived, so that the caller notices a slow host.
@@ -165,7 +173,9 @@ class HttpFetcher:
                 skip = max(0, skip - len(piece))
             complete = True
         except urllib3.exceptions.TimeoutError as error:
-            raise SlowRetrievalError(f"{url}: nothing came for {SILENCE_SECONDS:g} s") from error
+            raise SlowRetrievalError(
+                f"{url}: the host sent nothing for {SILENCE_SECONDS:g} s"
+            ) from error
         except _LIBRARY_ERRORS as error:
             raise DownloadError(f"{url}: {error}") from error
         finally:
@@ -196,8 +206,11 @@ class HttpFetcher:
             response.release_conn()
             origin, url = url, urljoin(url, location)
             if not url.startswith(("https://", origin.partition("//")[0] + "//")):
-                raise DownloadError(f"{origin}: redirects to {url}; expected https there")
-        raise DownloadError(f"{url}: redirects more than {_REDIRECTS} times")
+                raise DownloadError(
+                    f"{origin}: the host redirects to {url}, which is not https; use an address "
+                    "that does not redirect there"
+                )
+        raise DownloadError(f"{url}: the host redirects more than {_REDIRECTS} times")
 
 
 def _sentence(error: Exception) -> str:
@@ -219,10 +232,10 @@ def _sentence(error: Exception) -> str:
 
 
 def fetcher_for(source: str) -> tuple[Fetcher, str]:
-    """Return the fetcher and the base URL of a source.
+    """Return the fetcher and the base URL of a source; nothing is read yet.
 
     Args:
-        source: A folder, or an address with http:// or https://.
+        source: A folder, or an address with http:// or https://. Whether it exists is not checked.
     """
     if source.startswith(("http://", "https://")):
         return HttpFetcher(), source.rstrip("/") + "/"
@@ -316,7 +329,10 @@ class TrustedState:
             self.timestamp.snapshot_meta.verify_length_and_hashes(texts["snapshot"])
             self.snapshot.meta["targets.json"].verify_length_and_hashes(texts["targets"])
         except (RepositoryError, KeyError) as error:
-            raise VerificationError(f"trusted metadata does not fit together ({error})") from error
+            raise VerificationError(
+                f"trusted metadata: the stored files do not belong to one publication state "
+                f"({error}); remove the folder of the trusted state to start again"
+            ) from error
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -326,7 +342,7 @@ class TrustedState:
             None if the file does not exist.
 
         Raises:
-            VerificationError: The file is damaged.
+            VerificationError: The file is damaged, cannot be read, or its signatures are wrong.
         """
         try:
             stored = _StateFile.model_validate_json(path.read_bytes())
@@ -334,7 +350,8 @@ class TrustedState:
             return None
         except (OSError, ValidationError, UnicodeDecodeError) as error:
             raise VerificationError(
-                f"{path}: is damaged ({error}); remove it to start again from the root metadata"
+                f"{path}: is damaged ({error}); remove this file of trusted metadata to start "
+                "again from the root metadata"
             ) from error
         roles = ("root", *ROLE_FILES)
         # Invalid text was not written by this program; its signature fails.
@@ -397,15 +414,16 @@ class TrustedState:
         for role, version, least in compared:
             if version < least:
                 raise VerificationError(
-                    f"expected {role} metadata of version {least} or later, got {version}: this "
-                    "publication was rolled back; nothing was changed"
+                    f"expected {role} metadata of version {least} or later, which was seen before, "
+                    f"got {version}: this publication was rolled back; nothing was changed. Ask "
+                    "its publisher to restore the newest files"
                 )
 
     def check_expiry(self, time: datetime) -> None:
         """Check that no metadata has expired.
 
         Args:
-            now: The time to compare with, UTC.
+            time: The time to compare with, UTC.
 
         Raises:
             VerificationError: Some has expired.
@@ -485,25 +503,34 @@ def _refresh_in(
 
 
 def translate_tuf_errors(error: DownloadError | RepositoryError, source: str) -> NobackfillError:
-    """Return an error of python-tuf as one of this project.
+    """Return, without raising it, an error of python-tuf as one of this project.
 
     Args:
         error: The error.
         source: The address or file, for the message.
+
+    Returns:
+        NotFoundError for a missing file, UnavailableError for a source that is slow or cannot be
+        reached, VerificationError for everything else.
     """
     unchanged = "nothing was changed"
     match error:
         case DownloadLengthMismatchError():
             return VerificationError(
-                f"{source}: sends more bytes than were signed ({error}); {unchanged}"
+                f"{source}: the host sends more bytes than were signed ({error}); {unchanged}"
             )
         case DownloadHTTPError(status_code=404):
-            return NotFoundError(f"{source}: is missing or incomplete ({error}); {unchanged}")
+            return NotFoundError(
+                f"{source}: the publication is missing or incomplete there ({error}); {unchanged}. "
+                "Check the address"
+            )
         case SlowRetrievalError():
-            return UnavailableError(f"{source}: is too slow ({error}); {unchanged}, try again")
+            return UnavailableError(
+                f"{source}: the publication's host is too slow ({error}); {unchanged}, try again"
+            )
         case DownloadError():
             return UnavailableError(
-                f"{source}: cannot be reached ({error}); {unchanged}, try again"
+                f"{source}: the publication cannot be reached ({error}); {unchanged}, try again"
             )
         case ExpiredMetadataError():
             return VerificationError(expiry_message(f"{source}: {error}"))
@@ -535,6 +562,9 @@ _BLOCK = 2**20
 
 def download(fetcher: Fetcher, base_url: str, target: TargetFile, destination: Path) -> None:
     """Download a signed file, resuming a partial download.
+
+    The bytes go into a file with the suffix .part next to `destination`. It gets its name after its
+    digest was checked.
 
     Args:
         fetcher: The source.
@@ -634,7 +664,10 @@ def first_root(fetcher: Fetcher, base_url: str) -> bytes:
         for piece in DeadlineFetcher(fetcher).fetch(url):
             data += piece
             if len(data) > _ROOT_BYTES:
-                raise VerificationError(f"{url}: is longer than {_ROOT_BYTES} bytes")
+                raise VerificationError(
+                    f"{url}: expected root metadata of at most {_ROOT_BYTES} bytes, got more; "
+                    "check that the address is a publication's"
+                )
     except DownloadError as error:
         raise translate_tuf_errors(error, url) from error
     verify_metadata(Root, bytes(data), None, url)
@@ -674,7 +707,8 @@ class Trust:
 
         Raises:
             NotFoundError: Neither root metadata nor a state.
-            VerificationError: The state is damaged, or began with another root.
+            VerificationError: The state is damaged, or began with another root, or `root` is not
+                validly signed.
         """
         self._folder = state_dir
         self._fetcher = fetcher
@@ -683,17 +717,23 @@ class Trust:
         self._floor = floor
         self._state = self._load()
         if self._state is None and root is None:
-            raise NotFoundError(f"{state_dir}: nothing is trusted yet; expected root metadata")
+            raise NotFoundError(
+                f"{state_dir}: no trusted metadata is stored here yet; name the publication's root "
+                "metadata, its file 1.root.json"
+            )
 
     def refresh(self) -> bool:
-        """Fetch and verify the published metadata.
+        """Fetch and verify the published metadata, and store it durably if it changed.
+
+        Waits up to a minute for another process that refreshes the same state. Files of releases
+        are not fetched.
 
         Returns:
             Whether it changed.
 
         Raises:
-            VerificationError: An invalid signature, expired metadata, a rollback or a mix of
-                versions; nothing changes.
+            VerificationError: An invalid signature, expired metadata, a rollback, a mix of
+                versions, or a damaged state; nothing changes.
             UnavailableError: The source does not answer.
             NotFoundError: Nothing is published there.
             CannotWriteError: The state cannot be written.
@@ -746,7 +786,7 @@ class Trust:
 
     def releases(self) -> dict[int, str | None]:
         """Return the numbers of all releases, ascending, each with the reason of its withdrawal or
-        None.
+        None; empty if nothing was released.
 
         Raises:
             NotFoundError: Nothing was fetched yet.
@@ -813,8 +853,10 @@ class Trust:
     def manifest(self, release: int) -> Manifest:
         """Return the manifest of a release; it is fetched once and then read offline.
 
+        A withdrawn release has its manifest, too.
+
         Raises:
-            NotFoundError: No such release.
+            NotFoundError: No such release, or nothing was fetched yet.
             VerificationError: The host sends another file.
             UnfitError: This program cannot use the release.
             UnavailableError: The source does not answer.
@@ -826,9 +868,15 @@ class Trust:
         for file in manifest.files():
             target = self._trusted().targets.targets.get(file.path)
             if target is None:
-                raise UnfitError(f"{path}: {file.path} is not signed")
+                raise UnfitError(
+                    f"{path}: this manifest names {file.path}, which the publication's metadata "
+                    "does not sign; the publisher must publish a new release"
+                )
             if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
-                raise UnfitError(f"{path}: {file.path} is signed with another digest")
+                raise UnfitError(
+                    f"{path}: this manifest names {file.path} with another digest than the "
+                    "publication's metadata signs; the publisher must publish a new release"
+                )
         return manifest
 
     def manifests(self) -> dict[int, Manifest]:
@@ -870,7 +918,10 @@ class Trust:
         """
         target = self._trusted().targets.targets.get(path) if is_plain(path) else None
         if target is None:
-            raise NotFoundError(f"{path}: is not published")
+            raise NotFoundError(
+                f"{path}: the publication has no such file; refresh the metadata, or check the "
+                "release's number"
+            )
         return target
 
     def download(self, path: str, folder: Path) -> Path:
@@ -893,13 +944,15 @@ class Trust:
         """
         destination = folder / path
         if not destination.resolve().is_relative_to(folder.resolve()):
-            raise VerificationError(f"{path}: leads out of {folder}")
+            raise VerificationError(f"{path}: this published path leads out of {folder}; refused")
         download(self._fetcher, self._base_url, self.target(path), destination)
         return destination
 
     def _trusted(self) -> TrustedState:
         if self._state is None:
-            raise NotFoundError(f"{self._folder}: nothing was fetched yet; refresh first")
+            raise NotFoundError(
+                f"{self._folder}: no metadata of the publication was fetched yet; refresh first"
+            )
         return self._state
 
     def _load(self) -> TrustedState | None:
@@ -910,8 +963,8 @@ class Trust:
                 state.anchor, sha256_bytes(state.texts["root"]),
             ):  # fmt: skip
                 raise VerificationError(
-                    f"{self._folder}: trusts root metadata that differs from the given one; remove "
-                    "the folder to start again with the given one"
+                    f"{self._folder}: this trusted state began with other root metadata than you "
+                    "name now; remove the folder to start again with the one you name"
                 )
         return state
 
@@ -964,6 +1017,8 @@ class TrustedFolder(Trust):
             NotFoundError: No such release, or nothing was fetched yet.
             VerificationError: A file is missing or differs, or an unsigned file is there.
             UnfitError: This program cannot use the release.
+            UnavailableError: The folder cannot be read.
+            CannotWriteError: The state folder cannot be written.
         """
         manifest = self.manifest(release)
         paths = {file.path for file in manifest.files()} | manifest.triton_configs().keys()
@@ -975,7 +1030,10 @@ class TrustedFolder(Trust):
             for member in (self.repo / model).rglob("*"):
                 name = member.relative_to(self.repo).as_posix()
                 if member.is_symlink() or (not member.is_dir() and name not in signed):
-                    raise VerificationError(f"{name}: is in a release's folder, but is not signed")
+                    raise VerificationError(
+                        f"{name}: this file lies in a release's folder, but no metadata signs it; "
+                        "remove it"
+                    )
         return self.repo
 
     def _check_in_place(self, path: str) -> None:
@@ -985,10 +1043,13 @@ class TrustedFolder(Trust):
             good = inside and file.is_file() and file.stat().st_size == target.length
             good = good and sha256_file(file) == target.hashes.get("sha256")
         except OSError as error:
-            raise VerificationError(f"{path}: cannot be read ({error.strerror})") from error
+            raise VerificationError(
+                f"{path}: this published file cannot be read ({error.strerror}); restore it"
+            ) from error
         if not good:
             raise VerificationError(
-                f"{path}: differs from the signed file; restore it, or publish the release again"
+                f"{path}: this published file differs from the one that was signed; restore it, or "
+                "publish the release again"
             )
 
 
@@ -1033,8 +1094,8 @@ def refuse_withdrawn(trust: Trust, number: int) -> None:
         number: Number of the converter.
 
     Raises:
-        PreconditionError: It is withdrawn.
-        NotFoundError: No such converter.
+        PreconditionError: It is withdrawn; the message has the reason.
+        NotFoundError: No such converter, or nothing was fetched yet.
     """
     reason = withdrawal_reason(trust.target(converter_manifest_path(number)))
     if reason is not None:
@@ -1089,7 +1150,10 @@ def converter_file(trust: Trust, manifest: Converter, folder: Path) -> Path:
     file, target = manifest.file, trust.target(manifest.file.path)
     if (target.length, target.hashes.get("sha256")) != (file.length, file.sha256):
         path = converter_manifest_path(manifest.converter)
-        raise UnfitError(f"{path}: {file.path} is signed with another digest")
+        raise UnfitError(
+            f"{path}: this manifest names {file.path} with another digest than the publication's "
+            "metadata signs; the publisher must publish a new converter"
+        )
     return trust.download(file.path, folder)
 
 
@@ -1103,6 +1167,8 @@ class Publication:
 
 def read_publication(model_repo: Path, state: Path | None = None) -> Publication:
     """Read the manifests of a publication folder, after checking every file.
+
+    Withdrawn releases are included. Models are not loaded.
 
     Args:
         model_repo: The publication folder; without a publication the result is empty.
@@ -1136,8 +1202,8 @@ def require_release(number: int, published: Mapping[int, Manifest]) -> Manifest:
     """
     if number not in published:
         raise ConfigurationError(
-            f"release {number} is not published; published: "
-            f"{few(sorted(published, reverse=True)) or 'none'}"
+            f"release {number} is not published; the publication has "
+            f"{few(sorted(published, reverse=True)) or 'no release'}"
         )
     return published[number]
 
@@ -1159,12 +1225,14 @@ def share_of(target: TargetFile) -> float:
 
 
 def with_share(target: TargetFile, path: str, share: float) -> TargetFile:
-    """Return the entry of a manifest with a share of the devices, in millionths.
+    """Return a copy of a manifest's entry with a share of the devices, in millionths.
+
+    A withdrawal in the entry is dropped.
 
     Args:
         target: The entry.
         path: The published path of the manifest.
-        share: Above 0, at most 1.
+        share: Above 0, at most 1; this is not checked. At least one millionth is written.
     """
     custom = {_SHARE: max(1, round(share * MILLION))}
     return TargetFile.from_dict({**target.to_dict(), "custom": custom}, path)
@@ -1180,8 +1248,10 @@ def verify_metadata(kind: type[_Signed], data: bytes, root: Root | None, name: s
             itself.
         name: The name of the metadata, for the message.
 
+    Expiry and version are not checked.
+
     Raises:
-        VerificationError: It has another type or no valid signature.
+        VerificationError: It is no metadata, has another type or no valid signature.
     """
     try:
         metadata = Metadata[_Signed].from_bytes(data)
@@ -1193,5 +1263,8 @@ def verify_metadata(kind: type[_Signed], data: bytes, root: Root | None, name: s
             raise RepositoryError("expected root metadata")
         delegator.verify_delegate(kind.type, metadata.signed_bytes, metadata.signatures)
     except RepositoryError as error:
-        raise VerificationError(f"{name}: is not validly signed ({error})") from error
+        raise VerificationError(
+            f"{name}: this metadata is not validly signed ({error}); restore it, or check that it "
+            "belongs to this publication"
+        ) from error
     return signed
