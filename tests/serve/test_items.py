@@ -25,6 +25,14 @@ def test_no_id_leads_out_of_the_folder(tmp_path: Path) -> None:
         items.read("a/b.jpg", 4)
 
 
+def test_ids_that_can_name_no_file_are_refused(tmp_path: Path) -> None:
+    for name in ("a\0b", "a\ud800"):
+        with pytest.raises(InvalidInputError, match="can name a file"):
+            FolderItems(tmp_path).read(name, 100)
+    with Host() as host, pytest.raises(InvalidInputError, match="valid Unicode"):
+        UrlItems(f"{host.url}/{{id}}", ["127.0.0.1"]).read("a\ud800", 100)
+
+
 def test_a_function_is_bounded_too() -> None:
     items = FunctionItems({"a": "äää"}.get, "text")
     assert items.read("a", 6) == "äää"

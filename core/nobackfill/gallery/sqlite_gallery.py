@@ -36,10 +36,23 @@ class SqliteGallery(Store):
     """
 
     def labels_of(self, ids: Sequence[str]) -> Labels:
+        """Return the labels of the ids that exist, int64, increasing; unknown ids are skipped.
+
+        Raises:
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         with self.reading() as connection:
             return labels_of(connection, ids)
 
     def delete_some(self, labels: Labels, condition: Filter | None) -> int:
+        """Delete items that exist and pass the filter now, in one transaction; others are skipped.
+
+        Returns:
+            Number of deleted items.
+
+        Raises:
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import edits
 
         return edits.delete_in_file(self, edits.Selection(labels, condition))
@@ -47,6 +60,17 @@ class SqliteGallery(Store):
     def describe_some(
         self, labels: Labels, condition: Filter | None, values: Metadata, remove: Collection[str]
     ) -> int:
+        """Change the metadata of items that exist and pass the filter now, in one transaction.
+
+        Keys of `remove` are removed first, then `values` are set. Other keys stay.
+
+        Returns:
+            Number of these items, whether their metadata differs or not.
+
+        Raises:
+            InvalidInputError: The metadata of an item would become too large; nothing is changed.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import edits
 
         return edits.describe_in_file(self, edits.Selection(labels, condition), values, remove)
@@ -55,6 +79,16 @@ class SqliteGallery(Store):
         self, space: str, limit: int, *, start_after: "ListingPlace | None" = None,
         matches: "Matches | None" = None, least_certain: bool = False,
     ) -> "tuple[list[tuple[StoredItem, ListingPlace]], ListingPlace | None]":  # fmt: skip
+        """Return a page of items with their positions, by label or the least certain first.
+
+        Returns:
+            At most `limit` items, and the position for the next page; None at the end. A page may
+            be empty, or shorter than `limit`, although another one follows.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import listing
 
         labels = None if matches is None else matches.labels()
@@ -63,10 +97,24 @@ class SqliteGallery(Store):
         )
 
     def stored_vectors(self, labels: Labels, space: str) -> StoredVectors:
+        """Return the rows that a space has for some items, by increasing label; others are skipped.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         with self.reading() as connection:
             return stored_vectors(connection, labels, find_space(connection, space))
 
     def frozen(self, spaces: Sequence[str], size: int) -> Iterator[StoredWindow]:
+        """Yield every item by increasing label in windows of `size`, with its vectors in `spaces`.
+
+        All windows are of one snapshot, which is held until the iterator ends or is closed.
+
+        Raises:
+            IncompatibleSpaceError: The gallery lacks a space; raised at the first window.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         with self.reading() as connection:
             infos = [find_space(connection, space) for space in spaces]
             last = 0
@@ -78,16 +126,40 @@ class SqliteGallery(Store):
                 )
 
     def groups(self, key: str, space: str) -> "list[MetadataGroup]":
+        """Group the items by the value of a metadata key; items without it are in no group.
+
+        Returns:
+            The groups: flags, then numbers, then texts, each by increasing value.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery.listing import groups_by_value
 
         return groups_by_value(self, key, space)
 
     def begin(self, spec: SpaceSpec) -> None:
+        """Add a staging space, unless the gallery has it already, in any state.
+
+        Raises:
+            InvalidInputError: It exists with another release, dimension, metric, norm or side
+                space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import staging
 
         staging.begin(self, spec)
 
     def windows(self, source: str, target: SpaceSpec, needs_side: bool) -> "Remaining":
+        """Return the vectors that `source` has and `target` lacks, to be read in chunks.
+
+        Items without side-information are left out if `needs_side`; otherwise they come last.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the source.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery.staging import Remaining
 
         return Remaining(self, source, target, needs_side)
@@ -96,6 +168,18 @@ class SqliteGallery(Store):
         self, space: str, labels: Labels, embedding: ArrayLike, *, side: ArrayLike | None = None,
         uncertainty: ArrayLike | None = None, origin: Origin = "upgraded", replace: bool = False,
     ) -> Labels:  # fmt: skip
+        """Write vectors of existing items into a space, in one durable transaction.
+
+        Deleted items are skipped, and items that have a vector there, unless `replace` is set.
+
+        Returns:
+            The labels written, int64, increasing.
+
+        Raises:
+            InvalidInputError: Invalid vectors or another number of rows; nothing is written.
+            IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import staging
 
         return staging.write(
@@ -104,11 +188,23 @@ class SqliteGallery(Store):
         )  # fmt: skip
 
     def left_behind(self, space: str) -> int:
+        """Return the number of items without a vector in a space.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import staging
 
         return staging.left_behind(self, space)
 
     def left_behind_items(self, space: str, limit: int = 1000) -> list[StoredItem]:
+        """Return the first `limit` items without a vector in a space, by increasing label.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import staging
 
         return staging.left_behind_items(self, space, limit)
@@ -116,6 +212,15 @@ class SqliteGallery(Store):
     def flip(
         self, space: str, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> None:
+        """Make a space the active one, in one transaction; the active one becomes previous.
+
+        If the space is active already, only `state` is stored.
+
+        Raises:
+            PreconditionError: Items lack a vector there, and `leave_behind` is False.
+            IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import staging
 
         staging.flip(self, space, leave_behind=leave_behind, state=state)
@@ -123,26 +228,71 @@ class SqliteGallery(Store):
     def rollback(
         self, *, leave_behind: bool = False, state: Mapping[str, Any] | None = None
     ) -> str:
+        """Return to the previous space; the present one becomes staging and keeps its vectors.
+
+        Returns:
+            The id of the space that is active then.
+
+        Raises:
+            NotFoundError: The gallery has no previous space, or was closed.
+            PreconditionError: Items lack a vector there, and `leave_behind` is False.
+            NobackfillError: Busy, unwritable or damaged, as every method.
+        """
         from nobackfill.gallery import staging
 
         return staging.rollback(self, leave_behind=leave_behind, state=state)
 
     def drop(self, space: str) -> None:
+        """Remove a space with all its vectors, and scrub them from the file.
+
+        Raises:
+            PreconditionError: The space is the active one.
+            IncompatibleSpaceError: The gallery does not have it.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import staging
 
         staging.drop(self, space)
 
     def upgraded(self, space: str, ids: Sequence[str]) -> list[StoredItem]:
+        """Return the items of `ids` whose vector in a space was migrated, by falling uncertainty.
+
+        Unknown ids are skipped; an unknown uncertainty comes last.
+
+        Raises:
+            IncompatibleSpaceError: The gallery does not have the space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import staging
 
         return staging.upgraded(self, space, ids)
 
     def sample(self, space: str, other: str, count: int) -> tuple[Labels, Vectors, Vectors]:
+        """Draw about `count` items that have a vector in both spaces, at random.
+
+        Returns:
+            Labels int64 [n], increasing, and their vectors float32 [n, dim] in each space; n may be
+            0.
+
+        Raises:
+            IncompatibleSpaceError: The gallery lacks a space.
+            NobackfillError: Busy, unwritable, damaged or closed, as every method.
+        """
         from nobackfill.gallery import staging
 
         return staging.sample(self, space, other, count)
 
     def estimate(self, runner: "Runner", target: SpaceSpec) -> "Estimate":
+        """Estimate the cost of an upgrade from the active space; change nothing in the gallery.
+
+        Two chunks of items are migrated into a temporary file next to the gallery's folder.
+
+        Raises:
+            InvalidInputError: The runner's output is invalid.
+            VerificationError: The runner makes no usable vectors, or the file is damaged.
+            CannotWriteError: The temporary file cannot be written.
+            NobackfillError: Busy or closed, as every method.
+        """
         from nobackfill.gallery.staging import estimate
 
         # Beside the gallery's folder: the next start removes what a kill leaves there.

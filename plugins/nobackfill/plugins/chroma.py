@@ -98,7 +98,8 @@ class ChromaServer:
         except NotFoundError as error:
             names = [one["name"] for one in self.send("GET", "?limit=4", name)]
             raise NotFoundError(
-                f"{name}: no such collection; there are {', '.join(names) or 'none'}"
+                f"{name}: no such collection; there are {', '.join(names) or 'none'} in this "
+                "Chroma database"
             ) from error
         return description
 
@@ -149,14 +150,23 @@ class ChromaServer:
                 method, self._root + path, body=data, headers=headers, redirect=False
             )
         except urllib3.exceptions.HTTPError as error:
-            raise UnavailableError(f"{name}: Chroma does not answer ({error})") from error
+            raise UnavailableError(
+                f"collection {name}: the Chroma server does not answer ({error}); check its "
+                "address and that it runs"
+            ) from error
         if response.status >= 300:
             ours = _STATUSES.get(response.status, InvalidInputError)
-            raise ours(f"{name}: Chroma says: {response.status} {response.data[:200]!r}")
+            raise ours(
+                f"collection {name}: the Chroma server answers with the HTTP status "
+                f"{response.status}: {response.data[:200]!r}"
+            )
         try:
             return json.loads(response.data) if response.data else None
         except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"{name}: the answer is not JSON; is it Chroma?") from error
+            raise InvalidInputError(
+                f"collection {name}: expected JSON from the Chroma server, got something else; "
+                "check that the address is a Chroma server's"
+            ) from error
 
     def close(self) -> None:
         """Close idle connections; a later request opens new ones."""
@@ -353,7 +363,8 @@ class ChromaCollection:
     def windows(self, rows: int) -> Iterator[Window]:
         """Divide all ids into windows of `rows` items, and list the ids again.
 
-        The last window has no upper end, so that it includes later items.
+        The last window has no upper end, so that it includes later items. An empty collection gives
+        one window.
 
         Raises:
             NobackfillError: any failure of the call, such as UnavailableError (no answer)
@@ -518,8 +529,8 @@ class ChromaCollection:
             others = {n: v for n, v in (metadata or {}).items() if n != OF}
             if {"document", "uri"} & set(others):
                 raise InvalidInputError(
-                    f"{self.name}: item {key!r} has a metadata key called 'document' or 'uri', "
-                    "which hides the item's own; rename that key"
+                    f"collection {self.name}: item {key!r} has a metadata key called 'document' or "
+                    "'uri', which hides the item's own; rename that key"
                 )
             values = {"document": document, "uri": uri} | others
             array = np.asarray(() if vector is None else vector, np.float32)

@@ -86,14 +86,18 @@ class LanceSource:
                 "servers are not migrated"
             )
         if not Path(folder).is_dir():
-            raise NotFoundError(f"{folder}: there is no folder of LanceDB")
+            raise NotFoundError(
+                f"{folder}: there is no such folder; name the folder of a LanceDB database"
+            )
         self._name, self._process = table, os.getpid()
         with _translate_errors(table):
             # Each call sees what others have committed.
             database = lancedb.connect(folder, read_consistency_interval=timedelta(0))
             names = database.list_tables().tables
             if table not in names:
-                raise NotFoundError(f"{table}: no such table; there are {few(names) or 'none'}")
+                raise NotFoundError(
+                    f"{table}: no such table; there are {few(names) or 'none'} in {folder}"
+                )
             self._opened = database.open_table(table)
         schema = self.schema
         self.key = key or "id"
@@ -150,6 +154,13 @@ class LanceSource:
         return _mark(schema, name).get("to") == name
 
     def facts(self) -> Facts:
+        """Return name, dimension, metric and model of the old vectors, and the names of other
+        columns.
+
+        Raises:
+            InvalidInputError: The indexes have different metrics, or one that is not supported.
+            BusyError: Others write the table at this moment.
+        """
         schema = self.schema
         others = tuple(name for name in schema.names if name not in (self.key, self.vector))
         model, dim = _mark(schema, self.vector).get("model"), _dim(schema.field(self.vector))
@@ -180,15 +191,33 @@ class LanceSource:
         return metric_of(next(iter(metrics), ""), _METRICS, self._name)
 
     def count(self) -> int:
+        """Count the rows that have an old vector.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         return self.count_vectors(self.vector)
 
     def count_vectors(self, column: str) -> int:
+        """Count the rows with a value in a column; 0 if the table has no such column.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         if column not in self.schema.names:
             return 0
         with _translate_errors(self._name):
             return int(self.table.count_rows(f"{_quoted(column)} IS NOT NULL"))
 
     def windows(self, rows: int) -> Iterator[Window]:
+        """Divide all keys into windows of `rows` rows; all keys are read at the first window.
+
+        The last window has no upper end, so that it includes later rows.
+
+        Raises:
+            InvalidInputError: A row has no key, or two rows have the same.
+            BusyError: Others write the table at this moment.
+        """
         keys = self.select([self.key], None)[self.key].to_pylist()
         if None in keys:
             raise InvalidInputError(
@@ -210,13 +239,35 @@ class LanceSource:
         yield Window(lower)
 
     def select(self, columns: Sequence[str], where: str | None) -> Any:
-        """Read columns of the rows that fulfil a condition, as a table of Arrow."""
+        """Read columns of the rows that fulfil a condition, as a table of Arrow.
+
+        Args:
+            columns: Names of columns; a repeated one is read once.
+            where: A condition of SQL; None for all rows. Never build it from a caller's text.
+
+        Raises:
+            InvalidInputError: LanceDB refuses the columns or the condition.
+            BusyError: Others write the table at this moment.
+        """
         with _translate_errors(self._name):
             query = self.table.search().select(list(dict.fromkeys(columns)))
             return (query if where is None else query.where(where)).to_arrow()
 
     def read_window(self, window: Window, column: str, columns: Sequence[str] = ()) -> Any:
-        """Read the rows of a window with a value in `column`, in the order of their keys."""
+        """Read the rows of a window with a value in `column`, in the order of their keys.
+
+        Args:
+            window: The range of keys, without its lower and with its upper end.
+            column: Rows without a value here are left out.
+            columns: Further columns to read.
+
+        Returns:
+            A table of Arrow with the key, `column` and `columns`.
+
+        Raises:
+            InvalidInputError: There is no such column.
+            BusyError: Others write the table at this moment.
+        """
         bounds = [(">", window.lower), ("<=", window.upper)]
         conditions = [f"{_quoted(column)} IS NOT NULL"] + [
             f"{_quoted(self.key)} {sign} {_literal(bound)}"
@@ -227,24 +278,51 @@ class LanceSource:
         return result.sort_by(self.key)
 
     def read(self, window: Window) -> Rows:
+        """Read the old vectors of a window, by increasing key; rows without one are left out.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         return self.rows(self.read_window(window, self.vector), self.vector)
 
     def rows(self, result: Any, column: str) -> Rows:
-        """Convert rows of Arrow to Rows, with the vectors of a column."""
+        """Convert rows of Arrow to Rows, with the vectors of a column, float32 [n, dim].
+
+        No row may lack the vector.
+        """
         keys = result[self.key].to_pylist()
         dim = _dim(result.schema.field(column)) or 0
         return Rows([str(one) for one in keys], _vectors(result[column], dim), keys)
 
     def column(self, window: Window, name: str) -> ColumnValues:
+        """Read another column of a window as text, without the rows where it is empty.
+
+        Raises:
+            InvalidInputError: There is no such column, or the table cannot be read.
+            BusyError: Others write the table at this moment.
+        """
         self._check_column(name)
         result = self.read_window(window, name)
         return ColumnValues(*_texts(result, self.key, name))
 
     def _check_column(self, name: str) -> None:
         if name not in self.schema.names:
-            raise InvalidInputError(f"{self._name}: no column {name!r}")
+            raise InvalidInputError(
+                f"table {self._name}: no column {name!r}; it has {few(self.schema.names)}"
+            )
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
+        """Search the ids nearest to a vector, nearest first.
+
+        Args:
+            vector: float32 [dim].
+            count: The most ids to return.
+            new_name: Column of new vectors to search; None for the old ones.
+
+        Raises:
+            InvalidInputError: There is no such column, or another dimension.
+            BusyError: Others write the table at this moment.
+        """
         column = new_name or self.vector
         self._check_column(column)
         metric = self.metric() or "cosine"
@@ -265,9 +343,20 @@ class LanceSource:
         return self.select([self.key, column], condition)
 
     def lookup(self, ids: Sequence[str]) -> Rows:
+        """Read old vectors by id, in any order; unknown ids, and rows without one, are left out.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         return self.rows(self._looked_up(ids, self.vector), self.vector)
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        """Read another column as text by id, without the rows where it is empty.
+
+        Raises:
+            InvalidInputError: There is no such column, or the table cannot be read.
+            BusyError: Others write the table at this moment.
+        """
         self._check_column(column)
         result = _texts(self._looked_up(ids, column), self.key, column)
         return dict(zip(*result, strict=True))
@@ -276,9 +365,18 @@ class LanceSource:
         """Do nothing: LanceDB keeps no lock."""
 
     def warnings(self, to: str) -> list[str]:
+        """Return no warnings: writing a column of LanceDB has no side effects."""
         return []
 
     def obstacles(self, target: Target) -> list[str]:
+        """Return sentences about what prevents a flip to `target`; empty if nothing does.
+
+        They are a column of an earlier flip, embedding functions of the table, and indexes that
+        cannot be built again. Writes nothing.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         schema, sentences = self.schema, []
         if self._flipped(target, schema):
             return []
@@ -310,6 +408,16 @@ class LanceSource:
         )
 
     def open_target(self, target: Target) -> "NewLanceColumn":
+        """Add the columns of the new vectors and their digests, or open those of this map.
+
+        Args:
+            target: The column's name and dimension, and the digest of the map.
+
+        Raises:
+            AlreadyExistsError: Another column has the name.
+            InvalidInputError: The source's column holds the vectors of this map already.
+            BusyError: Others write the table at this moment.
+        """
         schema, name = self.schema, target.name
         flipped = self._flipped(target, schema)
         mark = _mark(schema, name) if name in schema.names else {}
@@ -333,6 +441,14 @@ class LanceSource:
         return NewLanceColumn(self, target, flipped)
 
     def rollback(self, name: str) -> bool:
+        """Drop the columns of new vectors that were not flipped to.
+
+        Returns:
+            False if no map made a column of this name, or the table has flipped to it.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be written.
+        """
         schema = self.schema
         if name not in schema.names or not self._is_new(name, schema):
             return False
@@ -341,33 +457,76 @@ class LanceSource:
         return True
 
     def name_model(self, model: str) -> None:
+        """Record the model of the old vectors in the column's metadata, by its fingerprint.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be written.
+        """
         mark = _mark(self.schema, self.vector) | {"model": model}
         with _translate_errors(self._name):
             update = {"path": self.vector, "metadata": {_MARK: json.dumps(mark)}}
             self.table.update_field_metadata(update)
 
     def mark_of(self, column: str) -> str | None:
+        """Return the digest of the map whose vectors a column holds; None for any other column, and
+        after the flip.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         schema = self.schema
         if column not in schema.names or not self._is_new(column, schema):
             return None
         return _mark(schema, column).get("map")
 
     def flip_mark(self) -> str | None:
+        """Return the digest of the map that computed the source's vectors; None if no flip put them
+        there.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         facts = _mark(self.schema, self.vector)
         return None if facts.get("to") == self.vector else facts.get("map")
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+        """Return whose vectors have the source's name: old, flipped, finished (the old ones are
+        dropped) or unknown.
+
+        Args:
+            mark: Digest of the map of the new vectors.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         old_exists = name_before(self.vector) in self.schema.names
         if self.flip_mark() != mark:
             return "unknown" if old_exists else "old"
         return "flipped" if old_exists else "finished"
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
+        """Give the old vectors their name back, and drop the new ones.
+
+        Args:
+            to: Ignored: the column's metadata has the former name.
+            lose: Go on where rows were written since the flip: they lose their only vector.
+
+        Returns:
+            The number of rows without a vector then.
+
+        Raises:
+            NotFoundError: There are no old vectors.
+            InvalidInputError: Rows were written since the flip, and `lose` is False; nothing is
+                changed.
+            BusyError: Others write the table at this moment.
+        """
         old = name_before(self.vector)
         schema = self.schema
         made = _mark(schema, self.vector).get("to")
         if old not in schema.names or made is None:
-            raise NotFoundError(f"{self._name}: no column {old!r}: nothing was flipped")
+            raise NotFoundError(
+                f"table {self._name}: no column {old!r}, so that no flip can be undone"
+            )
         result = self.read_window(Window(), self.vector, [old, _of(made)])
         digests = result[_of(made)].to_pylist()
         new = self.rows(result, self.vector)
@@ -392,15 +551,27 @@ class LanceSource:
         return losses
 
     def drop_old(self) -> None:
+        """Drop the old vectors and the digests after a flip; the flip cannot be undone then.
+
+        Raises:
+            NotFoundError: There are no old vectors.
+            InvalidInputError, BusyError: The table cannot be written.
+        """
         schema, old = self.schema, name_before(self.vector)
         if old not in schema.names:
-            raise NotFoundError(f"{self._name}: no column {old!r}: nothing was flipped")
+            raise NotFoundError(
+                f"table {self._name}: no column {old!r}, so that there are no old vectors to drop"
+            )
         digests = _of(_mark(schema, self.vector).get("to") or "")
         with _translate_errors(self._name):
             self.table.drop_columns([one for one in (old, digests) if one in schema.names])
 
     def empty(self, keys: Sequence[Any], *columns: str) -> None:
-        """Empty columns of rows."""
+        """Set columns of rows to null, in statements of 1000 keys each; unknown keys are ignored.
+
+        Raises:
+            InvalidInputError, BusyError: Earlier statements stay.
+        """
         for first in range(0, len(keys), _PAGE):
             some = ", ".join(map(_literal, keys[first : first + _PAGE]))
             with _translate_errors(self._name):
@@ -410,7 +581,14 @@ class LanceSource:
                 )
 
     def merge(self, rows: Any) -> None:
-        """Write columns of existing rows, found by their keys; LanceDB repeats it in a conflict."""
+        """Write columns of existing rows, found by their keys; LanceDB repeats it in a conflict.
+
+        Args:
+            rows: A table of Arrow with the key and the columns; rows with unknown keys are ignored.
+
+        Raises:
+            InvalidInputError, BusyError: Nothing was written.
+        """
         with _translate_errors(self._name):
             self.table.merge_insert(self.key).when_matched_update_all().execute(rows)
 
@@ -426,7 +604,13 @@ class NewLanceColumn:
         self._name = source.facts().name
 
     def pending(self, window: Window) -> Rows:
-        """Read the rows without a new vector, and clear new vectors that are stale."""
+        """Read the rows without a new vector, and clear new vectors that are stale.
+
+        After the flip, nothing is cleared.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read or written.
+        """
         return self._pending(window, self._source.vector, self._target.name)
 
     def _pending(self, window: Window, old: str, new: str) -> Rows:
@@ -481,16 +665,36 @@ class NewLanceColumn:
         return _of(mark.get("to") or self._target.name)
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors that were computed here, not those that a writer put."""
+        """Read the new vectors that were computed here, not those that a writer put.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         result = self._source.read_window(window, self._target.name, [self._digests])
         return self._source.rows(result.filter(result[self._digests].is_valid()), self._target.name)
 
     def count(self) -> int:
+        """Count the rows that have a new vector.
+
+        Raises:
+            InvalidInputError, BusyError: The table cannot be read.
+        """
         return self._source.count_vectors(self._target.name)
 
     def prepare_flip(self) -> AbstractContextManager[None]:
+        """Build the indexes that the new vectors lack, one for each index of the old ones.
+
+        Returns:
+            A context that does nothing: no lock is held until the flip.
+
+        Raises:
+            InvalidInputError: An obstacle prevents the flip, or LanceDB refuses an index.
+            BusyError: Others write the table at this moment.
+        """
         if obstacles := self._source.obstacles(self._target):
-            raise InvalidInputError(f"{self._name}: cannot flip: {'; '.join(obstacles)}")
+            raise InvalidInputError(
+                f"{self._name}: the table cannot flip to the new vectors: {'; '.join(obstacles)}"
+            )
         with _translate_errors(self._name):
             present = [one.name for one in self._source.table.list_indices()]
         for name, kind, metric in self._source.vector_indexes():
@@ -503,7 +707,12 @@ class NewLanceColumn:
 
     @contextmanager
     def flip(self) -> Iterator[None]:
-        """Flip after the block, in one version of the table. Undo it if others wrote meanwhile."""
+        """Flip after the block, in one version of the table. Undo it if others wrote meanwhile.
+
+        Raises:
+            BusyError: Others wrote rows at the moment of the flip; it did not take place.
+            InvalidInputError: LanceDB refuses the change.
+        """
         yield
         source, vector, new = self._source, self._source.vector, self._target.name
         before, table = name_before(vector), source.table
@@ -536,6 +745,7 @@ class NewLanceColumn:
             )
 
     def owner_tasks(self) -> list[str]:
+        """Return the owner's tasks after the flip, as sentences."""
         return [
             "writers and readers that opened the table before the flip must open it again: they "
             "still write the old vector",
@@ -543,6 +753,11 @@ class NewLanceColumn:
         ]
 
     def finish(self) -> list[str]:
+        """Return the owner's steps to the flip, as sentences and calls; empty after the flip.
+
+        Raises:
+            InvalidInputError, BusyError: The indexes cannot be listed.
+        """
         if self.flipped:
             return []
         vector, new = self._source.vector, self._target.name
@@ -635,4 +850,4 @@ def _translate_errors(name: str) -> Iterator[None]:
     except (ValueError, RuntimeError, OSError, NotImplementedError) as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         kind = BusyError if any(word in message for word in _CONFLICTS) else InvalidInputError
-        raise kind(f"{name}: LanceDB says: {message[:300]}") from error
+        raise kind(f"table {name}: LanceDB refuses this: {message[:300]}") from error

@@ -52,8 +52,8 @@ def open_tracing(environment: Mapping[str, str]) -> "OtelTracing":
     exporters = entry_points(group="opentelemetry_traces_exporter", name=name)
     if not exporters:
         raise ConfigurationError(
-            f"{_EXPORTER}: no exporter {name!r} of OpenTelemetry is installed; "
-            "pip install '.[otel]' installs otlp (by gRPC) and console"
+            f"{_EXPORTER}: no exporter {name!r} of OpenTelemetry is installed; pip install "
+            "'.[otel]' in the folder of nobackfill's source installs otlp (by gRPC) and console"
         )
     log.info("traces are sent", exporter=name)
     return OtelTracing(next(iter(exporters)).load()())
@@ -113,4 +113,4 @@ class OtelTracing:
         # OpenTelemetry alone would try for half a minute.
         end = DaemonThreads(1, "traces").submit(self._provider.shutdown)
         if not wait([end], _CLOSE_S).done:
-            log.warning("the last traces are not sent, the collector does not answer")
+            log.warning("the last spans were not sent: OpenTelemetry's collector does not answer")

@@ -106,7 +106,10 @@ def open_client(place: str) -> QdrantClient:
     """
     if "://" not in place:
         if not (Path(place) / "meta.json").is_file():
-            raise NotFoundError(f"{place}: there is no folder of Qdrant's local mode")
+            raise NotFoundError(
+                f"{place}: expected a folder of Qdrant's local mode, which has a meta.json, or the "
+                "address https://HOST:PORT of a server"
+            )
         return _folder(Path(place).resolve())
     server_address(place, "qdrant", KEY)
     key = os.environ.get(KEY)
@@ -167,15 +170,21 @@ def translated_errors(name: str) -> Iterator[None]:
         yield
     except UnexpectedResponse as error:
         ours = STATUSES.get(error.status_code or 0, InvalidInputError)
-        raise ours(f"{name}: Qdrant says: {error.status_code} {error.content[:200]!r}") from error
+        raise ours(
+            f"collection {name}: the Qdrant server answers with the HTTP status "
+            f"{error.status_code}: {error.content[:200]!r}"
+        ) from error
     except ResponseHandlingException as error:
-        raise UnavailableError(f"{name}: Qdrant does not answer ({error})") from error
+        raise UnavailableError(
+            f"collection {name}: the Qdrant server does not answer ({error}); check its address "
+            "and that it runs"
+        ) from error
     except KeyError as error:
         # The local mode's error for a missing point.
-        raise NotFoundError(f"{name}: no point {error}") from error
+        raise NotFoundError(f"collection {name}: no point has the id {error}") from error
     except (ValueError, RuntimeError) as error:
         kind = BusyError if "already accessed" in str(error) else InvalidInputError
-        raise kind(f"{name}: Qdrant says: {error}") from error
+        raise kind(f"collection {name}: Qdrant refuses this: {error}") from error
 
 
 _PAGE = 500
@@ -214,7 +223,7 @@ class QdrantSource:
             if not self._client.collection_exists(collection):
                 others = few(one.name for one in self._client.get_collections().collections)
                 raise NotFoundError(
-                    f"{collection}: no such collection; there are {others or 'none'}"
+                    f"{collection}: no such collection; there are {others or 'none'} in this Qdrant"
                 )
         vectors, marks = self._config()
         self._model = marks.get(vector or "", {}).get("model")

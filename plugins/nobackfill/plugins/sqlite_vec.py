@@ -155,7 +155,7 @@ class VecDatabase:
         self.path = path
         self._local = threading.local()
         if not Path(path).is_file():
-            raise NotFoundError(f"{path}: there is no file of SQLite")
+            raise NotFoundError(f"{path}: there is no such file; name a database file of SQLite")
 
     @property
     def connection(self) -> Any:
@@ -169,21 +169,38 @@ class VecDatabase:
         return self._local.connection
 
     def all(self, query: str, *values: object) -> list[Any]:
-        """Return all rows of a query."""
+        """Run a statement and return all its rows; empty for one without rows.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The statement writes, and the file is read-only.
+            InvalidInputError: Any other error of SQLite.
+        """
         with translate_errors(self.path):
             return list(self.connection.execute(query, values).fetchall())
 
     def many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
-        """Run a statement for each row of values."""
+        """Run a statement for each row of values; no rows run nothing.
+
+        Raises:
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only.
+            InvalidInputError: Any other error of SQLite.
+        """
         with translate_errors(self.path):
             self.connection.executemany(statement, rows)
 
     @contextmanager
     def transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
-        """Run one transaction; a block inside another one joins it.
+        """Run one transaction; a block inside another one joins it. Roll back on any error.
+
+        Args:
+            kind: IMMEDIATE excludes other writers; DEFERRED reads one snapshot.
 
         Raises:
-            BusyError: Others hold the file longer than 10 s.
+            BusyError: Others hold the file for longer than 10 s.
+            ConfigurationError: The file is read-only, and `kind` is IMMEDIATE.
+            InvalidInputError: Any other error of SQLite.
         """
         connection = self.connection
         if self._local.depth:
@@ -235,7 +252,11 @@ class VecDatabase:
         return dict(json.loads(result[0][0])) if result else {}
 
     def note(self, name: str, facts: Mapping[str, str | None]) -> None:
-        """Note facts about a table; no facts remove the note."""
+        """Record facts about a table in place of earlier ones; no facts remove the record.
+
+        Facts with the value None or "" are left out. The tables for it are created if they are
+        missing. Call it in a transaction.
+        """
         for statement in filter(None, map(str.strip, _OURS.split(";"))):
             self.all(statement)
         self.all("DELETE FROM nobackfill_copies WHERE name = ?", name)
@@ -299,9 +320,15 @@ class VecTable:
 
     @property
     def quoted(self) -> str:
+        """Return the table's name in double quotes, for a statement."""
         return _quoted(self.name)
 
     def count(self) -> int:
+        """Count the rows.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         return int(self.database.all(f"SELECT count(*) FROM {self.shadow('rowids')}")[0][0])
 
     def definition(self, name: str, dim: int) -> str:
@@ -417,12 +444,23 @@ class VecTable:
         return {one: str(value) for one, value in result if value not in (None, "")}
 
     def delete(self, keys: Iterable[Any]) -> None:
+        """Delete rows by key; unknown keys are ignored.
+
+        Raises:
+            BusyError, ConfigurationError, InvalidInputError: The file is locked, read-only or
+                damaged.
+        """
         self.database.many(
             f"DELETE FROM {self.quoted} WHERE {_quoted(self.key)} = ?", [(one,) for one in keys]
         )
 
     def insert(self, rows: Sequence[VecRow], vectors: Vectors) -> None:
-        """Insert rows with vectors, float32 [n, dim], in place of their own."""
+        """Insert rows with vectors, float32 [n, dim], in place of their own.
+
+        Raises:
+            InvalidInputError: A key exists already, or a vector has another dimension.
+            BusyError, ConfigurationError: The file is locked or read-only.
+        """
         others = [one for one in self.columns if one.role not in ("option", "key")]
         names = ", ".join([_quoted(self.key), *(_quoted(one.name) for one in others)])
         marks = ", ".join(["?", *(one.placeholder for one in others)])
@@ -457,6 +495,12 @@ class SqliteVecSource:
         return self._table.name
 
     def facts(self) -> Facts:
+        """Return name, dimension, metric and model of the old vectors, and the names of other
+        columns.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         table = self._table
         metric = _METRICS[table.vector.metric or "l2"]
         model = self._database.facts(table.name).get("model")
@@ -464,9 +508,21 @@ class SqliteVecSource:
         return Facts(f"{table.name}.{self.vector}", table.vector.dim, metric, model, columns)
 
     def count(self) -> int:
+        """Count the rows; each has a vector.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         return self._table.count()
 
     def windows(self, rows: int) -> Iterator[Window]:
+        """Divide all rowids into windows of `rows` rows.
+
+        The last window has no upper end, so that it includes later rows.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         lower: int | None = None
         while True:
             last = self._database.all(
@@ -482,16 +538,43 @@ class SqliteVecSource:
             lower = last[0][0]
 
     def read(self, window: Window) -> Rows:
+        """Read the vectors of a window, by increasing rowid.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         with self._database.transaction("DEFERRED"):
             rows = self._table.rows(self._table.places(window), values=False)
         return _rows(rows, self._table.name)
 
     def column(self, window: Window, name: str) -> ColumnValues:
+        """Read another column of a window as text, without the rows where it is empty.
+
+        Args:
+            window: The range of rowids.
+            name: A column of this table, or TABLE.COLUMN of an ordinary table with the same keys.
+
+        Raises:
+            InvalidInputError: There is no such column, or the file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+        """
         with self._database.transaction("DEFERRED"):
             result = self._table.texts(self._table.places(window), name)
         return ColumnValues([str(one) for one in result], list(result.values()))
 
     def nearest(self, vector: Vectors, count: int, new_name: str | None = None) -> list[str]:
+        """Search the ids nearest to a vector, nearest first.
+
+        Args:
+            vector: float32 [dim].
+            count: The most ids to return; vec0 returns at most 4096.
+            new_name: Table of new vectors to search; None for the old ones.
+
+        Raises:
+            NotFoundError: There is no table `new_name`.
+            InvalidInputError: Another dimension, or the file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+        """
         table = self._table
         if new_name is not None:
             table = VecTable(self._database, new_name, self.vector)
@@ -504,6 +587,11 @@ class SqliteVecSource:
         return [str(key) for (key,) in result]
 
     def lookup(self, ids: Sequence[str]) -> Rows:
+        """Read old vectors by id, by increasing rowid; unknown ids are left out.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         with self._database.transaction("DEFERRED"):
             rows = self._table.rows(self._table.places_of(self._keys(ids)), values=False)
         return _rows(rows, self._table.name)
@@ -514,6 +602,16 @@ class SqliteVecSource:
         return [int(one) for one in ids if re.fullmatch(r"-?\d{1,18}", one)]
 
     def texts(self, ids: Sequence[str], column: str) -> dict[str, str]:
+        """Read another column as text by id, without the rows where it is empty.
+
+        Args:
+            ids: Ids; unknown ones are left out.
+            column: A column of this table, or TABLE.COLUMN of an ordinary table with the same keys.
+
+        Raises:
+            InvalidInputError: There is no such column, or the file cannot be read.
+            BusyError: Others hold the file for longer than 10 s.
+        """
         with self._database.transaction("DEFERRED"):
             result = self._table.texts(self._table.places_of(self._keys(ids)), column)
         return {str(key): value for key, value in result.items()}
@@ -522,6 +620,11 @@ class SqliteVecSource:
         """Do nothing: a connection ends with its thread or with this object."""
 
     def warnings(self, to: str) -> list[str]:
+        """Return a sentence about triggers that name this table; empty if there are none.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         writers = [
             name
             for name, sql in self._database.all(
@@ -537,12 +640,32 @@ class SqliteVecSource:
         ]
 
     def obstacles(self, target: Target) -> list[str]:
+        """Return a sentence about a table that an earlier flip left; empty if nothing prevents a
+        flip.
+
+        Writes nothing.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         before = name_before(self._table.name)
         if before in self._database.tables():
-            return [f"table {before!r} is left of an earlier flip: drop it first"]
+            return [f"table {before!r} of an earlier flip still exists: drop it first"]
         return []
 
     def open_target(self, target: Target) -> "NewVecTable":
+        """Create the table of the new vectors, or open it if this map created it before.
+
+        Args:
+            target: The table's name and dimension, and the digest of the map.
+
+        Raises:
+            AlreadyExistsError: Another table has the name.
+            InvalidInputError: The name is not allowed, or this table holds the vectors of this map
+                already.
+            ConfigurationError: The file is read-only.
+            BusyError: Others hold the file for longer than 10 s.
+        """
         table, database, name = self._table, self._database, target.name
         if not re.fullmatch(_WORD, name) or name.startswith(("nobackfill_", "sqlite_")):
             raise InvalidInputError(
@@ -570,6 +693,14 @@ class SqliteVecSource:
         return NewVecTable(database, table, copy, target)
 
     def rollback(self, name: str) -> bool:
+        """Drop a table of new vectors that was not flipped to, with its digests.
+
+        Returns:
+            False if no map made a table of this name, or the file has flipped to it.
+
+        Raises:
+            BusyError, ConfigurationError, InvalidInputError: The file cannot be written.
+        """
         database = self._database
         with database.transaction():
             facts = database.facts(name)
@@ -586,26 +717,57 @@ class SqliteVecSource:
         self._database.note(name, {})
 
     def count_vectors(self, column: str) -> int:
+        """Count the rows of a table of new vectors; 0 if there is no such table.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read, or the table is no vec0 table.
+        """
         if column not in self._database.tables():
             return 0
         return VecTable(self._database, column, self.vector).count()
 
     def name_model(self, model: str) -> None:
+        """Record the model of the old vectors, by its fingerprint.
+
+        Raises:
+            BusyError, ConfigurationError, InvalidInputError: The file cannot be written.
+        """
         with self._database.transaction():
             facts = self._database.facts(self._table.name)
             self._database.note(self._table.name, facts | {"model": model})
 
     def mark_of(self, column: str) -> str | None:
+        """Return the digest of the map whose vectors a table holds; None for any other table, and
+        after the flip.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         facts = self._database.facts(column)
         if column not in self._database.tables() or "flipped" in facts:
             return None
         return facts.get("map")
 
     def flip_mark(self) -> str | None:
+        """Return the digest of the map that computed the source's vectors; None if no flip put them
+        there.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         facts = self._database.facts(self._table.name)
         return facts.get("map") if "flipped" in facts else None
 
     def flip_state(self, mark: str) -> Literal["old", "flipped", "finished", "unknown"]:
+        """Return whose vectors have the source's name: old, flipped, finished (the old ones are
+        dropped) or unknown.
+
+        Args:
+            mark: Digest of the map of the new vectors.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         old_exists = self._before() in self._database.tables()
         if self.flip_mark() != mark:
             return "unknown" if old_exists else "old"
@@ -615,12 +777,28 @@ class SqliteVecSource:
         return name_before(self._table.name)
 
     def flip_back(self, to: str, *, lose: bool = False) -> int:
+        """Give the old vectors their name back, and drop the new ones, in one transaction.
+
+        Args:
+            to: Ignored: the file records the former name.
+            lose: Go on where rows were written since the flip: they lose their only vector.
+
+        Returns:
+            The number of rows that lost their vector.
+
+        Raises:
+            NotFoundError: There are no old vectors.
+            InvalidInputError: Rows were written since the flip, and `lose` is False; nothing is
+                changed.
+            BusyError, ConfigurationError: The file cannot be written.
+        """
         database, table = self._database, self._table
         with database.transaction():
             facts = database.facts(table.name)
             if self._before() not in database.tables() or "flipped" not in facts:
                 raise NotFoundError(
-                    f"{table.name}: no table {self._before()!r}: nothing was flipped"
+                    f"table {table.name}: no table {self._before()!r}, so that no flip can be "
+                    "undone"
                 )
             new, old = (
                 VecTable(database, table.name, self.vector),
@@ -652,11 +830,20 @@ class SqliteVecSource:
         return len(stale)
 
     def drop_old(self) -> None:
+        """Drop the old vectors and the digests after a flip; the flip cannot be undone then.
+
+        Raises:
+            NotFoundError: There are no old vectors.
+            BusyError, ConfigurationError, InvalidInputError: The file cannot be written.
+        """
         database, name = self._database, self._table.name
         with database.transaction():
             facts = database.facts(name)
             if self._before() not in database.tables():
-                raise NotFoundError(f"{name}: no table {self._before()!r}: nothing was flipped")
+                raise NotFoundError(
+                    f"table {name}: no table {self._before()!r}, so that there are no old vectors "
+                    "to drop"
+                )
             items = f"{facts.get('flipped')} {facts.get('map')}"
             database.all("DELETE FROM nobackfill_items WHERE map = ?", items)
             database.note(self._before(), {})
@@ -680,7 +867,11 @@ class NewVecTable:
         self._pending: set[str] = set()
 
     def pending(self, window: Window) -> Rows:
-        """Remove the new vectors of deleted and changed rows; then read the rows without one."""
+        """Remove the new vectors of deleted and changed rows; then read the rows without one.
+
+        Raises:
+            InvalidInputError, BusyError, ConfigurationError: The file cannot be read or written.
+        """
         pending_rows: list[VecRow] = []
         digests: list[str] = []
         stale: list[Any] = []
@@ -739,6 +930,17 @@ class NewVecTable:
         )
 
     def write(self, rows: Rows, vectors: Vectors) -> None:
+        """Write new vectors with their digests, in one transaction, and replace existing ones.
+
+        A row that has changed since `pending` read it is left out and stays pending.
+
+        Args:
+            rows: n rows, as `pending` returned them.
+            vectors: float32 [n, dim].
+
+        Raises:
+            BusyError, ConfigurationError, InvalidInputError: Nothing was written.
+        """
         given = [one for one in rows.keys if isinstance(one, VecRow)]
         seen = [str(one) for one in rows.versions]
         with self._database.transaction():
@@ -769,7 +971,11 @@ class NewVecTable:
         )
 
     def read(self, window: Window) -> Rows:
-        """Read the new vectors that were computed here, not those that a writer put."""
+        """Read the new vectors that were computed here, not those that a writer put.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         with self._database.transaction("DEFERRED"):
             keys = list(self._noted(window))
             rows = self._copy.rows(self._copy.places_of(keys), values=False)
@@ -777,6 +983,11 @@ class NewVecTable:
         return _rows(sorted(rows, key=lambda one: order[one.key]), self._copy.name)
 
     def count(self) -> int:
+        """Count the rows that have a new vector.
+
+        Raises:
+            BusyError, InvalidInputError: The file cannot be read.
+        """
         return self._copy.count()
 
     def prepare_flip(self) -> AbstractContextManager[None]:
@@ -785,17 +996,27 @@ class NewVecTable:
 
     @contextmanager
     def flip(self) -> Iterator[None]:
-        """Exclude other writers for the block; then swap the names in the same transaction."""
+        """Exclude other writers for the block; then swap the names in the same transaction.
+
+        Raises:
+            InvalidInputError: Rows have no new vector, or the table of an earlier flip exists; the
+                names stay.
+            BusyError, ConfigurationError: The file is locked or read-only.
+        """
         name, new = self._source.name, self._copy.name
         before, database = name_before(self._source.name), self._database
         with database.transaction():
             yield
             if self._pending:
                 raise InvalidInputError(
-                    f"{name}: {len(self._pending)} rows have no new vector: {few(self._pending)}"
+                    f"table {name}: {len(self._pending)} rows have no new vector, so that "
+                    f"it cannot flip: {few(self._pending)}; run `carry` again"
                 )
             if before in database.tables():
-                raise InvalidInputError(f"{name}: table {before!r} exists already: drop it first")
+                raise InvalidInputError(
+                    f"table {name}: the table {before!r} of an earlier flip still exists; drop it, "
+                    "then flip"
+                )
             # Rows that writers put into both tables: a change after the flip shows by a digest.
             noted = self._noted(Window())
             ours = [key for key in _all_keys(self._copy) if key not in noted]
@@ -811,12 +1032,15 @@ class NewVecTable:
             database.rename(new, name)
 
     def owner_tasks(self) -> list[str]:
+        """Return the owner's task after the flip, as a sentence."""
         return [
             f"writers put vectors of the new model into {self._source.name} from now on; a vector "
             "of the old model's dimension is refused"
         ]
 
     def finish(self) -> list[str]:
+        """Return the owner's step to the flip, as a sentence; vec0 needs `carry` with --flip for
+        it."""
         return [
             "switch the queries and the writers to the new model; in the same moment run `carry` "
             "with --flip, which carries the last rows and swaps the names of both tables. ALTER "
@@ -891,7 +1115,16 @@ def _quoted(name: str) -> str:
 
 @contextmanager
 def translate_errors(name: str) -> Iterator[None]:
-    """Convert errors of SQLite in the block to errors of nobackfill."""
+    """Convert errors of SQLite in the block to errors of nobackfill.
+
+    Args:
+        name: The file, for the messages.
+
+    Raises:
+        BusyError: Others hold the file.
+        ConfigurationError: The file is read-only.
+        InvalidInputError: Any other error of SQLite.
+    """
     try:
         yield
     except (sqlite3.Error, apsw.Error) as error:
@@ -899,4 +1132,4 @@ def translate_errors(name: str) -> Iterator[None]:
         kind: type[NobackfillError] = BusyError if busy else InvalidInputError
         if isinstance(error, apsw.ReadOnlyError) or "readonly" in str(error):
             kind = ConfigurationError
-        raise kind(f"{name}: SQLite says: {error}") from error
+        raise kind(f"{name}: SQLite refuses this: {error}") from error

@@ -113,12 +113,13 @@ class Dual:
         Raises:
             IncompatibleSpaceError: `joining` was fitted for another map.
             InvalidInputError: no rank fusion exists for the store's metric.
-            UnavailableError, NotPermittedError, NotFoundError: the store cannot be read.
+            UnavailableError, NotPermittedError, NotFoundError: the store's facts cannot be read.
         """
         judged_by(source.facts())
         if joining.mark != mapping.digest:
             raise IncompatibleSpaceError(
-                "the joining was fitted for another map; take --out and --joining of one `fit`"
+                "the rank fusion (the file of --joining) was fitted for another map; use the files "
+                "that one run of `nobackfill fit` wrote with --out and --joining"
             )
         self._source, self._mapping, self._joining = source, mapping, joining
         self._natives, self._reembedder = natives, reembedder
@@ -162,8 +163,8 @@ class Dual:
         )
         if embedder.reads.startswith(QUERIES):
             raise InvalidInputError(
-                "expected an embedder of items, got one of queries; this model embeds them "
-                "differently"
+                "embedder: expected one that embeds items (documents), got one that embeds "
+                "queries, and this model embeds them differently; open the embedder for items"
             )
         native_file = Natives(natives, embedder.fingerprint, new_map.dims[1])
         reembedder = None
@@ -199,6 +200,10 @@ class Dual:
             new: the query by the new model, float32 [b] or [1, b].
             k: the most hits, 1 to 100.
 
+        Returns:
+            At most `k` hits, best first; fewer if the searches return fewer candidates, and none
+            for an empty store.
+
         Raises:
             InvalidInputError: a vector has another dimension or is not finite, or `k` is out of
                 range.
@@ -208,7 +213,7 @@ class Dual:
             ConfigurationError: the process was forked after the re-embedder was opened.
         """
         if not 1 <= k <= HITS:
-            raise InvalidInputError(f"expected k from 1 to {HITS}, got {k}")
+            raise InvalidInputError(f"k, the number of hits: expected 1 to {HITS}, got {k}")
         dims = self._mapping.dims
         by_old = check_vectors(np.atleast_2d(old), dims[0], what="query by the old model")
         by_new = check_vectors(np.atleast_2d(new), dims[1], what="query by the new model")
@@ -269,7 +274,7 @@ class Dual:
         Waits until each batch has ended. Items that fail do not count and raise nothing.
 
         Args:
-            count: the most items that get a native vector.
+            count: the most items that get a native vector; 0 or less embeds none.
 
         Returns:
             How many items got a native vector. 0 without a source of items, when all items are

@@ -71,7 +71,8 @@ class SourceReembedding(Reembedding[ItemVersion]):
     ) -> None:
         if embedder.kind not in (None, items.kind):
             raise InvalidInputError(
-                f"expected items that the model reads ({embedder.kind}s), got {items.kind}s"
+                f"source of items: expected {embedder.kind}s, which the model reads, got "
+                f"{items.kind}s"
             )
         super().__init__(items, limits, natives)
         self._source, self._embedder, self._natives = source, embedder, natives

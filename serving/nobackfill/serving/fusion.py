@@ -135,7 +135,8 @@ def candidates(*searches: Callable[[int], Iterable[Key]], count: int = HITS) -> 
         count: how many keys to take from each.
 
     Returns:
-        Up to count times the number of searches, those of the first search first.
+        Up to count times the number of searches, those of the first search first; empty without
+        searches. A search that returns more keys is not cut.
     """
     return list(dict.fromkeys(key for search in searches for key in search(count)))
 

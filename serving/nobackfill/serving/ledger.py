@@ -101,12 +101,12 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
         Claims of processes that have ended, and claims older than ten minutes, are ended first.
 
         Args:
-            keys: items, claimed in their order.
+            keys: distinct items, claimed in their order.
             day: the day of the budget, YYYY-MM-DD in UTC.
             budget: the most items of this day, over all processes; 0 claims none.
 
         Returns:
-            The items that were claimed.
+            The items that were claimed; items that this process claimed before are not among them.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: nothing was claimed.
@@ -136,6 +136,9 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def settle(self, keys: Collection[Key]) -> None:
         """End claims of items that are embedded or deleted, and remove them from the queue.
 
+        Claims of other processes on these items end, too. Items without a claim are ignored. Their
+        cost stays in the budget.
+
         Raises:
             BusyError, CannotWriteError, DamagedError: nothing was changed.
         """
@@ -150,8 +153,9 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
     def release(self, keys: Collection[Key]) -> None:
         """Give up claims of items that failed, and return their cost to the day's budget.
 
-        The items stay queued, but come last until a query requests them again. The cost of a claim
-        that another process has taken over is not returned.
+        The items stay queued, but come last until a query requests them again; an item without a
+        claim is queued, too. The cost of a claim that another process has taken over is not
+        returned.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: nothing was changed.
@@ -174,8 +178,9 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
 
         Args:
             count: the most names to return.
-            where: an SQL condition on the columns `id` and `times` of the queue. The default leaves
-                out items that failed and were not requested since.
+            where: an SQL condition on the columns `id` and `times` of the queue; never build it
+                from a caller's text. The default leaves out items that failed and were not
+                requested since.
 
         Raises:
             BusyError, CannotWriteError, DamagedError: as for this class.
@@ -242,7 +247,10 @@ CREATE TABLE IF NOT EXISTS spent (day TEXT PRIMARY KEY, items INTEGER NOT NULL) 
                 connection.execute(statement)
             return connection
         except OSError as error:
-            raise CannotWriteError(f"{self._path}: cannot be written ({error.strerror})") from error
+            raise CannotWriteError(
+                f"{self._path}: the file of re-embedding cannot be written ({error.strerror}); "
+                "check its folder and permissions"
+            ) from error
         except sqlite3.Error as error:
             if connection is not None:
                 connection.close()

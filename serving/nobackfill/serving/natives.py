@@ -80,8 +80,8 @@ CREATE TABLE IF NOT EXISTS native (
         if not same:
             self.close()
             raise IncompatibleSpaceError(
-                f"{path}: holds vectors of another model, or of this model with other options; "
-                "use one file per model"
+                f"{path}: this file of native vectors belongs to another model, or to this model "
+                "with other options; use one file per model"
             )
         # A copy in memory for search; `_newest` is the last number that was read.
         self._matrix: Vectors = np.zeros((_ROOM, dim), np.float32)
@@ -153,9 +153,10 @@ CREATE TABLE IF NOT EXISTS native (
         """Store native vectors durably, and settle the claims and requests of their items.
 
         Args:
-            ids: n ids; existing vectors are replaced.
+            ids: n ids; existing vectors are replaced. Of an id that is given twice, the last vector
+                stays.
             old_digest: the n digests of the old vectors, as `digest` returns them.
-            vectors: float32 [n, dim].
+            vectors: float32 [n, dim]; n may be 0.
 
         Raises:
             InvalidInputError: the vectors have another dimension or are not finite.
@@ -255,7 +256,8 @@ CREATE TABLE IF NOT EXISTS native (
                 vector = from_bytes(blob, self._dim, what=f"{self._path}: {name!r}")[0]
             except (InvalidInputError, TypeError) as error:
                 raise VerificationError(
-                    f"{error}; delete {self._path}: re-embedding fills it again"
+                    f"{error}; the file of native vectors is damaged: delete {self._path}, and "
+                    "re-embedding fills it again"
                 ) from error
             self._drop(name)
             self._add(name, Native(old_digest, vector))

@@ -260,7 +260,9 @@ class Reembedding(ABC, Generic[Key]):
         """Re-embed items; return once their vectors are stored or the time is up.
 
         Work that has started goes on after the time is up, and its vectors are stored. Items that
-        fail raise nothing: `cost` counts them. Nothing happens after `close`.
+        fail raise nothing: `cost` counts them. Neither do a locked or full ledger: its error is the
+        last failure in `cost`, and nothing is embedded. Items that back off, and items beyond the
+        day's budget, are not embedded. Nothing happens after `close`, or without items.
 
         Args:
             names: the item's name in its source, by key.
@@ -304,8 +306,8 @@ class Reembedding(ABC, Generic[Key]):
         """Start to embed items; return their futures, and those of other queries on them."""
         if os.getpid() != self._process:
             raise ConfigurationError(
-                "this re-embedder was opened before the process was forked, and its threads "
-                "stayed in the parent; open it after the fork, in each process"
+                "re-embedding: this object was opened before the process was forked, and its "
+                "threads stayed in the parent; open it after the fork, in each process"
             )
         with self._lock:
             if self._refuses:

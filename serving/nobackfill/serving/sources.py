@@ -82,13 +82,16 @@ class FolderItems:
 
         Raises:
             TooLargeError: the file is larger than `most_bytes`.
-            InvalidInputError: the id leads out of the folder, or a text is not UTF-8.
+            InvalidInputError: the id leads out of the folder, also by a link, or can name no file,
+                or a text is not UTF-8.
             UnavailableError: the file cannot be read.
         """
         try:
             path = (self._folder / PurePosixPath(self._pattern.replace("{id}", name))).resolve()
             if not path.is_relative_to(self._folder):
-                raise InvalidInputError(f"{name!r}: expected a path inside the folder of items")
+                raise InvalidInputError(
+                    f"item {name!r}: expected an id whose file is inside the folder {self._folder}"
+                )
             if not path.is_file():
                 return None
             with path.open("rb") as file:
@@ -96,7 +99,13 @@ class FolderItems:
                     self.kind, check_size(file.read(most_bytes + 1), name, most_bytes), name
                 )
         except OSError as error:
-            raise UnavailableError(f"{name!r}: cannot be read ({error.strerror})") from error
+            raise UnavailableError(
+                f"item {name!r}: its file cannot be read ({error.strerror})"
+            ) from error
+        except ValueError as error:
+            raise InvalidInputError(
+                f"item {name!r}: expected an id that can name a file ({error})"
+            ) from error
 
 
 class FunctionItems:
@@ -157,11 +166,14 @@ class UrlItems:
         local = is_loopback(parsed.host or "")
         path = template.partition("://")[2].partition("/")[2]
         if parsed.scheme != "https" and not (local and parsed.scheme == "http"):
-            raise ConfigurationError("expected https://HOST/…{id}… as the items' address")
+            raise ConfigurationError(
+                "address of items: expected https://HOST/…{id}…, or http:// on this machine, got "
+                f"{template!r}"
+            )
         if parsed.host not in hosts or "{id}" not in path:
             raise ConfigurationError(
-                f"expected one of the hosts {sorted(hosts)} and {{id}} in the path, got the host "
-                f"{parsed.host!r} in {template!r}"
+                f"address of items: expected one of the hosts {sorted(hosts)} and {{id}} in the "
+                f"path, got {template!r}"
             )
         self._timeout = timeout
         self._http = pool_manager(retries=False, timeout=timeout, maxsize=16)
@@ -178,13 +190,18 @@ class UrlItems:
 
         Raises:
             TooLargeError: the answer is larger than `most_bytes`.
-            InvalidInputError: the id is "." or "..", or a text is not UTF-8.
+            InvalidInputError: the id is "." or "..", or no valid Unicode, or a text is not UTF-8.
             UnavailableError: the host does not answer in time, or answers with another status.
         """
-        # Quoted as one segment, an id cannot lead to another host or folder.
-        url = self._template.replace("{id}", quote(name, safe=""))
         if name in (".", ".."):
-            raise InvalidInputError(f"{name!r}: expected an id that names a file")
+            raise InvalidInputError(f"item {name!r}: expected an id that names a file")
+        try:
+            # Quoted as one segment, an id cannot lead to another host or folder.
+            url = self._template.replace("{id}", quote(name, safe=""))
+        except UnicodeEncodeError as error:
+            raise InvalidInputError(
+                f"item {name!r}: expected an id of valid Unicode, got an unpaired surrogate"
+            ) from error
         data, end = bytearray(), time.monotonic() + self._timeout
         try:
             with closing(read_paced(lambda: self._pieces(url, name), end)) as pieces:
@@ -195,7 +212,7 @@ class UrlItems:
         except NotFoundError:
             return None
         except _TROUBLE as error:
-            raise UnavailableError(f"{name!r}: its host does not answer ({error})") from error
+            raise UnavailableError(f"item {name!r}: its host does not answer ({error})") from error
         return _decode(self.kind, check_size(bytes(data), name, most_bytes), name)
 
     def _pieces(self, url: str, name: str) -> Iterator[bytes]:
@@ -205,9 +222,11 @@ class UrlItems:
         complete = False
         try:
             if response.status in (404, 410):
-                raise NotFoundError(f"{name!r}: its host has no such file")
+                raise NotFoundError(f"item {name!r}: its host has no such file")
             if response.status != 200:
-                raise UnavailableError(f"{name!r}: its host answers {response.status}")
+                raise UnavailableError(
+                    f"item {name!r}: its host answers {response.status} (HTTP), expected 200"
+                )
             while piece := response.read1(_PIECE):
                 yield piece
             complete = True
@@ -224,7 +243,9 @@ def _decode(kind: Kind, data: bytes, name: str) -> str | bytes:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InvalidInputError(f"{name!r}: expected a text in UTF-8") from error
+        raise InvalidInputError(
+            f"item {name!r}: expected a text in UTF-8, got other bytes"
+        ) from error
 
 
 def check_size(data: bytes, name: str, most_bytes: int) -> bytes:
@@ -239,7 +260,7 @@ def check_size(data: bytes, name: str, most_bytes: int) -> bytes:
         TooLargeError: `data` has more bytes.
     """
     if len(data) > most_bytes:
-        raise TooLargeError(f"{name!r}: expected at most {most_bytes} bytes, got more")
+        raise TooLargeError(f"item {name!r}: expected at most {most_bytes} bytes, got more")
     return data
 
 
@@ -307,9 +328,11 @@ class LineItems:
                     file.seek(offset)
                     line = file.readline(_longest(most_bytes))
             except OSError as error:
-                raise UnavailableError(f"{name!r}: cannot be read ({error.strerror})") from error
+                raise UnavailableError(
+                    f"item {name!r}: {self._file} cannot be read ({error.strerror})"
+                ) from error
         if not line.endswith(b"\n") and len(line) == _longest(most_bytes):
-            raise TooLargeError(f"{name!r}: expected at most {most_bytes} bytes, got more")
+            raise TooLargeError(f"item {name!r}: expected at most {most_bytes} bytes, got more")
         try:
             entry = read_line(line, repr(name))
         except InvalidInputError:
@@ -318,11 +341,15 @@ class LineItems:
         if entry.id != name:
             self._index_again()
             # The file was rewritten between index and read: this line belongs to another item.
-            raise UnavailableError(f"{name!r}: its file changes while it is read; try again")
+            raise UnavailableError(
+                f"item {name!r}: {self._file} changed while it was read; try again"
+            )
         try:
             check_size(entry.text.encode(), name, most_bytes)
         except UnicodeEncodeError as error:
-            raise InvalidInputError(f"{name!r}: expected valid Unicode") from error
+            raise InvalidInputError(
+                f"item {name!r}: expected a text of valid Unicode, got an unpaired surrogate"
+            ) from error
         return entry.text
 
     def _index_again(self) -> None:
@@ -378,7 +405,10 @@ def _open_file(path: Path) -> BinaryIO:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise InvalidInputError(f"{path}: expected a regular file, because lines are read by offset")
+    raise InvalidInputError(
+        f"{path}: expected a regular file, because its lines are read by offset, got a folder, "
+        "pipe or device"
+    )
 
 
 def _longest(most_bytes: int) -> int:

@@ -85,22 +85,27 @@ class PackageGraph:
 
     @property
     def capacity(self) -> int:
+        """Return the number of elements that the graph can hold before `resize`."""
         return int(self._index.max_elements)
 
     @property
     def max_level(self) -> int:
+        """Return the highest level of an element, from 0."""
         return int(self._state()["max_level"])
 
     @property
     def entry(self) -> int:
+        """Return the number of the element where walks begin."""
         return int(self._state()["enterpoint_node"])
 
     @property
     def mult(self) -> float:
+        """Return the factor by which levels are drawn, 1 / ln(M)."""
         return float(self._state()["mult"])
 
     @property
     def ef(self) -> int:
+        """Return the number of candidates of a search."""
         return int(self._index.ef)
 
     @ef.setter
@@ -109,17 +114,20 @@ class PackageGraph:
 
     @property
     def records(self) -> NDArray[np.uint8]:
+        """Return the records of all elements, uint8 [count, bytes]: links, vector, label."""
         state = self._state()
         records: NDArray[np.uint8] = state["data_level0"].view(np.uint8)
         return records.reshape(-1, state["size_data_per_element"])
 
     @property
     def levels(self) -> NDArray[np.int32]:
+        """Return the number of levels above the ground of each element, int32 [count]."""
         levels: NDArray[np.int32] = self._state()["element_levels"][: len(self)]
         return levels
 
     @property
     def upper(self) -> NDArray[np.int8]:
+        """Return the links above the ground level, element by element, int8 [bytes]."""
         upper: NDArray[np.int8] = self._state()["link_lists"]
         return upper
 
@@ -127,10 +135,23 @@ class PackageGraph:
         return int(self._index.element_count)
 
     def add(self, vectors: Vectors, names: Labels, threads: int) -> None:
+        """Add vectors under names; the capacity must suffice, or RuntimeError is raised.
+
+        Args:
+            vectors: float32 [n, dim], prepared.
+            names: int64 [n]; a known name replaces its vector.
+            threads: Threads that add them; with one, the same calls give the same graph.
+        """
         self._cached = None
         self._index.add_items(vectors, names, num_threads=threads)
 
     def search(self, queries: Vectors, k: int) -> tuple[Labels, Vectors] | None:
+        """Return names int64 [q, k] and distances float32 [q, k] of the nearest, in any order of
+        names.
+
+        Returns:
+            None if the graph finds fewer than k elements for a query.
+        """
         try:
             names, distances = self._index.knn_query(queries, k=k, num_threads=1)
         except RuntimeError:
@@ -138,10 +159,12 @@ class PackageGraph:
         return names.view(np.int64), distances
 
     def resize(self, capacity: int) -> None:
+        """Change the capacity to `capacity` elements, not fewer than there are."""
         self._cached = None
         self._index.resize_index(capacity)
 
     def mark(self, deleted: Mask) -> None:
+        """Mark elements that must not be found, bool [count]; this replaces all earlier marks."""
         self.records[:, _MARK_BYTE] = deleted
         self._index = hnswlib.Index(self._state() | {"has_deletions": bool(deleted.any())})
 

@@ -40,11 +40,13 @@ def join(address: str) -> None:
         ray.init(address, namespace="nobackfill", log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError) as error:
         raise UnavailableError(
-            f"no Ray cluster answers at {address}: start one with `ray start --head`, or correct "
-            "--ray; `ray stop` clears the remains of a dead cluster"
+            f"no Ray cluster answers at {address}; start one with `ray start --head`, or correct "
+            "the address in --ray. `ray stop` removes the remains of a dead cluster"
         ) from error
     except ValueError as error:
-        raise ConfigurationError(f"--ray: expected auto or HOST:PORT, got {address}") from error
+        raise ConfigurationError(
+            f"--ray: expected auto or HOST:PORT of a Ray cluster's head, got {address}"
+        ) from error
     finally:
         if previous is None:
             del os.environ[_TRIES_VARIABLE]

@@ -112,8 +112,8 @@ class RayCluster:
                 finished, running = ray.wait(running, num_returns=1, timeout=_PATIENCE_S)
                 if not finished:
                     raise UnavailableError(
-                        f"the Ray cluster has finished no task for {_PATIENCE_S:.0f} s; has it a "
-                        "free processor?"
+                        f"the Ray cluster has finished no task for {_PATIENCE_S:.0f} s; check with "
+                        "`ray status` that a processor is free"
                     )
                 yield _result(finished[0])
         finally:
@@ -123,7 +123,7 @@ class RayCluster:
                 ray.wait(running, num_returns=len(running), timeout=_PATIENCE_S)
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """Leave the cluster; running tasks of this process are cancelled."""
         ray.shutdown()
 
 
