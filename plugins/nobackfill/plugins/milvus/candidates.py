@@ -59,7 +59,7 @@ class Candidates:
         self, connection: Connection, table: SpaceTable, query: Vectors, limit: int,
         condition: Condition, ef: int,
     ) -> list[Any] | None:  # fmt: skip
-        """Return candidates of a query that pass a filter, with their vectors.
+        """Return candidates of a query that pass a filter, with their vectors, in any order.
 
         Args:
             connection: a snapshot of the database.
@@ -147,7 +147,8 @@ class Candidates:
             k: the most labels, 1 to 16,384.
 
         Returns:
-            About the k nearest labels; None if Milvus cannot search the collection yet.
+            About the k nearest labels, nearest first; None if Milvus cannot search the collection
+            yet, or has lost it.
 
         Raises:
             UnavailableError: Milvus does not answer.

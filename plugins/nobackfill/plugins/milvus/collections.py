@@ -152,6 +152,8 @@ class Collections:
     ) -> int:
         """Insert or replace vectors with their columns.
 
+        Many rows go in several calls, so a failure may leave the first rows written.
+
         Args:
             name: the collection.
             labels: int64 [n].
@@ -159,7 +161,7 @@ class Collections:
             columns: n columns for filters.
 
         Returns:
-            The timestamp of the write by Milvus' clock; 0 for no labels.
+            The timestamp of the last write by Milvus' clock; 0 for no labels.
 
         Raises:
             UnavailableError: Milvus does not answer, or refuses the call.
@@ -184,6 +186,8 @@ class Collections:
     def delete(self, name: str, labels: Labels) -> None:
         """Delete rows by label, int64 [n]; labels without a row are ignored.
 
+        No labels are no call.
+
         Raises:
             UnavailableError: Milvus does not answer, or refuses the call.
         """
@@ -206,6 +210,8 @@ class Collections:
 
     def has_graph(self, name: str) -> bool:
         """Return whether a collection has a graph of all its sealed rows.
+
+        Rows that are not sealed yet do not count. False if the collection has no index.
 
         Raises:
             UnavailableError: Milvus does not answer, or refuses the call.
@@ -243,7 +249,7 @@ class Collections:
                 all rows written before the call are visible.
 
         Returns:
-            The labels; None if there are more than `most`.
+            The labels in any order; None if there are more than `most`.
 
         Raises:
             UnavailableError: Milvus does not answer, or refuses the call.
@@ -260,7 +266,9 @@ class Collections:
         self, name: str, spec: SpaceSpec, query: Vectors, limit: int, ef: int,
         expression: str = "", since: int | None = None,
     ) -> list[int]:  # fmt: skip
-        """Return the labels of about the nearest rows.
+        """Return the labels of about the nearest rows, nearest first.
+
+        Fewer than `limit` if fewer rows pass, or if the graph search ends early.
 
         Args:
             name: the collection.
@@ -318,5 +326,6 @@ def _call(work: Callable[[], Result]) -> Result:
         if isinstance(error, grpc.RpcError) and callable(code):
             code = code().name
         raise UnavailableError(
-            f"Milvus does not answer, or refuses (code {code}); look at its log"
+            f"the Milvus server of the galleries does not answer, or refuses a call (code {code}); "
+            "check that it runs, then look at its log"
         ) from error

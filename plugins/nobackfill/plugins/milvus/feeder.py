@@ -63,7 +63,7 @@ class Feeder:
         self._thread = threading.Thread(target=self._run, name="milvus", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; call it once."""
+        """Start the thread. A second call raises RuntimeError."""
         self._thread.start()
 
     def close(self) -> None:
@@ -77,7 +77,10 @@ class Feeder:
             self._thread.join()
 
     def wake(self, _: Change) -> None:
-        """Wake the thread after a change; a listener for GalleryStore.subscribe."""
+        """Wake the thread after a change; a listener for GalleryStore.subscribe.
+
+        Returns at once, and does nothing visible if no thread runs. The change itself is ignored.
+        """
         self._wake_event.set()
 
     def feed(self, schema: str) -> int:
@@ -123,6 +126,9 @@ class Feeder:
 
         Raises:
             UnavailableError: Milvus or the database does not answer for ten minutes.
+            BusyError: the database could not lock the rows for ten minutes.
+            NotFoundError: the gallery was deleted meanwhile.
+            CannotWriteError: the database cannot write.
         """
         name = name_of(self._database_id, schema, info.number)
         sealed, last_answer = False, time.monotonic()
@@ -177,7 +183,10 @@ class Feeder:
                 continue
             except NobackfillError as error:
                 if not is_down and not self._stopping.is_set():
-                    log.warning("changes do not reach Milvus", error=str(error))
+                    log.warning(
+                        "changes of galleries do not reach Milvus; tried again every 2 s",
+                        error=str(error),
+                    )
                 is_down = True
             except Exception as error:
                 # The thread must survive: without it, Milvus gets no changes any more.
@@ -226,7 +235,7 @@ class Feeder:
             UnavailableError: Milvus answers no call at all, or the thread must stop.
         """
         if self._stopping.is_set():
-            raise UnavailableError("the gateway is stopping")
+            raise UnavailableError("the gateway is stopping, so that Milvus gets no more changes")
         try:
             yield
         except NotFoundError:
@@ -234,7 +243,11 @@ class Feeder:
             return
         except NobackfillError as error:
             if which not in self._failing:
-                log.warning("changes do not reach Milvus", which=which, error=str(error))
+                log.warning(
+                    "changes of one gallery do not reach Milvus; tried again every 2 s",
+                    which=which,
+                    error=str(error),
+                )
             self._failing.add(which)
             self._collections.names()
         else:

@@ -52,12 +52,13 @@ class MilvusGallery(PostgresqlGallery):
         Raises:
             NotFoundError: there is no such gallery.
             UnavailableError: the database does not answer.
-            BusyError: the gallery's rows are locked for too long.
+            BusyError: the gallery's rows are locked for too long, or the database refuses writes.
+            CannotWriteError: the database cannot write.
         """
         super().__init__(database, number)
         if not database.read(lambda connection: journal.complete(connection, self.schema)):
             database.write(lambda connection: journal.begin(connection, self.schema))
-            log.info("Milvus gets everything", gallery=number)
+            log.info("Milvus gets all vectors of a gallery", gallery=number)
 
     @staticmethod
     def begin_journal(gallery: PostgresqlGallery) -> None:
@@ -103,8 +104,9 @@ def wait_for_milvus(
 ) -> None:  # fmt: skip
     """Wait until Milvus finds nearly all true neighbours of probes in a space.
 
-    Then the items of the space are checked, so that the flip checks only later ones. Small spaces
-    need no Milvus and return at once.
+    Then the items of the space are checked, so that the flip checks only later ones. Spaces of at
+    most 5,000 vectors need no Milvus and return at once. The wait has no end of its own: if recall
+    stays low, it is logged and measured again, with new probes.
 
     Args:
         gallery: the gallery.
@@ -112,6 +114,10 @@ def wait_for_milvus(
         candidates: the searches in Milvus.
         feed: sends pending labels to Milvus; returns how many.
         check_stop: called repeatedly while waiting; it may raise to stop.
+
+    Raises:
+        IncompatibleSpaceError: the gallery does not have the space any more.
+        UnavailableError: Milvus or the database does not answer.
     """
     if gallery.count(info.spec.space) <= limits.SMALL:
         return
@@ -133,7 +139,7 @@ def wait_for_milvus(
                 probes = probes_of(connection, gallery.schema, info, check_stop)
         share = probes.recall([_search(gallery, info, candidates, one) for one in probes.queries])
         if share >= RECALL:
-            log.info("Milvus answers", release=info.spec.release, recall=share)
+            log.info("Milvus finds nearly all neighbours", release=info.spec.release, recall=share)
             gallery.look_ahead(info.spec.space)
         return share
 
@@ -226,6 +232,7 @@ class InMilvus(DatabaseHome):
         Raises:
             NotFoundError: there is no such gallery.
             UnavailableError: the database does not answer.
+            BusyError: its journal is missing, and the gallery's rows are locked for too long.
         """
         plain = self._galleries.open(name)
         gallery = MilvusGallery(plain.database, plain.number)
@@ -233,6 +240,8 @@ class InMilvus(DatabaseHome):
 
     def create(self, name: str, specs: Sequence[SpaceSpec], state: Mapping[str, Any]) -> None:
         """Create an empty gallery with a journal.
+
+        If the process ends in between, the gallery has no journal; `open` then starts it.
 
         Args:
             name: its name.
@@ -251,6 +260,8 @@ def open_home(
     address: str, database: Database, scratch: Path, *, feeds: bool
 ) -> Iterator[InMilvus]:
     """Search the vectors of a database's galleries in Milvus, until the block ends.
+
+    The database stays open; the caller closes it.
 
     Args:
         address: Milvus, as Collections takes it.

@@ -187,8 +187,12 @@ def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Lab
         schema: the gallery's schema.
         count: the most rows to take.
 
+    Which labels are taken, if there are more than `count`, is not defined.
+
     Returns:
-        For each space its number and its labels, int64 [n], increasing, each once.
+        For each space with such rows its number and its labels, int64 [n], increasing, each once;
+        spaces by increasing number. Numbers of dropped spaces may be among them. Empty if nothing
+        is pending.
 
     Raises:
         UnavailableError: the database does not answer.
@@ -207,7 +211,7 @@ def take(connection: Connection, schema: str, count: int) -> list[tuple[int, Lab
 
 
 def set_fed_until(connection: Connection, schema: str, number: int, moment: int) -> None:
-    """Record the time, by Milvus' clock, until which a space was fed.
+    """Record the time, by Milvus' clock, until which a space was fed, in place of the last one.
 
     Args:
         connection: in a transaction.

@@ -80,7 +80,10 @@ def open_client(place: str) -> Any:
     if "://" not in place:
         path = Path(place)
         if not path.exists():
-            raise NotFoundError(f"{place}: there is no file of milvus-lite")
+            raise NotFoundError(
+                f"{place}: there is no such file; name a database file of milvus-lite, or the "
+                "address https://HOST:PORT of a Milvus server"
+            )
         return call_milvus(path.name, lambda: MilvusClient(uri=str(path.resolve())))
     parts = server_address(place, "milvus", KEY)
     database = parts.path.strip("/")
@@ -120,9 +123,11 @@ def call_milvus(name: str, work: Callable[[], Result]) -> Result:
     except MilvusException as error:
         kind = _CODES.get(error.code, InvalidInputError)
         lines = str(error.message).strip().splitlines() or [type(error).__name__]
-        raise kind(f"{name}: Milvus says: {lines[0][:200]}") from error
+        raise kind(f"{name}: Milvus refuses this: {lines[0][:200]}") from error
     except grpc.RpcError as error:
-        raise UnavailableError(f"{name}: Milvus does not answer") from error
+        raise UnavailableError(
+            f"{name}: the Milvus server does not answer; check its address and that it runs"
+        ) from error
 
 
 _FIELD_OPTIONS = (
@@ -279,7 +284,9 @@ class MilvusStore:
         """
         if not self.exists(name):
             names = few(call_milvus(name, self._client.list_collections))
-            raise NotFoundError(f"{name}: no such collection; there are {names or 'none'}")
+            raise NotFoundError(
+                f"{name}: no such collection; there are {names or 'none'} in this Milvus"
+            )
         return MilvusCollection(self._client, name, self._vector)
 
     def exists(self, name: str) -> bool:

@@ -80,13 +80,24 @@ class Guard:
     def _refusal(self, scope: Scope) -> PlainTextResponse | None:
         headers = Headers(scope=scope)
         if [host.lower() for host in headers.getlist("host")] != [self._host(headers)]:
-            return PlainTextResponse("this server does not serve the requested host\n", 403)
+            return PlainTextResponse(
+                "this server does not serve the host of this address: use the address that it"
+                " printed when it started\n",
+                403,
+            )
         if not self._may_enter(scope["path"]):
-            return PlainTextResponse("no such page: use the complete address\n", 404)
+            return PlainTextResponse(
+                "no such page: use the complete address, with the secret that the server printed"
+                " when it started\n",
+                404,
+            )
         if scope["method"] not in (*_READING, "POST"):
-            return PlainTextResponse("method not allowed\n", 405)
+            return PlainTextResponse("expected the method GET, HEAD or POST\n", 405)
         if self._foreign(scope["method"], headers):
-            return PlainTextResponse("refused: the request comes from another site's page\n", 403)
+            return PlainTextResponse(
+                "refused: the request comes from another site's page; open this page by itself\n",
+                403,
+            )
         return None
 
     def _host(self, headers: Headers) -> str | None:

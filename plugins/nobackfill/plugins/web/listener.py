@@ -154,7 +154,9 @@ class _Places:
 # Owners in the limits: all authenticated callers, and all others on this machine.
 _AUTHENTICATED, _LOCAL = "known", "local"
 _LIMITS = {_AUTHENTICATED: _MOST_AUTHENTICATED, _LOCAL: _MOST_LOCAL}
-_CROWDED = PlainTextResponse("too many requests at once; try again later\n", 503)
+_CROWDED = PlainTextResponse(
+    "this server answers too many requests now; try again in a few seconds\n", 503
+)
 
 
 def _peer(address: str) -> str:
@@ -200,7 +202,8 @@ class Listener:
             self._socket.close()
             why = getattr(error, "strerror", None) or error
             raise ConfigurationError(
-                f"pages: cannot listen at {host}:{port} ({why}); choose another port"
+                f"the server of the web pages cannot listen at {host}:{port} ({why}); choose "
+                "another port"
             ) from error
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._tls = tls
@@ -225,7 +228,11 @@ class Listener:
     def serve(
         self, app: ASGIApp, is_authenticated: Callable[[Scope], bool] = lambda _scope: False
     ) -> Self:
-        """Answer requests on a thread until `close`; call it once.
+        """Answer requests on a thread until `close`; call it once, before `close`.
+
+        Returns before the first answer; connections that waited since the start are answered too.
+        If the files of `tls` cannot be read, the thread ends with an error, and nothing is
+        answered.
 
         Args:
             app: the application.
@@ -281,7 +288,10 @@ class Listener:
         return self
 
     def close(self) -> None:
-        """Stop answering and close the socket; open streams get 3 s to end."""
+        """Stop answering and close the socket; open streams get 3 s to end.
+
+        A second call, or one without `serve`, only closes the socket.
+        """
         if self._server is not None and self._thread is not None:
             self._ending.set()
             self._server.should_exit = True

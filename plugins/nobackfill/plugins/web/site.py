@@ -82,7 +82,7 @@ class Site:
         self._routes = [Route("/static/{name}", _static)]
 
     def get(self, path: str, page: Page) -> None:
-        """Add a page that a browser reads.
+        """Add a page that a browser reads; of two pages with one path, the first one counts.
 
         Args:
             path: the path in the site, as starlette writes routes.
@@ -103,8 +103,9 @@ class Site:
             path: the path in the site, as starlette writes routes.
             page: gets the request and its body, and makes the response, on a thread.
             most: the largest body in bytes; a larger one gets the status 413. It must arrive within
-                60 s.
-            check: runs first; if it raises, the body is not read.
+                60 s, or it gets the status 422.
+            check: runs first, in the event loop, so it must not block; if it raises, the body is
+                not read.
         """
 
         async def endpoint(request: Request) -> Response:
@@ -129,7 +130,8 @@ class Site:
             request: the present request.
             template: the name of the template.
             values: names for the template. It also gets `base` (the site's address without the
-                final slash), `here` (the path in the site), `site` (the title) and `links`.
+                final slash), `here` (the path in the site), `site` (the title) and `links`. A name
+                that the template uses and nobody gives is an error of jinja2.
         """
         base = request.scope.get("root_path", "")
         path = request.url.path.removeprefix(base)
@@ -195,7 +197,9 @@ def fields(body: bytes) -> dict[str, str]:
     try:
         return dict(parse_qsl(body.decode("utf-8"), max_num_fields=100, errors="strict"))
     except ValueError as error:
-        raise InvalidInputError("expected a form of this page; load it again") from error
+        raise InvalidInputError(
+            "expected the form of this page in UTF-8 with at most 100 fields; load the page again"
+        ) from error
 
 
 async def _body(request: Request, most: int) -> bytes:
@@ -212,11 +216,12 @@ async def _body(request: Request, most: int) -> bytes:
                 body += piece
                 if len(body) > most:
                     raise TooLargeError(
-                        f"expected at most {most} bytes, got more; send a smaller copy"
+                        f"the upload: expected at most {most} bytes, got more; send a smaller copy"
                     )
     except TimeoutError as error:
         raise InvalidInputError(
-            f"only {len(body)} bytes arrived within {_BODY_SECONDS:.0f} s; send the request again"
+            f"the upload is incomplete: {len(body)} bytes arrived within {_BODY_SECONDS:.0f} s; "
+            "send it again, or send a smaller copy"
         ) from error
     return bytes(body)
 

@@ -638,7 +638,7 @@ class ReleasePages:
         """
         form = fields(body)
         if "label" in form:
-            label = _number(form["label"], 2**63 - 1)
+            label = _number("the picture's label", form["label"], 2**63 - 1)
             (item,) = self._device.store.items([label])
             if item is None:
                 raise NotFoundError("This picture is not in the gallery, or no longer.")
@@ -652,7 +652,7 @@ class ReleasePages:
 
             self._desk.start("Re-embedding", one)
             return self._site.go(request, f"/item/{label}")
-        most = _number(form.get("count", ""), _MOST_ITEMS)
+        most = _number("the number of pictures", form.get("count", ""), _MOST_ITEMS)
 
         def work(output: Output) -> str:
             count = re_embed(self._device, self._device.active(), most, output)
@@ -679,9 +679,11 @@ class ReleasePages:
         yield ServerSentEvent("", event="end")
 
 
-def _number(text: str, most: int) -> int:
+def _number(what: str, text: str, most: int) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and 1 <= int(text) <= most):
-        raise InvalidInputError(f"expected a whole number from 1 to {most}, got {text[:20]!r}")
+        raise InvalidInputError(
+            f"{what}: expected a whole number from 1 to {most}, got {text[:20]!r}"
+        )
     return int(text)
 
 

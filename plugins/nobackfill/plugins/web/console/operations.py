@@ -258,7 +258,10 @@ class Rollouts:
             try:
                 _take(run, next(reports))
             except StopIteration as error:
-                raise BusyError("the gateway sent no report; try again") from error
+                raise BusyError(
+                    f"the gateway sent no report on the activation of release {release}; look at "
+                    "the overview whether it runs, then try again"
+                ) from error
             # Only now the activation has begun.
             self._run = run
             closing.pop_all()
@@ -377,7 +380,9 @@ class Operations:
         """
         rollout = fields(body).get("rollout", "")
         if rollout not in ROLLOUTS:
-            raise InvalidInputError(f"rollout: expected one of {', '.join(ROLLOUTS)}")
+            raise InvalidInputError(
+                f"rollout: expected one of {', '.join(ROLLOUTS)}, got {rollout[:20]!r}"
+            )
         self._rollouts.begin(self._sessions.caller(request), _number(request), rollout)
         return self._site.go(request, "/")
 
@@ -385,22 +390,29 @@ class Operations:
         """Show the release that a rollback returns to, and the items without a vector there.
 
         Raises:
-            NotFoundError: there is no release to return to.
+            PreconditionError: there is no release to return to: no other was active before, or it
+                was retired.
         """
         with self._sessions.calling(request) as gateway:
             target = gateway.rollback()
         return self._site.show(request, "rollback.html.j2", target=target)
 
     def rollback(self, request: Request, body: bytes) -> Response:
-        """Roll the gateway back to the release that the page showed.
+        """Roll the gateway back to the release that the page showed, and go to the overview.
 
         Raises:
             InvalidInputError: the form's `to` is no release number.
-            PreconditionError: a rollback would return to another release now.
+            PreconditionError: a rollback would return to another release now, or there is none to
+                return to.
+            BusyError: another rollback, activation or retirement takes too long. An activation that
+                runs is cancelled.
         """
         to = fields(body).get("to", "")
         if not _is_number(to):
-            raise InvalidInputError("expected the release that the page named; load it again")
+            raise InvalidInputError(
+                "expected the number of the release to return to; load the page of the rollback "
+                "again"
+            )
         with self._sessions.calling(request) as gateway:
             gateway.rollback(confirm=True, to=int(to))
         return self._site.go(request, "/")
@@ -485,7 +497,7 @@ def _number(request: Request) -> int:
     """Return the release number in an address; raise NotFoundError for another text."""
     text: str = request.path_params["number"]
     if not _is_number(text):
-        raise NotFoundError(f"there is no release {text[:20]!r}")
+        raise NotFoundError(f"there is no release {text[:20]!r}; a release has a whole number")
     return int(text)
 
 

@@ -75,10 +75,12 @@ class Playground:
             body: a text if the content type is text/plain, else an encoded image.
 
         Raises:
-            InvalidInputError: there is no `gallery`, or the body is no image or text in UTF-8.
+            InvalidInputError: there is no `gallery`, or the body is empty, or no image or text in
+                UTF-8.
             NotFoundError: there is no such gallery.
             UnauthenticatedError, NotPermittedError: the role may not search.
-            NobackfillError: any other error of the gateway for the first search.
+            NobackfillError: any other error of the gateway for the first search. An error of a
+                further pair is shown in its column.
         """
         query = _query(request, body)
         parameters = request.query_params
@@ -87,7 +89,9 @@ class Playground:
             parameters.get("template", "")[:_MOST_TEMPLATE],
         )
         if not name:
-            raise InvalidInputError("expected a gallery; make one with CreateGallery first")
+            raise InvalidInputError(
+                "choose a gallery to search; if there is none, make one with the call CreateGallery"
+            )
         with self._sessions.calling(request) as gateway:
             # First a search with the caller's own rights: without them, nothing is embedded.
             if isinstance(query, str):
@@ -148,7 +152,7 @@ def _query(request: Request, body: bytes) -> bytes | str:
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InvalidInputError("expected a text in UTF-8") from error
+        raise InvalidInputError("the query: expected a text in UTF-8, got other bytes") from error
 
 
 def _never_meet(release: release_pb2.Release, old: int) -> str:

@@ -136,11 +136,15 @@ class ConsoleSessions:
             The response, with the session's cookie.
 
         Raises:
-            UnauthenticatedError: the token is malformed, or the gateway does not know it.
+            UnauthenticatedError: the token is malformed or empty, or the gateway does not know it.
             UnavailableError: the gateway does not answer.
+            BusyError: the gateway answers too many calls now.
         """
         if not (token.isascii() and token.isprintable() and 0 < len(token) <= 4096):
-            raise UnauthenticatedError("expected a token that the gateway's operator issued")
+            raise UnauthenticatedError(
+                "expected a token of this gateway, of at most 4096 printable ASCII characters; ask "
+                "its operator for one"
+            )
         with ConsoleCaller(self._socket, token) as caller:
             # A call that every role may make.
             caller.list_releases()
@@ -327,7 +331,8 @@ class LoadMeter:
     def measure(self) -> Load:
         """Take a sample, and return the load since the oldest sample of the last ten seconds.
 
-        The rate is 0 at the first call, and after a pause without calls.
+        The rate is 0 at the first call, and after a pause of eleven seconds without calls. Metrics
+        that do not exist count as 0.
         """
         sample = self._sample()
         with self._lock:
