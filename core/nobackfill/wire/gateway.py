@@ -108,8 +108,8 @@ class ReleaseCalls(Connection):
         Args:
             number: Number of the release.
             rollout: direct, dual or cutover; unspecified lets the gateway choose.
-            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to 1;
-                0 means 0.5.
+            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to
+                below 1; 0 means 0.5.
             old_space_seconds: How long queries in the old space are answered after the switch; 0:
                 until the release is retired.
             canary: The share of the callers that the release answers first, until it is promoted;
@@ -246,8 +246,8 @@ class UpgradeCalls(Connection):
         Args:
             gallery: Name of the gallery.
             release: The target.
-            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to 1;
-                0 means 0.5.
+            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to
+                below 1; 0 means 0.5.
 
         Raises:
             NotFoundError: No such gallery or release.
@@ -274,8 +274,8 @@ class UpgradeCalls(Connection):
         Args:
             gallery: Name of the gallery.
             release: The target.
-            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to 1;
-                0 means 0.5.
+            spare_cores: Share of the machine's cores that searches keep during the upgrade, 0 to
+                below 1; 0 means 0.5.
             backfill: Images by id of items to re-embed, the least certain first; None for none.
             budget: The largest number of items to re-embed; 0 for all of `backfill`.
 

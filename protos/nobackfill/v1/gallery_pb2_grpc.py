@@ -129,28 +129,32 @@ class GalleryServiceServicer:
     def PutItems(self, request_iterator, context):
         """Stores items. The first message names the gallery. A response counts an item only once it is
         durable. Putting an existing id replaces the item; putting identical content changes nothing.
-        A refused item is reported, and the others are stored.
+        A refused item is reported, and the others are stored. Errors: NOT_FOUND (gallery),
+        INVALID_ARGUMENT (a later message names another gallery), RESOURCE_EXHAUSTED (too many items in
+        a message, or the quota of the token is used up). Items counted before an error stay stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetItem(self, request, context):
-        """Returns one item without its vectors. Errors: NOT_FOUND.
+        """Returns one item without its vectors. Errors: NOT_FOUND (gallery or item).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListItems(self, request, context):
-        """Lists items by page: all items, or those that pass a filter.
+        """Lists items by page: all items, or those that pass a filter. Errors: NOT_FOUND (gallery),
+        INVALID_ARGUMENT (page size, token, order or filter).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CountItems(self, request, context):
-        """Counts all items, or those that pass a filter.
+        """Counts all items, or those that pass a filter. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT
+        (filter).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,21 +162,28 @@ class GalleryServiceServicer:
 
     def SetMetadata(self, request, context):
         """Changes the metadata of items, chosen by ids or by a filter. Each item is changed completely or
-        not at all. Errors: INVALID_ARGUMENT (an item's metadata would exceed 64 KiB).
+        not at all; after an error some may be changed. Unknown ids are ignored. Errors: NOT_FOUND
+        (gallery), INVALID_ARGUMENT (both ids and filter or neither, a key to set and to remove, or an
+        item's metadata would exceed 64 KiB), RESOURCE_EXHAUSTED (too many ids).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteItems(self, request, context):
-        """Deletes items, chosen by ids or by a filter.
+        """Deletes items, chosen by ids or by a filter. Unknown ids are ignored; no ids and no filter
+        delete nothing. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (both ids and filter, or a filter
+        without a condition), RESOURCE_EXHAUSTED (too many ids).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateGallery(self, request, context):
-        """Changes options of a gallery.
+        """Changes options of a gallery. Errors: NOT_FOUND (gallery, or the source does not exist),
+        INVALID_ARGUMENT (a limit or the address of the source), FAILED_PRECONDITION with the reason
+        CONFIGURATION (the gateway's settings do not allow the source), UNAVAILABLE (the source does
+        not answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,22 +47,37 @@ class GalleryServiceStub:
     PutItems: _grpc.StreamStreamMultiCallable[_gallery_pb2.PutItemsRequest, _gallery_pb2.PutItemsResponse]
     """Stores items. The first message names the gallery. A response counts an item only once it is
     durable. Putting an existing id replaces the item; putting identical content changes nothing.
-    A refused item is reported, and the others are stored.
+    A refused item is reported, and the others are stored. Errors: NOT_FOUND (gallery),
+    INVALID_ARGUMENT (a later message names another gallery), RESOURCE_EXHAUSTED (too many items in
+    a message, or the quota of the token is used up). Items counted before an error stay stored.
     """
     GetItem: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.GetItemRequest, _gallery_pb2.GetItemResponse]
-    """Returns one item without its vectors. Errors: NOT_FOUND."""
+    """Returns one item without its vectors. Errors: NOT_FOUND (gallery or item)."""
     ListItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.ListItemsRequest, _gallery_pb2.ListItemsResponse]
-    """Lists items by page: all items, or those that pass a filter."""
+    """Lists items by page: all items, or those that pass a filter. Errors: NOT_FOUND (gallery),
+    INVALID_ARGUMENT (page size, token, order or filter).
+    """
     CountItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.CountItemsRequest, _gallery_pb2.CountItemsResponse]
-    """Counts all items, or those that pass a filter."""
+    """Counts all items, or those that pass a filter. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT
+    (filter).
+    """
     SetMetadata: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.SetMetadataRequest, _gallery_pb2.SetMetadataResponse]
     """Changes the metadata of items, chosen by ids or by a filter. Each item is changed completely or
-    not at all. Errors: INVALID_ARGUMENT (an item's metadata would exceed 64 KiB).
+    not at all; after an error some may be changed. Unknown ids are ignored. Errors: NOT_FOUND
+    (gallery), INVALID_ARGUMENT (both ids and filter or neither, a key to set and to remove, or an
+    item's metadata would exceed 64 KiB), RESOURCE_EXHAUSTED (too many ids).
     """
     DeleteItems: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.DeleteItemsRequest, _gallery_pb2.DeleteItemsResponse]
-    """Deletes items, chosen by ids or by a filter."""
+    """Deletes items, chosen by ids or by a filter. Unknown ids are ignored; no ids and no filter
+    delete nothing. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (both ids and filter, or a filter
+    without a condition), RESOURCE_EXHAUSTED (too many ids).
+    """
     UpdateGallery: _grpc.UnaryUnaryMultiCallable[_gallery_pb2.UpdateGalleryRequest, _gallery_pb2.UpdateGalleryResponse]
-    """Changes options of a gallery."""
+    """Changes options of a gallery. Errors: NOT_FOUND (gallery, or the source does not exist),
+    INVALID_ARGUMENT (a limit or the address of the source), FAILED_PRECONDITION with the reason
+    CONFIGURATION (the gateway's settings do not allow the source), UNAVAILABLE (the source does
+    not answer).
+    """
 
 @_typing.type_check_only
 class GalleryServiceAsyncStub(GalleryServiceStub):
@@ -83,22 +98,37 @@ class GalleryServiceAsyncStub(GalleryServiceStub):
     PutItems: _aio.StreamStreamMultiCallable[_gallery_pb2.PutItemsRequest, _gallery_pb2.PutItemsResponse]  # type: ignore[assignment]
     """Stores items. The first message names the gallery. A response counts an item only once it is
     durable. Putting an existing id replaces the item; putting identical content changes nothing.
-    A refused item is reported, and the others are stored.
+    A refused item is reported, and the others are stored. Errors: NOT_FOUND (gallery),
+    INVALID_ARGUMENT (a later message names another gallery), RESOURCE_EXHAUSTED (too many items in
+    a message, or the quota of the token is used up). Items counted before an error stay stored.
     """
     GetItem: _aio.UnaryUnaryMultiCallable[_gallery_pb2.GetItemRequest, _gallery_pb2.GetItemResponse]  # type: ignore[assignment]
-    """Returns one item without its vectors. Errors: NOT_FOUND."""
+    """Returns one item without its vectors. Errors: NOT_FOUND (gallery or item)."""
     ListItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.ListItemsRequest, _gallery_pb2.ListItemsResponse]  # type: ignore[assignment]
-    """Lists items by page: all items, or those that pass a filter."""
+    """Lists items by page: all items, or those that pass a filter. Errors: NOT_FOUND (gallery),
+    INVALID_ARGUMENT (page size, token, order or filter).
+    """
     CountItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.CountItemsRequest, _gallery_pb2.CountItemsResponse]  # type: ignore[assignment]
-    """Counts all items, or those that pass a filter."""
+    """Counts all items, or those that pass a filter. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT
+    (filter).
+    """
     SetMetadata: _aio.UnaryUnaryMultiCallable[_gallery_pb2.SetMetadataRequest, _gallery_pb2.SetMetadataResponse]  # type: ignore[assignment]
     """Changes the metadata of items, chosen by ids or by a filter. Each item is changed completely or
-    not at all. Errors: INVALID_ARGUMENT (an item's metadata would exceed 64 KiB).
+    not at all; after an error some may be changed. Unknown ids are ignored. Errors: NOT_FOUND
+    (gallery), INVALID_ARGUMENT (both ids and filter or neither, a key to set and to remove, or an
+    item's metadata would exceed 64 KiB), RESOURCE_EXHAUSTED (too many ids).
     """
     DeleteItems: _aio.UnaryUnaryMultiCallable[_gallery_pb2.DeleteItemsRequest, _gallery_pb2.DeleteItemsResponse]  # type: ignore[assignment]
-    """Deletes items, chosen by ids or by a filter."""
+    """Deletes items, chosen by ids or by a filter. Unknown ids are ignored; no ids and no filter
+    delete nothing. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (both ids and filter, or a filter
+    without a condition), RESOURCE_EXHAUSTED (too many ids).
+    """
     UpdateGallery: _aio.UnaryUnaryMultiCallable[_gallery_pb2.UpdateGalleryRequest, _gallery_pb2.UpdateGalleryResponse]  # type: ignore[assignment]
-    """Changes options of a gallery."""
+    """Changes options of a gallery. Errors: NOT_FOUND (gallery, or the source does not exist),
+    INVALID_ARGUMENT (a limit or the address of the source), FAILED_PRECONDITION with the reason
+    CONFIGURATION (the gateway's settings do not allow the source), UNAVAILABLE (the source does
+    not answer).
+    """
 
 class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
     """Manages galleries, which are named collections of items."""
@@ -146,7 +176,9 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_gallery_pb2.PutItemsResponse], _abc.AsyncIterator[_gallery_pb2.PutItemsResponse]]:
         """Stores items. The first message names the gallery. A response counts an item only once it is
         durable. Putting an existing id replaces the item; putting identical content changes nothing.
-        A refused item is reported, and the others are stored.
+        A refused item is reported, and the others are stored. Errors: NOT_FOUND (gallery),
+        INVALID_ARGUMENT (a later message names another gallery), RESOURCE_EXHAUSTED (too many items in
+        a message, or the quota of the token is used up). Items counted before an error stay stored.
         """
 
     @_abc_1.abstractmethod
@@ -155,7 +187,7 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.GetItemRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.GetItemResponse, _abc.Awaitable[_gallery_pb2.GetItemResponse]]:
-        """Returns one item without its vectors. Errors: NOT_FOUND."""
+        """Returns one item without its vectors. Errors: NOT_FOUND (gallery or item)."""
 
     @_abc_1.abstractmethod
     def ListItems(
@@ -163,7 +195,9 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.ListItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.ListItemsResponse, _abc.Awaitable[_gallery_pb2.ListItemsResponse]]:
-        """Lists items by page: all items, or those that pass a filter."""
+        """Lists items by page: all items, or those that pass a filter. Errors: NOT_FOUND (gallery),
+        INVALID_ARGUMENT (page size, token, order or filter).
+        """
 
     @_abc_1.abstractmethod
     def CountItems(
@@ -171,7 +205,9 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.CountItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.CountItemsResponse, _abc.Awaitable[_gallery_pb2.CountItemsResponse]]:
-        """Counts all items, or those that pass a filter."""
+        """Counts all items, or those that pass a filter. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT
+        (filter).
+        """
 
     @_abc_1.abstractmethod
     def SetMetadata(
@@ -180,7 +216,9 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.SetMetadataResponse, _abc.Awaitable[_gallery_pb2.SetMetadataResponse]]:
         """Changes the metadata of items, chosen by ids or by a filter. Each item is changed completely or
-        not at all. Errors: INVALID_ARGUMENT (an item's metadata would exceed 64 KiB).
+        not at all; after an error some may be changed. Unknown ids are ignored. Errors: NOT_FOUND
+        (gallery), INVALID_ARGUMENT (both ids and filter or neither, a key to set and to remove, or an
+        item's metadata would exceed 64 KiB), RESOURCE_EXHAUSTED (too many ids).
         """
 
     @_abc_1.abstractmethod
@@ -189,7 +227,10 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.DeleteItemsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.DeleteItemsResponse, _abc.Awaitable[_gallery_pb2.DeleteItemsResponse]]:
-        """Deletes items, chosen by ids or by a filter."""
+        """Deletes items, chosen by ids or by a filter. Unknown ids are ignored; no ids and no filter
+        delete nothing. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (both ids and filter, or a filter
+        without a condition), RESOURCE_EXHAUSTED (too many ids).
+        """
 
     @_abc_1.abstractmethod
     def UpdateGallery(
@@ -197,6 +238,10 @@ class GalleryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gallery_pb2.UpdateGalleryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gallery_pb2.UpdateGalleryResponse, _abc.Awaitable[_gallery_pb2.UpdateGalleryResponse]]:
-        """Changes options of a gallery."""
+        """Changes options of a gallery. Errors: NOT_FOUND (gallery, or the source does not exist),
+        INVALID_ARGUMENT (a limit or the address of the source), FAILED_PRECONDITION with the reason
+        CONFIGURATION (the gateway's settings do not allow the source), UNAVAILABLE (the source does
+        not answer).
+        """
 
 def add_GalleryServiceServicer_to_server(servicer: GalleryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -155,7 +155,9 @@ class ReleaseServiceServicer:
 
     def RetireRelease(self, request, context):
         """Drops the spaces and models of every release older than the active one. Rollback is impossible
-        afterwards.
+        afterwards. A gallery that stayed with an older release keeps that space. Without older
+        releases it changes nothing, and its answer is empty. Errors: ABORTED (an activation or
+        rollback is running), FAILED_PRECONDITION (no release was ever activated).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

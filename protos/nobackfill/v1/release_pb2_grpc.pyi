@@ -68,7 +68,9 @@ class ReleaseServiceStub:
     """
     RetireRelease: _grpc.UnaryUnaryMultiCallable[_release_pb2.RetireReleaseRequest, _release_pb2.RetireReleaseResponse]
     """Drops the spaces and models of every release older than the active one. Rollback is impossible
-    afterwards.
+    afterwards. A gallery that stayed with an older release keeps that space. Without older
+    releases it changes nothing, and its answer is empty. Errors: ABORTED (an activation or
+    rollback is running), FAILED_PRECONDITION (no release was ever activated).
     """
 
 @_typing.type_check_only
@@ -111,7 +113,9 @@ class ReleaseServiceAsyncStub(ReleaseServiceStub):
     """
     RetireRelease: _aio.UnaryUnaryMultiCallable[_release_pb2.RetireReleaseRequest, _release_pb2.RetireReleaseResponse]  # type: ignore[assignment]
     """Drops the spaces and models of every release older than the active one. Rollback is impossible
-    afterwards.
+    afterwards. A gallery that stayed with an older release keeps that space. Without older
+    releases it changes nothing, and its answer is empty. Errors: ABORTED (an activation or
+    rollback is running), FAILED_PRECONDITION (no release was ever activated).
     """
 
 class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -205,7 +209,9 @@ class ReleaseServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_release_pb2.RetireReleaseResponse, _abc.Awaitable[_release_pb2.RetireReleaseResponse]]:
         """Drops the spaces and models of every release older than the active one. Rollback is impossible
-        afterwards.
+        afterwards. A gallery that stayed with an older release keeps that space. Without older
+        releases it changes nothing, and its answer is empty. Errors: ABORTED (an activation or
+        rollback is running), FAILED_PRECONDITION (no release was ever activated).
         """
 
 def add_ReleaseServiceServicer_to_server(servicer: ReleaseServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -70,7 +70,7 @@ class SearchServiceServicer:
     def SearchBatch(self, request, context):
         """Answers several queries on one snapshot of one gallery. An invalid query is refused alone: see
         SearchResponse.error. Errors: RESOURCE_EXHAUSTED (too many queries, or images that cost too
-        much to decode together).
+        much to decode together), and those of Search that do not concern one query.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -78,7 +78,8 @@ class SearchServiceServicer:
 
     def Feedback(self, request, context):
         """Reports what a user did with an answer, for a canary that compares two releases. It counts
-        nothing at other times. Errors: INVALID_ARGUMENT (no kind, no request id).
+        nothing at other times, and for an unknown request id or item. Errors: INVALID_ARGUMENT (no
+        kind, no request id).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

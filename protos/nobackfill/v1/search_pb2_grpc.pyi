@@ -43,11 +43,12 @@ class SearchServiceStub:
     SearchBatch: _grpc.UnaryUnaryMultiCallable[_search_pb2.SearchBatchRequest, _search_pb2.SearchBatchResponse]
     """Answers several queries on one snapshot of one gallery. An invalid query is refused alone: see
     SearchResponse.error. Errors: RESOURCE_EXHAUSTED (too many queries, or images that cost too
-    much to decode together).
+    much to decode together), and those of Search that do not concern one query.
     """
     Feedback: _grpc.UnaryUnaryMultiCallable[_search_pb2.FeedbackRequest, _search_pb2.FeedbackResponse]
     """Reports what a user did with an answer, for a canary that compares two releases. It counts
-    nothing at other times. Errors: INVALID_ARGUMENT (no kind, no request id).
+    nothing at other times, and for an unknown request id or item. Errors: INVALID_ARGUMENT (no
+    kind, no request id).
     """
 
 @_typing.type_check_only
@@ -65,11 +66,12 @@ class SearchServiceAsyncStub(SearchServiceStub):
     SearchBatch: _aio.UnaryUnaryMultiCallable[_search_pb2.SearchBatchRequest, _search_pb2.SearchBatchResponse]  # type: ignore[assignment]
     """Answers several queries on one snapshot of one gallery. An invalid query is refused alone: see
     SearchResponse.error. Errors: RESOURCE_EXHAUSTED (too many queries, or images that cost too
-    much to decode together).
+    much to decode together), and those of Search that do not concern one query.
     """
     Feedback: _aio.UnaryUnaryMultiCallable[_search_pb2.FeedbackRequest, _search_pb2.FeedbackResponse]  # type: ignore[assignment]
     """Reports what a user did with an answer, for a canary that compares two releases. It counts
-    nothing at other times. Errors: INVALID_ARGUMENT (no kind, no request id).
+    nothing at other times, and for an unknown request id or item. Errors: INVALID_ARGUMENT (no
+    kind, no request id).
     """
 
 class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -96,7 +98,7 @@ class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_search_pb2.SearchBatchResponse, _abc.Awaitable[_search_pb2.SearchBatchResponse]]:
         """Answers several queries on one snapshot of one gallery. An invalid query is refused alone: see
         SearchResponse.error. Errors: RESOURCE_EXHAUSTED (too many queries, or images that cost too
-        much to decode together).
+        much to decode together), and those of Search that do not concern one query.
         """
 
     @_abc_1.abstractmethod
@@ -106,7 +108,8 @@ class SearchServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_search_pb2.FeedbackResponse, _abc.Awaitable[_search_pb2.FeedbackResponse]]:
         """Reports what a user did with an answer, for a canary that compares two releases. It counts
-        nothing at other times. Errors: INVALID_ARGUMENT (no kind, no request id).
+        nothing at other times, and for an unknown request id or item. Errors: INVALID_ARGUMENT (no
+        kind, no request id).
         """
 
 def add_SearchServiceServicer_to_server(servicer: SearchServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

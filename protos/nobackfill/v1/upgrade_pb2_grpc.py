@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class UpgradeServiceStub:
-    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    """Migrates the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
     Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
     behind.
     """
@@ -60,35 +60,44 @@ class UpgradeServiceStub:
 
 
 class UpgradeServiceServicer:
-    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    """Migrates the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
     Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
     behind.
     """
 
     def EstimateUpgrade(self, request, context):
         """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing.
+        Errors: NOT_FOUND (gallery or release), INVALID_ARGUMENT (spare_cores), FAILED_PRECONDITION (no
+        upgrade leads to the release, or VERIFICATION_FAILED: a file or model of it is refused).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartUpgrade(self, request, context):
-        """Starts or resumes the upgrade of one gallery to the active release.
+        """Starts or resumes the upgrade of one gallery to the active release, and returns at once. If the
+        gallery is in the active release's space already, it re-embeds the images of `backfill`, and
+        returns after that. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (spare_cores, or an image
+        that cannot be decoded), FAILED_PRECONDITION (another release than the active one, or a
+        backfill while the gallery is upgraded), ABORTED (an activation is running).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchUpgrade(self, request, context):
-        """Sends the progress now, then after every chunk, until the upgrade ends. After ten minutes the
-        stream ends with OK and the trailer x-watch-again; call it again.
+        """Sends the progress now, then after every chunk, until the upgrade ends. Without an upgrade it
+        sends one message with UPGRADE_STATE_DONE. After ten minutes the stream ends with OK and the
+        trailer x-watch-again; call it again. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (group_by
+        has no value or more than 200).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseUpgrade(self, request, context):
-        """Pauses after the present chunk; StartUpgrade resumes from there.
+        """Pauses after the present chunk, and pauses later upgrades of the gallery, also after a restart;
+        StartUpgrade resumes from there. Errors: NOT_FOUND (gallery).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,7 +135,7 @@ def add_UpgradeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class UpgradeService:
-    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    """Migrates the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
     Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
     behind.
     """

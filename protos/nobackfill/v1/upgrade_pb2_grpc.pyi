@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class UpgradeServiceStub:
-    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    """Migrates the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
     Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
     behind.
     """
@@ -37,37 +37,61 @@ class UpgradeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> UpgradeServiceAsyncStub: ...
     EstimateUpgrade: _grpc.UnaryUnaryMultiCallable[_upgrade_pb2.EstimateUpgradeRequest, _upgrade_pb2.EstimateUpgradeResponse]
-    """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing."""
+    """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing.
+    Errors: NOT_FOUND (gallery or release), INVALID_ARGUMENT (spare_cores), FAILED_PRECONDITION (no
+    upgrade leads to the release, or VERIFICATION_FAILED: a file or model of it is refused).
+    """
     StartUpgrade: _grpc.UnaryUnaryMultiCallable[_upgrade_pb2.StartUpgradeRequest, _upgrade_pb2.StartUpgradeResponse]
-    """Starts or resumes the upgrade of one gallery to the active release."""
+    """Starts or resumes the upgrade of one gallery to the active release, and returns at once. If the
+    gallery is in the active release's space already, it re-embeds the images of `backfill`, and
+    returns after that. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (spare_cores, or an image
+    that cannot be decoded), FAILED_PRECONDITION (another release than the active one, or a
+    backfill while the gallery is upgraded), ABORTED (an activation is running).
+    """
     WatchUpgrade: _grpc.UnaryStreamMultiCallable[_upgrade_pb2.WatchUpgradeRequest, _upgrade_pb2.WatchUpgradeResponse]
-    """Sends the progress now, then after every chunk, until the upgrade ends. After ten minutes the
-    stream ends with OK and the trailer x-watch-again; call it again.
+    """Sends the progress now, then after every chunk, until the upgrade ends. Without an upgrade it
+    sends one message with UPGRADE_STATE_DONE. After ten minutes the stream ends with OK and the
+    trailer x-watch-again; call it again. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (group_by
+    has no value or more than 200).
     """
     PauseUpgrade: _grpc.UnaryUnaryMultiCallable[_upgrade_pb2.PauseUpgradeRequest, _upgrade_pb2.PauseUpgradeResponse]
-    """Pauses after the present chunk; StartUpgrade resumes from there."""
+    """Pauses after the present chunk, and pauses later upgrades of the gallery, also after a restart;
+    StartUpgrade resumes from there. Errors: NOT_FOUND (gallery).
+    """
 
 @_typing.type_check_only
 class UpgradeServiceAsyncStub(UpgradeServiceStub):
-    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    """Migrates the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
     Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
     behind.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     EstimateUpgrade: _aio.UnaryUnaryMultiCallable[_upgrade_pb2.EstimateUpgradeRequest, _upgrade_pb2.EstimateUpgradeResponse]  # type: ignore[assignment]
-    """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing."""
+    """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing.
+    Errors: NOT_FOUND (gallery or release), INVALID_ARGUMENT (spare_cores), FAILED_PRECONDITION (no
+    upgrade leads to the release, or VERIFICATION_FAILED: a file or model of it is refused).
+    """
     StartUpgrade: _aio.UnaryUnaryMultiCallable[_upgrade_pb2.StartUpgradeRequest, _upgrade_pb2.StartUpgradeResponse]  # type: ignore[assignment]
-    """Starts or resumes the upgrade of one gallery to the active release."""
+    """Starts or resumes the upgrade of one gallery to the active release, and returns at once. If the
+    gallery is in the active release's space already, it re-embeds the images of `backfill`, and
+    returns after that. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (spare_cores, or an image
+    that cannot be decoded), FAILED_PRECONDITION (another release than the active one, or a
+    backfill while the gallery is upgraded), ABORTED (an activation is running).
+    """
     WatchUpgrade: _aio.UnaryStreamMultiCallable[_upgrade_pb2.WatchUpgradeRequest, _upgrade_pb2.WatchUpgradeResponse]  # type: ignore[assignment]
-    """Sends the progress now, then after every chunk, until the upgrade ends. After ten minutes the
-    stream ends with OK and the trailer x-watch-again; call it again.
+    """Sends the progress now, then after every chunk, until the upgrade ends. Without an upgrade it
+    sends one message with UPGRADE_STATE_DONE. After ten minutes the stream ends with OK and the
+    trailer x-watch-again; call it again. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (group_by
+    has no value or more than 200).
     """
     PauseUpgrade: _aio.UnaryUnaryMultiCallable[_upgrade_pb2.PauseUpgradeRequest, _upgrade_pb2.PauseUpgradeResponse]  # type: ignore[assignment]
-    """Pauses after the present chunk; StartUpgrade resumes from there."""
+    """Pauses after the present chunk, and pauses later upgrades of the gallery, also after a restart;
+    StartUpgrade resumes from there. Errors: NOT_FOUND (gallery).
+    """
 
 class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Carries the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
+    """Migrates the vectors of a gallery into another release's space. ActivateRelease starts upgrades.
     Use these calls to estimate, watch and pause upgrades, and to upgrade galleries that stayed
     behind.
     """
@@ -78,7 +102,10 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.EstimateUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_upgrade_pb2.EstimateUpgradeResponse, _abc.Awaitable[_upgrade_pb2.EstimateUpgradeResponse]]:
-        """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing."""
+        """Estimates items, seconds and bytes of an upgrade from a short measurement. Changes nothing.
+        Errors: NOT_FOUND (gallery or release), INVALID_ARGUMENT (spare_cores), FAILED_PRECONDITION (no
+        upgrade leads to the release, or VERIFICATION_FAILED: a file or model of it is refused).
+        """
 
     @_abc_1.abstractmethod
     def StartUpgrade(
@@ -86,7 +113,12 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.StartUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_upgrade_pb2.StartUpgradeResponse, _abc.Awaitable[_upgrade_pb2.StartUpgradeResponse]]:
-        """Starts or resumes the upgrade of one gallery to the active release."""
+        """Starts or resumes the upgrade of one gallery to the active release, and returns at once. If the
+        gallery is in the active release's space already, it re-embeds the images of `backfill`, and
+        returns after that. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (spare_cores, or an image
+        that cannot be decoded), FAILED_PRECONDITION (another release than the active one, or a
+        backfill while the gallery is upgraded), ABORTED (an activation is running).
+        """
 
     @_abc_1.abstractmethod
     def WatchUpgrade(
@@ -94,8 +126,10 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.WatchUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_upgrade_pb2.WatchUpgradeResponse], _abc.AsyncIterator[_upgrade_pb2.WatchUpgradeResponse]]:
-        """Sends the progress now, then after every chunk, until the upgrade ends. After ten minutes the
-        stream ends with OK and the trailer x-watch-again; call it again.
+        """Sends the progress now, then after every chunk, until the upgrade ends. Without an upgrade it
+        sends one message with UPGRADE_STATE_DONE. After ten minutes the stream ends with OK and the
+        trailer x-watch-again; call it again. Errors: NOT_FOUND (gallery), INVALID_ARGUMENT (group_by
+        has no value or more than 200).
         """
 
     @_abc_1.abstractmethod
@@ -104,6 +138,8 @@ class UpgradeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _upgrade_pb2.PauseUpgradeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_upgrade_pb2.PauseUpgradeResponse, _abc.Awaitable[_upgrade_pb2.PauseUpgradeResponse]]:
-        """Pauses after the present chunk; StartUpgrade resumes from there."""
+        """Pauses after the present chunk, and pauses later upgrades of the gallery, also after a restart;
+        StartUpgrade resumes from there. Errors: NOT_FOUND (gallery).
+        """
 
 def add_UpgradeServiceServicer_to_server(servicer: UpgradeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

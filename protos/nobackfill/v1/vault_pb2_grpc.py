@@ -66,15 +66,18 @@ class VaultServiceServicer:
     def PutBlob(self, request_iterator, context):
         """Stores one blob. The first message names it. A PutBlob without a chunk reports the offset at
         which an interrupted upload resumes. Errors: INVALID_ARGUMENT (digest or size differs, not age
-        ciphertext), RESOURCE_EXHAUSTED (too large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED
-        (the quota of the token's name is used up).
+        ciphertext), OUT_OF_RANGE (the offset is not the number of stored bytes), ALREADY_EXISTS (the
+        id has another content), ABORTED (another upload of the blob runs), RESOURCE_EXHAUSTED (too
+        large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED (the quota of the token's name is
+        used up).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetBlob(self, request, context):
-        """Sends a blob, from an offset on.
+        """Sends a blob of the caller, from an offset on. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the
+        end).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +91,8 @@ class VaultServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListBlobs(self, request, context):
-        """Lists the caller's blobs by page.
+        """Lists the caller's blobs by page, ordered by id; none is an empty answer. Errors:
+        INVALID_ARGUMENT (page_token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

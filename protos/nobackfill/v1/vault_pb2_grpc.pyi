@@ -38,15 +38,21 @@ class VaultServiceStub:
     PutBlob: _grpc.StreamUnaryMultiCallable[_vault_pb2.PutBlobRequest, _vault_pb2.PutBlobResponse]
     """Stores one blob. The first message names it. A PutBlob without a chunk reports the offset at
     which an interrupted upload resumes. Errors: INVALID_ARGUMENT (digest or size differs, not age
-    ciphertext), RESOURCE_EXHAUSTED (too large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED
-    (the quota of the token's name is used up).
+    ciphertext), OUT_OF_RANGE (the offset is not the number of stored bytes), ALREADY_EXISTS (the
+    id has another content), ABORTED (another upload of the blob runs), RESOURCE_EXHAUSTED (too
+    large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED (the quota of the token's name is
+    used up).
     """
     GetBlob: _grpc.UnaryStreamMultiCallable[_vault_pb2.GetBlobRequest, _vault_pb2.GetBlobResponse]
-    """Sends a blob, from an offset on."""
+    """Sends a blob of the caller, from an offset on. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the
+    end).
+    """
     DeleteBlob: _grpc.UnaryUnaryMultiCallable[_vault_pb2.DeleteBlobRequest, _vault_pb2.DeleteBlobResponse]
     """Deletes a blob of the caller. Errors: NOT_FOUND."""
     ListBlobs: _grpc.UnaryUnaryMultiCallable[_vault_pb2.ListBlobsRequest, _vault_pb2.ListBlobsResponse]
-    """Lists the caller's blobs by page."""
+    """Lists the caller's blobs by page, ordered by id; none is an empty answer. Errors:
+    INVALID_ARGUMENT (page_token).
+    """
 
 @_typing.type_check_only
 class VaultServiceAsyncStub(VaultServiceStub):
@@ -58,15 +64,21 @@ class VaultServiceAsyncStub(VaultServiceStub):
     PutBlob: _aio.StreamUnaryMultiCallable[_vault_pb2.PutBlobRequest, _vault_pb2.PutBlobResponse]  # type: ignore[assignment]
     """Stores one blob. The first message names it. A PutBlob without a chunk reports the offset at
     which an interrupted upload resumes. Errors: INVALID_ARGUMENT (digest or size differs, not age
-    ciphertext), RESOURCE_EXHAUSTED (too large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED
-    (the quota of the token's name is used up).
+    ciphertext), OUT_OF_RANGE (the offset is not the number of stored bytes), ALREADY_EXISTS (the
+    id has another content), ABORTED (another upload of the blob runs), RESOURCE_EXHAUSTED (too
+    large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED (the quota of the token's name is
+    used up).
     """
     GetBlob: _aio.UnaryStreamMultiCallable[_vault_pb2.GetBlobRequest, _vault_pb2.GetBlobResponse]  # type: ignore[assignment]
-    """Sends a blob, from an offset on."""
+    """Sends a blob of the caller, from an offset on. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the
+    end).
+    """
     DeleteBlob: _aio.UnaryUnaryMultiCallable[_vault_pb2.DeleteBlobRequest, _vault_pb2.DeleteBlobResponse]  # type: ignore[assignment]
     """Deletes a blob of the caller. Errors: NOT_FOUND."""
     ListBlobs: _aio.UnaryUnaryMultiCallable[_vault_pb2.ListBlobsRequest, _vault_pb2.ListBlobsResponse]  # type: ignore[assignment]
-    """Lists the caller's blobs by page."""
+    """Lists the caller's blobs by page, ordered by id; none is an empty answer. Errors:
+    INVALID_ARGUMENT (page_token).
+    """
 
 class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
     """Stores images as ciphertext, encrypted on the device. The gateway sees only ids, sizes and
@@ -81,8 +93,10 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_vault_pb2.PutBlobResponse, _abc.Awaitable[_vault_pb2.PutBlobResponse]]:
         """Stores one blob. The first message names it. A PutBlob without a chunk reports the offset at
         which an interrupted upload resumes. Errors: INVALID_ARGUMENT (digest or size differs, not age
-        ciphertext), RESOURCE_EXHAUSTED (too large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED
-        (the quota of the token's name is used up).
+        ciphertext), OUT_OF_RANGE (the offset is not the number of stored bytes), ALREADY_EXISTS (the
+        id has another content), ABORTED (another upload of the blob runs), RESOURCE_EXHAUSTED (too
+        large), FAILED_PRECONDITION with the reason QUOTA_EXCEEDED (the quota of the token's name is
+        used up).
         """
 
     @_abc_1.abstractmethod
@@ -91,7 +105,9 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vault_pb2.GetBlobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_vault_pb2.GetBlobResponse], _abc.AsyncIterator[_vault_pb2.GetBlobResponse]]:
-        """Sends a blob, from an offset on."""
+        """Sends a blob of the caller, from an offset on. Errors: NOT_FOUND, OUT_OF_RANGE (offset past the
+        end).
+        """
 
     @_abc_1.abstractmethod
     def DeleteBlob(
@@ -107,6 +123,8 @@ class VaultServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _vault_pb2.ListBlobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_vault_pb2.ListBlobsResponse, _abc.Awaitable[_vault_pb2.ListBlobsResponse]]:
-        """Lists the caller's blobs by page."""
+        """Lists the caller's blobs by page, ordered by id; none is an empty answer. Errors:
+        INVALID_ARGUMENT (page_token).
+        """
 
 def add_VaultServiceServicer_to_server(servicer: VaultServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
