@@ -127,6 +127,25 @@ def adapted(shared: Shared) -> list[MethodRow]:
     ]
 
 
+def stationary(shared: Shared) -> list[MethodRow]:
+    """List d-Simplex: old and new models that were trained apart under one fixed classifier.
+
+    The row has an old model of its own. Its new model does not begin from the common warm-up, which
+    another classifier trained.
+    """
+    place, split = shared.place, shared.split
+    head: dict[str, Any] = {
+        "head": "simplex",
+        "margin": None,
+        "scale": place.preset.embedder.get("scale"),
+    }
+    old = place.embedder("old-simplex", classes=split.old, role="old", **head)
+    new = place.embedder(
+        Name.D_SIMPLEX, classes=split.new, role="new", old=old, method="d_simplex", **head
+    )
+    return [MethodRow(Name.D_SIMPLEX, old, new)]
+
+
 # Backbones of the old and of the new model, by prefix of the rows' names.
 PAIRS: Mapping[str, tuple[str, str]] = {
     "resnet_to_vit": ("small_resnet", "small_vit"),
@@ -456,6 +475,7 @@ GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
     "bct_family": compatible,
     "dmu_family": dmu,
     "adapted": adapted,
+    "stationary": stationary,
     "variants": variants,
     "new_data": new_data,
     "arcface": arcface,

@@ -10,7 +10,7 @@ from nobackfill.training.data.allocations import ALLOCATIONS
 
 BACKWARD = (
     *(*COMPATIBLE, Name.LWF_NEW_DATA, *DMU, *VARIANTS, Name.BCT_CHAIN, Name.DMU_CHAIN),
-    *(Name.BT2, Name.LAMBDA_ORTHOGONAL),
+    *(Name.BT2, Name.LAMBDA_ORTHOGONAL, Name.D_SIMPLEX),
 )
 # The row that serves best, so that rivals of BCT are compared with the best that BCT can do.
 BCT = (Name.BCT, Name.BCT_KD, Name.BCT_SYS)

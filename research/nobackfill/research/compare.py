@@ -65,9 +65,9 @@ kept below OUT and skipped, so an interrupted comparison resumes; remove a folde
 OUT/NAME belongs to the images of its first run; other images are refused.
 
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
-core_unseen, core_unseen_compatible, bct_family, dmu_family, variants, new_data, arcface,
-architectures, maps, transforms, chains, noise, allocations, long_chain, foreign, disjoint,
-side_information, sizes, parts, limits.
+core_unseen, core_unseen_compatible, bct_family, dmu_family, adapted, stationary, variants,
+new_data, arcface, architectures, maps, transforms, chains, noise, allocations, long_chain, foreign,
+disjoint, side_information, sizes, parts, limits.
 
 --development uses neither the test images nor the unseen classes of the tables, and other seeds.
 Select methods and options with it, and fill a table with the selection.

@@ -79,6 +79,7 @@ class Name(StrEnum):
     BT2_RESIDUAL = auto()
     LAMBDA_ORTHOGONAL = auto()
     LAMBDA_ORTHOGONAL_RESIDUAL = auto()
+    D_SIMPLEX = auto()
     DIRECT = auto()
     TWO_HOP = auto()
     TWO_HOP_NONE = auto()

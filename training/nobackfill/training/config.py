@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from nobackfill.errors import ConfigurationError
 
-HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface"]
+HeadName = Literal["softmax", "normalized_softmax", "cosface", "arcface", "simplex"]
 # Prefixes of timm's and open_clip's model names, as backbones and as weights.
 TIMM, OPEN_CLIP = "timm:", "open_clip:"
 # Values of red, green and blue.
@@ -146,7 +146,8 @@ class EmbedderConfig(_Network):
     kind: Literal["embedder"]
     embedding_dim: int = Field(ge=2, le=4096)
     head: HeadName = "cosface"
-    # None: the head's default (CosFace .4 / 32, ArcFace .3 rad / 30, normalised softmax scale 20).
+    # None: the head's default (CosFace .4 / 32, ArcFace .3 rad / 30, normalised softmax and simplex
+    # scale 20).
     margin: float | None = Field(None, ge=0)
     scale: float | None = Field(None, gt=0)
     # Start from the embedder of another run, for example a common warm-up; also from its head, if

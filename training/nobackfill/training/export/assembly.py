@@ -120,7 +120,8 @@ def add_embedder_run(release: Release, run_dir: Path) -> None:
         "embedder_checkpoint": sha256_file(run_dir / CHECKPOINT),
         **_flat("embedder", config.model_dump(mode="json")),
     }
-    if method.searches_directly:
+    # d-Simplex trains without an old model, too; it then names no release to search.
+    if method.searches_directly and config.old is not None:
         source = _trained_against(release, run_dir, checkpoint)
         if source.embedder.dim == encoder.dim:
             release.searches_directly.append(source.release)

@@ -16,6 +16,7 @@ from nobackfill.training.methods.adapted import BT2, LAMBDA_ORTHOGONAL
 from nobackfill.training.methods.baselines import CONTRASTIVE, FOCAL, L2, LWF, REGRESS
 from nobackfill.training.methods.bct import BCT, BCT_KD, BCT_SYS
 from nobackfill.training.methods.cheap_maps import AFFINE, LOW_RANK, PROCRUSTES
+from nobackfill.training.methods.d_simplex import D_SIMPLEX
 from nobackfill.training.methods.divergence import KL, REVERSED_KL
 from nobackfill.training.methods.dmu import DMU
 from nobackfill.training.methods.fastfill import FASTFILL
@@ -50,6 +51,7 @@ EMBEDDER_METHODS: dict[str, EmbedderMethod] = {
     "mixbct": MIXBCT,
     "bt2": BT2,
     "lambda_orthogonal": LAMBDA_ORTHOGONAL,
+    "d_simplex": D_SIMPLEX,
 }
 UPGRADE_METHODS: dict[str, UpgradeMethod] = {
     "fct": FCT,

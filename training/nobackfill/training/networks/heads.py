@@ -1,5 +1,6 @@
-"""Classification heads over an embedding (softmax, normalised softmax, CosFace, ArcFace), and fixed
-classifiers.
+"""Classification heads over an embedding, and fixed classifiers.
+
+The heads are softmax, normalised softmax, CosFace, ArcFace and d-Simplex.
 
 All heads have the same interface: `head(embedding [n,dim], labels [n]) -> scalar`,
 `head.logits(embedding) -> [n,c]` without margin, and `head.classifier() -> [c,dim]`. Compatible
@@ -90,7 +91,12 @@ class AngularHead(Head):
 
 
 # (margin, scale) as in the papers: BCT's CosFace (supplement 1), DMU's ArcFace (4.1) in radians.
-_DEFAULTS = {"normalized_softmax": (0.0, 20.0), "cosface": (0.4, 32.0), "arcface": (0.3, 30.0)}
+_DEFAULTS = {
+    "normalized_softmax": (0.0, 20.0),
+    "cosface": (0.4, 32.0),
+    "arcface": (0.3, 30.0),
+    "simplex": (0.0, 20.0),
+}
 HEAD_NAMES = ("softmax", *_DEFAULTS)
 
 
@@ -100,15 +106,15 @@ def build_head(
     """Build an untrained head.
 
     Args:
-        name: softmax, normalized_softmax, cosface or arcface.
-        classes: the number of classes, at least 2.
+        name: softmax, normalized_softmax, cosface, arcface or simplex.
+        classes: the number of classes, at least 2; for simplex at most dim + 1.
         dim: the dimension of the embedding.
         margin: a cosine for CosFace, radians for ArcFace; None: the default.
         scale: the factor of the cosines; None: the default.
 
     Raises:
-        ConfigurationError: the name is unknown, there are fewer than 2 classes, or the head has no
-            such margin or scale.
+        ConfigurationError: the name is unknown, there are fewer than 2 classes or more than a
+            simplex has vertices, or the head has no such margin or scale.
     """
     if name not in HEAD_NAMES:
         raise ConfigurationError(f"unknown head {name!r}; known: {', '.join(HEAD_NAMES)}")
@@ -118,15 +124,17 @@ def build_head(
         if margin is not None or scale is not None:
             raise ConfigurationError("head softmax has neither margin nor scale; remove them")
         return SoftmaxHead(classes, dim)
-    # Imported here: it imports scipy's statistics, which take seconds.
-    from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NormalizedSoftmaxLoss
-
     default_margin, default_scale = _DEFAULTS[name]
     m = default_margin if margin is None else margin
     s = default_scale if scale is None else scale
+    if name in ("normalized_softmax", "simplex") and m:
+        raise ConfigurationError(f"head {name} has no margin; remove it")
+    if name == "simplex":
+        return SimplexHead(classes, dim, s)
+    # Imported here: it imports scipy's statistics, which take seconds.
+    from pytorch_metric_learning.losses import ArcFaceLoss, CosFaceLoss, NormalizedSoftmaxLoss
+
     if name == "normalized_softmax":
-        if m:
-            raise ConfigurationError("head normalized_softmax has no margin; remove it")
         # CosFace with margin 0.
         return AngularHead(
             "cosface", NormalizedSoftmaxLoss(classes, dim, temperature=1 / s), s, 0.0
@@ -178,6 +186,47 @@ class FixedClassifier(nn.Module):
         return term(cosine, labels, self.margin, self.scale)
 
 
+class SimplexHead(Head):
+    """Cross-entropy over scaled cosines to the vertices of a regular simplex, which never change.
+
+    Class number i has vertex i in every training, so models of one dimension are compatible without
+    an old model at hand. All dim + 1 vertices take part in the softmax: those without a class keep
+    room for later classes (d-Simplex, Biondi et al., CVPR 2024). The paper's features have a free
+    length; here they have length 1, as a search by cosine compares them.
+    """
+
+    unit = True
+
+    def __init__(self, classes: int, dim: int, scale: float) -> None:
+        super().__init__()
+        if classes > dim + 1:
+            raise ConfigurationError(
+                f"head simplex has {dim + 1} vertices in {dim} dimensions, one for each class, but "
+                f"there are {classes} classes; set embedding_dim to {classes - 1} or more"
+            )
+        self.scale, self.margin = scale, 0.0
+        self.fixed = FixedClassifier(simplex(dim), form="cosface", margin=0.0, scale=scale)
+
+    def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
+        # Autocast would multiply in bf16, which is too coarse for cosines.
+        with torch.autocast(embedding.device.type, enabled=False):
+            return self.fixed.loss(embedding.float(), labels).mean()
+
+    def logits(self, embedding: Tensor) -> Tensor:
+        return self.fixed.logits(embedding)
+
+    def classifier(self) -> Tensor:
+        """Return all vertices [dim + 1,dim]; the first rows belong to the classes."""
+        return self.fixed.weights
+
+
+def simplex(dim: int) -> Tensor:
+    """Return the vertices [dim + 1,dim] of a regular simplex: unit rows with cosines of -1/dim."""
+    last = torch.full((1, dim), (1 - math.sqrt(1 + dim)) / dim, dtype=torch.float64)
+    vertices = torch.cat((torch.eye(dim, dtype=torch.float64), last))
+    return F.normalize(vertices - vertices.mean(0)).float()
+
+
 def first_elements(embedding: Tensor, k: int) -> Tensor:
     """Return the first k elements of each embedding [n, K] (BCT section 3.6, other dimensions).
 
@@ -195,7 +244,7 @@ def first_elements(embedding: Tensor, k: int) -> Tensor:
 
 
 def of_head(head: Head) -> FixedClassifier:
-    """Make a fixed copy of a trained head."""
+    """Make a fixed copy of a head."""
     bias = head.linear.bias if isinstance(head, SoftmaxHead) else None
     return FixedClassifier(
         head.classifier(), form=form_of(head), margin=head.margin, scale=head.scale, bias=bias
@@ -203,7 +252,10 @@ def of_head(head: Head) -> FixedClassifier:
 
 
 def form_of(head: Head) -> str:
-    """Return the name of a head, as in configurations."""
+    """Return the name of a head's loss, as in configurations; a simplex is a CosFace without
+    margin."""
+    if isinstance(head, SimplexHead):
+        return head.fixed.form
     return head.form if isinstance(head, AngularHead) else "softmax"
 
 
