@@ -48,9 +48,32 @@ def test_the_last_layer_of_deep_resnets_gives_the_embedding(name: str) -> None:
     assert (last.in_features, last.out_features) == (2048, 24)
 
 
+def test_the_resnet_of_fct_has_the_embedding_in_its_last_block() -> None:
+    """As apple/ml-fct writes it: 2048 -> 128 channels, ReLU, average; no linear layer."""
+    torch.manual_seed(0)
+    network = build_backbone(
+        "fct_resnet50", 128, width=8, pooling="avg", last_nonlin=True, image_size=32
+    ).eval()
+    maps: list[torch.Tensor] = []
+    network.get_submodule("0.layer4").register_forward_hook(
+        lambda module, args, output: maps.append(output)
+    )
+    with torch.no_grad():
+        embedding = network(torch.rand(2, 3, 64, 64))
+    assert maps[0].shape == (2, 128, 2, 2) and float(maps[0].min()) == 0
+    torch.testing.assert_close(embedding, maps[0].mean((2, 3)))
+    assert not any(isinstance(module, nn.Linear) for module in network.modules())
+    # torchvision's count without its classifier, its last 1 x 1 convolution and norm, and with the
+    # narrow ones: a convolution and a shortcut.
+    (weights, *_) = get_model_weights("resnet50")
+    wide = weights.meta["num_params"] - 2049 * 1000 - (512 * 2048 + 2 * 2048)
+    narrow = (512 + 2048) * 128 + 4 * 128
+    assert sum(p.numel() for p in network.parameters()) == wide + narrow
+
+
 def torchvisions() -> list[str]:
     # RegNet's widths come out of tensors, which the meta device does not hold: see test_shapes.
-    return [name for name in backbone_names() if not name.startswith(("small", "regnet"))]
+    return [name for name in backbone_names() if not name.startswith(("small", "fct", "regnet"))]
 
 
 def parameters(name: str) -> int:

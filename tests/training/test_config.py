@@ -51,6 +51,12 @@ def test_both_releases_have_the_hyper_parameters_of_the_comparison(name: str) ->
             assert stated[key] == known[key], (file, key)
 
 
+def test_smoothing_is_softmaxs() -> None:
+    parse_config(embedder(head="softmax", label_smoothing=0.1), "file.yaml")
+    with pytest.raises(ConfigurationError, match="label_smoothing needs head: softmax, got arcf"):
+        parse_config(embedder(head="arcface", label_smoothing=0.1), "file.yaml")
+
+
 def test_an_unknown_key_is_refused_by_name_with_the_known_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown key 'lrr'; known: .*\blr\b") as caught:
         parse_config(embedder(lrr=1), "file.yaml")

@@ -73,6 +73,17 @@ def test_softmax_keeps_length_and_bias(batch: tuple[Tensor, Tensor]) -> None:
     assert float(head(*batch).detach()) == pytest.approx(sum(losses) / 9, rel=1e-5)
 
 
+def test_smoothing_spreads_a_share_of_the_target(batch: tuple[Tensor, Tensor]) -> None:
+    """Cross-entropy to .9 of the label and .1 of the uniform distribution, a row at a time."""
+    head = build_head("softmax", 4, 6, label_smoothing=0.1)
+    logits = head.logits(batch[0]).detach()
+    total = 0.0
+    for row, label in zip(logits.tolist(), batch[1].tolist(), strict=True):
+        total += 0.9 * cross_entropy(row, label)
+        total += 0.1 * sum(cross_entropy(row, other) for other in range(4)) / 4
+    assert float(head(*batch).detach()) == pytest.approx(total / 9, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", [n for n in HEAD_NAMES if n != "simplex"])
 def test_the_classifier_has_one_row_a_class_and_is_trained(
     name: str, batch: tuple[Tensor, Tensor]

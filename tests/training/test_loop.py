@@ -251,6 +251,25 @@ def test_the_learning_rate_warms_up_and_falls_in_one_cosine(tmp_path: Path) -> N
     assert all(a > b for a, b in itertools.pairwise(rates[20:]))
 
 
+def test_the_learning_rate_falls_in_steps(tmp_path: Path) -> None:
+    """BCT's 16 epochs: .1, and a tenth of it after 8, 12 and 14, as torch's own schedule."""
+    config = line_config(tmp_path, epochs=16, warmup_epochs=0, lr=0.1, lr_steps=(8, 12, 14))
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [8, 12, 14])
+    for epoch in range(16):
+        (expected,) = schedule.get_last_lr()
+        assert learning_rate(config, epoch) == pytest.approx(expected), epoch
+        assert learning_rate(config, epoch + 0.99) == pytest.approx(expected), epoch
+        optimizer.step()
+        schedule.step()
+    warm = line_config(tmp_path, epochs=16, warmup_epochs=2, lr=0.1, lr_steps=(8,))
+    rates = [learning_rate(warm, epoch) for epoch in (0, 1, 2, 7, 8)]
+    assert rates == pytest.approx([0, 0.05, 0.1, 0.1, 0.01], abs=1e-4)
+    for wrong in ((12, 8), (8, 8), (8, 16)):
+        with pytest.raises(ConfigurationError, match="expected lr_steps ascending and below"):
+            line_config(tmp_path, epochs=16, lr_steps=wrong)
+
+
 def test_seeds_matter(digits: Path, tmp_path: Path) -> None:
     weights = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):

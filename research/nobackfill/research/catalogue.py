@@ -432,6 +432,22 @@ def core(shared: Shared) -> list[MethodRow]:
     ]
 
 
+def public_protocol(shared: Shared) -> list[MethodRow]:
+    """List the rows of FCT's public CIFAR-100 protocol, and ours.
+
+    `pages.PAPER_FIGURES` has what the papers print for them."""
+    simclr = shared.side("simclr")
+    return [
+        *(row for row in compatible(shared) if row.name in (Name.INDEPENDENT, Name.BCT)),
+        shared.upgrade_row(Name.FCT_NONE, "fct"),
+        shared.upgrade_row(Name.FCT_SIMCLR, "fct", simclr),
+        shared.upgrade_row("fastfill_none", "fastfill"),
+        shared.upgrade_row("fastfill_joint_none", "fastfill", options={"joint": True}),
+        shared.upgrade_row(Name.RESIDUAL_NONE, "residual"),
+        shared.upgrade_row(Name.RESIDUAL_SIMCLR, "residual", simclr),
+    ]
+
+
 def core_unseen(shared: Shared) -> list[MethodRow]:
     """List the rows of `core` that need no second training of an image model."""
     wanted = {
@@ -470,6 +486,7 @@ def _doubled(shared: Shared) -> MethodRow:
 
 GROUPS: dict[str, Callable[[Shared], list[MethodRow]]] = {
     "core": core,
+    "public_protocol": public_protocol,
     "core_unseen": core_unseen,
     "core_unseen_compatible": core_unseen_compatible,
     "bct_family": compatible,

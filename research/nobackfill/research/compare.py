@@ -65,9 +65,9 @@ kept below OUT and skipped, so an interrupted comparison resumes; remove a folde
 OUT/NAME belongs to the images of its first run; other images are refused.
 
 Writes OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg. Groups of --methods and --once: core,
-core_unseen, core_unseen_compatible, bct_family, dmu_family, adapted, stationary, variants,
-new_data, arcface, architectures, maps, transforms, chains, noise, allocations, long_chain, foreign,
-disjoint, side_information, sizes, parts, limits.
+public_protocol, core_unseen, core_unseen_compatible, bct_family, dmu_family, adapted, stationary,
+variants, new_data, arcface, architectures, maps, transforms, chains, noise, allocations,
+long_chain, foreign, disjoint, side_information, sizes, parts, limits.
 
 --development uses neither the test images nor the unseen classes of the tables, and other seeds.
 Select methods and options with it, and fill a table with the selection.
@@ -98,9 +98,9 @@ def main(
         str | None,
         typer.Option(
             metavar="NAME|FOLDER",
-            help="Data set to train and test on: digits, cifar100-cpu, cifar100, or a folder of "
-            "images with one folder in it for each class. Required, unless --page or --vectors is "
-            "given.",
+            help="Data set to train and test on: digits, cifar100-cpu, cifar100, cifar100-fct, or "
+            "a folder of images with one folder in it for each class. Required, unless --page or "
+            "--vectors is given.",
         ),
     ] = None,
     seeds: Annotated[
@@ -130,8 +130,8 @@ def main(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Folder with the images of cifar100 or cifar100-cpu, in the folders train and "
-            "test; it is only read. Required for these two data sets, not used for others.",
+            help="Folder with the images of CIFAR-100, in the folders train and test; it is only "
+            "read. Required for data sets whose names begin with cifar100, not used for others.",
         ),
     ] = None,
     out: Annotated[
@@ -204,7 +204,7 @@ def main(
         return
     if data is None:
         raise ConfigurationError(
-            "expected --data: digits, cifar100-cpu, cifar100 or a folder of class folders. A whole "
+            f"expected --data: {', '.join(PRESETS)} or a folder of class folders. A whole "
             "comparison takes hours; begin with: "
             "python training/compare.py --data digits --seeds 1 --methods core"
         )

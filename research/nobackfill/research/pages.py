@@ -8,6 +8,7 @@ to `<!-- end of results -->`. *In brief* means only the fixed rows, and no claim
 import re
 import textwrap
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from nobackfill.durable import write_file
@@ -35,9 +36,64 @@ FEW_CLASSES = (
 FIGURE_NAMES = {"cmc1": "CMC-1", "map": "mAP"}
 
 
+@dataclass(frozen=True)
+class PaperFigure:
+    """A figure that others print for a cell of one of our rows: CMC-1 and mAP in percent."""
+
+    row: str
+    cell: str
+    cmc1: float
+    map: float
+    source: str
+
+
+_FCT = "FCT and FastFill, the authors' code"
+_BT2_CODE = "BT2, the authors' code"
+# By data set. The last table of apple/ml-fct's README, and the one of YifeiZhou02/BT-2.
+PAPER_FIGURES: Mapping[str, tuple[PaperFigure, ...]] = {
+    "cifar100-fct": (
+        PaperFigure(Name.INDEPENDENT, "old/old", 34.2, 16.5, _FCT),
+        PaperFigure(Name.INDEPENDENT, "new/new", 56.5, 36.3, _FCT),
+        PaperFigure(Name.FCT_NONE, "new/served", 47.2, 25.8, _FCT),
+        PaperFigure(Name.FCT_SIMCLR, "new/served", 50.2, 32.2, _FCT),
+        PaperFigure(Name.FCT_NONE, "backfill random", 49.1, 29.1, _FCT),
+        PaperFigure("fastfill_joint_none", "backfill uncertainty", 53.6, 32.5, _FCT),
+        PaperFigure(Name.INDEPENDENT, "old/old", 33.6, 24.4, _BT2_CODE),
+        PaperFigure(Name.INDEPENDENT, "new/old", 0.8, 1.5, _BT2_CODE),
+        PaperFigure(Name.INDEPENDENT, "new/new", 62.7, 49.9, _BT2_CODE),
+        PaperFigure(Name.BCT, "new/old", 25.0, 24.7, _BT2_CODE),
+        PaperFigure(Name.BCT, "new/new", 60.0, 47.3, _BT2_CODE),
+        PaperFigure(Name.BT2, "new/old", 38.7, 27.7, _BT2_CODE),
+        PaperFigure(Name.BT2, "new/new", 62.4, 50.5, _BT2_CODE),
+    )
+}
+
+
+def paper_table(data: str, rows: Mapping[str, RowResult]) -> list[str]:
+    """Return a table of published figures next to ours, CMC-1 / mAP in percent.
+
+    Args:
+        data: the name of the data set.
+        rows: our rows by name; "-" stands for a missing one.
+
+    Returns:
+        The lines; none if nobody prints figures for this data set.
+    """
+    if data not in PAPER_FIGURES:
+        return []
+    lines = ["| row | cell | published | ours | source |", "|---|---|---|---|---|"]
+    for figure in PAPER_FIGURES[data]:
+        published = f"{figure.cmc1:.1f} / {figure.map:.1f}"
+        ours = pair(rows.get(figure.row), figure.cell)
+        lines.append(f"| {figure.row} | {figure.cell} | {published} | {ours} | {figure.source} |")
+    return lines
+
+
 def whole(results: Results) -> str:
     """Return the page next to a results file."""
     lines = [f"# Methods compared on {results.data}", "", *_about(results), "", *_table(results)]
+    if published := paper_table(results.data, results.main.rows):
+        lines += ["", "## Published figures", "", *published]
     lines += _further(results)
     for split, part in results.splits.items():
         lines += ["", f"## Claims, {split} classes", "", *_said_of(part.claims)]

@@ -87,6 +87,8 @@ class _Training(_ConfigKeys):
     batch_size: int = Field(128, ge=2)
     optimizer: Literal["sgd", "adam"] = "sgd"
     lr: float = Field(gt=0)
+    # Epochs after which the rate is a tenth, ascending (BCT, UniBCT); none: one cosine to 0.
+    lr_steps: tuple[Positive, ...] = ()
     momentum: float = Field(0.9, ge=0, lt=1)
     weight_decay: float = Field(0.0, ge=0)
     gradient_clip: float | None = Field(None, gt=0)
@@ -107,6 +109,11 @@ class _Training(_ConfigKeys):
         if self.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"expected warmup_epochs below epochs, got {self.warmup_epochs} of {self.epochs}"
+            )
+        steps = list(self.lr_steps)
+        if steps and (steps != sorted(set(steps)) or steps[-1] >= self.epochs):
+            raise ValueError(
+                f"expected lr_steps ascending and below epochs, got {steps} of {self.epochs}"
             )
         return self
 
@@ -150,6 +157,8 @@ class EmbedderConfig(_Network):
     # scale 20).
     margin: float | None = Field(None, ge=0)
     scale: float | None = Field(None, gt=0)
+    # The share of the target that is spread over all classes; only under the head softmax.
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
     # Start from the embedder of another run, for example a common warm-up; also from its head, if
     # kind and classes are the same. `bt2` and `lambda_orthogonal` freeze it.
     init: Path | None = None
@@ -162,6 +171,12 @@ class EmbedderConfig(_Network):
     def _one_beginning(self) -> Self:
         if self.init is not None and self.weights is not None:
             raise ValueError("expected init or weights to begin with, got both")
+        return self
+
+    @model_validator(mode="after")
+    def _smoothing_fits(self) -> Self:
+        if self.label_smoothing and self.head != "softmax":
+            raise ValueError(f"label_smoothing needs head: softmax, got {self.head}")
         return self
 
 

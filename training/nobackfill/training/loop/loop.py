@@ -229,12 +229,16 @@ def finish(
 def learning_rate(config: Config, epoch: float) -> float:
     """Return the rate: linear warm-up over config.warmup_epochs, then a cosine to 0 (FCT D.5).
 
+    With config.lr_steps the rate stays config.lr after the warm-up, and each step divides it by 10.
+
     Args:
         config: the training's configuration.
         epoch: 0 to config.epochs, with fractions.
     """
     if epoch < config.warmup_epochs:
         return config.lr * (epoch + 1e-3) / config.warmup_epochs
+    if config.lr_steps:
+        return config.lr * 0.1 ** sum(epoch >= step for step in config.lr_steps)
     share = (epoch - config.warmup_epochs) / (config.epochs - config.warmup_epochs)
     return config.lr * 0.5 * (1 + math.cos(math.pi * min(share, 1.0)))
 

@@ -1,7 +1,8 @@
 """Backbones by name: pixels float32 [n,3,H,W] -> features float32 [n,embedding_dim].
 
-Names that begin with `small` are networks for 8..64-pixel images, with the key `width`. Names with
-a prefix are timm's or open_clip's models (public_models), with a linear layer after them. Every
+Names that begin with `small` are networks for 8..64-pixel images, with the key `width`.
+`fct_resnet50` is the ResNet50 of FCT's authors: its last block outputs the embedding. Names with a
+prefix are timm's or open_clip's models (public_models), with a linear layer after them. Every
 other name is a torchvision classification model whose last linear layer is replaced by one with
 `embedding_dim` outputs (FCT D.1: the penultimate layer outputs the embedding directly).
 """
@@ -78,6 +79,26 @@ def small_resnet(embedding_dim: int, width: int, pooling: str, image_size: int) 
     )
 
 
+def fct_resnet50(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
+    """Build a ResNet50 whose last block outputs `embedding_dim` channels, which are pooled.
+
+    This is the network of FCT's public code (apple/ml-fct, models/resnet.py). It has no linear
+    layer. Its output passed a ReLU, so `last_nonlin` changes nothing.
+    """
+    from torchvision.models import resnet50
+
+    network = resnet50()
+    last = network.layer4[-1]
+    channels = last.conv1.in_channels
+    last.conv3 = nn.Conv2d(last.conv3.in_channels, embedding_dim, 1, bias=False)
+    last.bn3 = nn.BatchNorm2d(embedding_dim)
+    last.downsample = nn.Sequential(
+        nn.Conv2d(channels, embedding_dim, 1, bias=False), nn.BatchNorm2d(embedding_dim)
+    )
+    network.fc = nn.Identity()
+    return _pooled(network, "fct_resnet50", pooling)
+
+
 def small_mobilenet(embedding_dim: int, width: int, pooling: str, image_size: int) -> nn.Module:
     """Build a MobileNetV2 of four inverted residuals; its last maps have an eighth of the side."""
     from torchvision.models import MobileNetV2
@@ -124,7 +145,8 @@ def small_swin(embedding_dim: int, width: int, pooling: str, image_size: int) ->
     return _pooled(network, "small_swin", pooling)
 
 
-_SMALL = {
+_OWN = {
+    "fct_resnet50": fct_resnet50,
     "small": small,
     "small_resnet": small_resnet,
     "small_mobilenet": small_mobilenet,
@@ -141,7 +163,7 @@ def backbone_names() -> list[str]:
     import torchvision
 
     known: list[str] = torchvision.models.list_models(module=torchvision.models)
-    return sorted(_SMALL) + known
+    return sorted(_OWN) + known
 
 
 def build_backbone(
@@ -161,8 +183,8 @@ def build_backbone(
         ConfigurationError: the name is unknown (similar names are listed), the model has no linear
             layer to replace (SqueezeNet), or no pooling to one cell for GeM.
     """
-    if name in _SMALL:
-        network = _SMALL[name](embedding_dim, width, pooling, image_size)
+    if name in _OWN:
+        network = _OWN[name](embedding_dim, width, pooling, image_size)
     elif is_public(name):
         network = _public(name, embedding_dim, pooling, image_size)
     elif name in backbone_names():
@@ -170,7 +192,7 @@ def build_backbone(
     else:
         near = difflib.get_close_matches(name, backbone_names(), 5) or ["resnet18", "resnet50"]
         raise ConfigurationError(
-            f"unknown backbone {name!r}; expected {', '.join(_SMALL)} or a torchvision "
+            f"unknown backbone {name!r}; expected {', '.join(_OWN)} or a torchvision "
             f"classification model, e.g. {', '.join(near)}"
         )
     if last_nonlin:

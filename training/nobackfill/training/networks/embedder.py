@@ -124,8 +124,9 @@ class EmbedderObjective(Objective):
         self.config = config
         self.embedder = build_encoder(config)
         self.head: Head = build_head(
-            config.head, classes, config.embedding_dim, margin=config.margin, scale=config.scale
-        )
+            config.head, classes, config.embedding_dim, margin=config.margin, scale=config.scale,
+            label_smoothing=config.label_smoothing,
+        )  # fmt: skip
         self.augment = Augment(config.augmentation)
 
     def forward(self, batch: Batch) -> Terms:

@@ -48,13 +48,15 @@ class SoftmaxHead(Head):
 
     unit = False
 
-    def __init__(self, classes: int, dim: int) -> None:
+    def __init__(self, classes: int, dim: int, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.scale, self.margin = 1.0, 0.0
+        self.label_smoothing = label_smoothing
         self.linear = nn.Linear(dim, classes)
 
     def forward(self, embedding: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(embedding), labels)
+        logits = self.logits(embedding)
+        return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
 
     def logits(self, embedding: Tensor) -> Tensor:
         output: Tensor = self.linear(embedding)
@@ -101,7 +103,13 @@ HEAD_NAMES = ("softmax", *_DEFAULTS)
 
 
 def build_head(
-    name: str, classes: int, dim: int, *, margin: float | None = None, scale: float | None = None
+    name: str,
+    classes: int,
+    dim: int,
+    *,
+    margin: float | None = None,
+    scale: float | None = None,
+    label_smoothing: float = 0.0,
 ) -> Head:
     """Build an untrained head.
 
@@ -111,6 +119,8 @@ def build_head(
         dim: the dimension of the embedding.
         margin: a cosine for CosFace, radians for ArcFace; None: the default.
         scale: the factor of the cosines; None: the default.
+        label_smoothing: the share of softmax's target that is spread over all classes, 0 to 1;
+            other heads ignore it.
 
     Raises:
         ConfigurationError: the name is unknown, there are fewer than 2 classes or more than a
@@ -123,7 +133,7 @@ def build_head(
     if name == "softmax":
         if margin is not None or scale is not None:
             raise ConfigurationError("head softmax has neither margin nor scale; remove them")
-        return SoftmaxHead(classes, dim)
+        return SoftmaxHead(classes, dim, label_smoothing)
     default_margin, default_scale = _DEFAULTS[name]
     m = default_margin if margin is None else margin
     s = default_scale if scale is None else scale

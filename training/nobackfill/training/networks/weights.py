@@ -255,7 +255,13 @@ def load_pretrained(
     expected = network.state_dict()
     prefix = _prefix(weights.tensors, expected)
     stored = {k.removeprefix(prefix): v for k, v in weights.tensors.items() if k.startswith(prefix)}
-    last, _ = linear_layers(network)[-1]
+    linear = linear_layers(network)
+    if not linear:
+        raise ConfigurationError(
+            f"backbone {config.backbone} has no linear embedding layer, so pretrained weights do "
+            "not fit; leave weights out"
+        )
+    last, _ = linear[-1]
     anew = _anew(stored, expected, last, classifier=not is_file(weights.name))
     if problems := _problems(stored, expected, anew, last):
         small_stem = config.image_size <= 64 and problems[0].startswith("conv1.weight")
